@@ -1,14 +1,16 @@
-"""What constrained output costs a step, with a real vocabulary.
+"""What constrained output accepts, costs and lets through, with a real vocabulary.
 
-    python bench/constraints.py                 the demo model's vocabulary
-    python bench/constraints.py --model DIR
+    python bench/constraints.py                      the schemas of the tests
+    python bench/constraints.py --instances DIR      JSONSchemaBench: its folder maskbench/data
+    python bench/constraints.py --suite DIR          also JSON-Schema-Test-Suite: its folder tests
     python bench/constraints.py --device cuda --batches 1,16,64
 
-The first table needs no model: random logits are drawn from, with temperature 1, under the schemas
-of the tests. The calling thread makes the masks, so that the table shows all of their work. Every
-text is checked to be JSON that is valid under its schema.
+The first table is of schemas with instances that are valid under them or not. A valid instance that
+is accepted with its properties in another order counts apart; so does one with properties that the
+schema does not list. Milliseconds are of the CPU. For the schemas of the
+tests, instances are texts of random walks through the masks, which `jsonschema` has to accept.
 
-The second table, with `--batches`, is of an engine, which makes masks while the model computes:
+The table of steps, with `--batches`, is of an engine, which makes masks while the model computes:
 milliseconds of a decode step in which all requests are constrained, each by a schema of its own,
 beside a step of the same requests without constraints, in alternation.
 """
@@ -17,92 +19,257 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_setup
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.constraints.masks import ConstraintState
-from weft.engine.constraints.vocabulary import load_vocabulary
-from weft.engine.constraints.wire import TOKENIZER_FILE
+from weft.engine.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.llm import LLM
 from weft.engine.messages import Inbox, Submit
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.demo import DEMO_NAME, resolve_model
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.sampling.sampler import Sampler, SampleRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from weft.testing.engine.random_schemas import Schema, varied_schemas
 
-CLOSING = '"}]'
+RESULTS = Path(__file__).resolve().parent / "results"
+CLOSING = '"}],x'
 MAX_TOKENS = 600
 STEP_TOKENS = 80
-"""Tokens of each request of the second table."""
+"""Tokens of each request of the table of steps."""
+DRAFTS = {
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
 
 
-class Costs:
-    """Microseconds of each kind of work, one entry a time that it was done."""
+MAX_ORDERS = 20_000
+"""Steps after which no order of an instance's properties is tried any more."""
+BYTES = tokenizer_of([*(bytes([byte]) for byte in range(256)), b""], [256])
+"""Tokens of single bytes."""
+
+
+class Case(NamedTuple):
+    """A schema and JSON values that are valid under it or not."""
+
+    name: str
+    schema: Any
+    instances: list[tuple[Any, bool]]
+
+
+class Figures:
+    """Counts of schemas and instances, and CPU milliseconds of each kind of work."""
 
     def __init__(self) -> None:
-        self.compile: list[float] = []
-        self.read: list[float] = []
-        self.mask: list[float] = []
-        self.masked_draw: list[float] = []
-        self.free_draw: list[float] = []
-        self.num_cut = 0
-        """Texts that no end was found for in time."""
+        self.counts: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.compile_ms: list[float] = []
+        self.mask_ms: list[float] = []
+        self.wrong: list[str] = []
+        """Names of the cases with instances that were accepted and must not be."""
+        self.rejected: list[str] = []
+        """Names of those with valid instances that were rejected for other reasons than order."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures, with percentiles of the milliseconds."""
+        found: dict[str, Any] = dict(self.counts)
+        for name, values in (("compile", self.compile_ms), ("mask", self.mask_ms)):
+            for share in (50, 99, 99.9, 100):
+                value = float(np.percentile(values, share)) if values else float("nan")
+                found[f"{name}_ms_p{share:g}"] = round(value, 4)
+        found["masks"] = len(self.mask_ms)
+        found["refusals"] = dict(self.refusals.most_common(30))
+        found["wrong"] = self.wrong
+        found["rejected"] = sorted(set(self.rejected))
+        return found
 
 
-def timed(into: list[float], began: float) -> None:
-    into.append((time.perf_counter() - began) * 1e6)
+class Judge:
+    """Compiles schemas and follows instances as the engine does.
 
+    Args:
+        source: Compiles for the model's vocabulary.
+        tokenizer: Of the model.
+        vocab_size: Of the model.
+    """
 
-def follow(
-    schema: Schema, source: GrammarSource, config: ModelConfig, tokenizer: Tokenizer, costs: Costs
-) -> None:
-    """Compiles one schema and draws one text under it."""
-    constraint = Constraint(kind="json_schema", text=json.dumps(schema))
-    began = time.perf_counter()
-    serialised = source.compile(constraint)
-    timed(costs.compile, began)
-    began = time.perf_counter()
-    grammar = source.read(serialised)
-    timed(costs.read, began)
-    state, sampler = ConstraintState(grammar, config.vocab_size), Sampler(config.vocab_size, 1)
-    row = SampleRow(
-        params=SamplingParams(), stop=StopCriteria(), seed=1, eos_token_ids=config.eos_token_ids
-    )
-    sampler.add(0, row, [], [])
-    slots, tokens = np.zeros(1, np.int64), list[int]()
-    closing = [tokenizer.token_to_id(symbol) for symbol in CLOSING]
-    while len(tokens) < MAX_TOKENS:
-        logits = torch.randn(1, config.vocab_size)
-        logits[0, [*closing, *config.eos_token_ids]] += 6.0
-        began = time.perf_counter()
-        (mask,) = state.next_masks(tokens[state.num_accepted :])
-        timed(costs.mask, began)
-        for masks, into in ((None, costs.free_draw), (mask, costs.masked_draw)):
-            sampler.set_mask(0, masks)
-            began = time.perf_counter()
-            token = int(sampler.sample(logits, slots, slots + len(tokens)).token_ids[0])
-            timed(into, began)
-        tokens.append(token)
-        if token in config.eos_token_ids:
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    def __init__(self, source: GrammarSource, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._words = np.zeros(-(-vocab_size // 32), np.uint32)
+
+    def judge(self, case: Case, figures: Figures) -> None:
+        """Adds what becomes of a case to the figures."""
+        figures.counts["schemas"] += 1
+        constraint = Constraint(kind="json_schema", text=json.dumps(case.schema))
+        began = time.thread_time()
+        try:
+            matcher = self._source.compile(constraint)
+        except ValueError as error:
+            place, _, message = str(error).partition(": ")
+            what = f"{place.rpartition('/')[2]}: {message}" if place.startswith("at ") else place
+            figures.refusals[what[:90]] += 1
             return
-    costs.num_cut += 1
+        figures.compile_ms.append((time.thread_time() - began) * 1e3)
+        figures.counts["accepted"] += 1
+        for value, is_valid in case.instances:
+            is_taken = self.takes(matcher, value, figures)
+            figures.counts["valid" if is_valid else "invalid"] += 1
+            if is_taken and not is_valid:
+                figures.counts["invalid accepted"] += 1
+                figures.wrong.append(case.name)
+            if is_valid and not is_taken:
+                reason = self._reason(constraint, value)
+                figures.counts[f"valid rejected: {reason}"] += 1
+                if reason == "other":
+                    figures.rejected.append(case.name)
+
+    def takes(self, matcher: LLMatcher, value: Any, figures: Figures | None = None) -> bool:
+        """Whether a value is of the grammar; its masks are timed for the figures."""
+        text = json.dumps(value, ensure_ascii=False)
+        matcher = matcher.deep_copy()
+        for token in self._tokenizer.encode(text, add_special_tokens=False).ids:
+            began = time.thread_time()
+            matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            if figures is not None:
+                figures.mask_ms.append((time.thread_time() - began) * 1e3)
+            is_allowed = self._words[token // 32] >> token % 32 & 1
+            if not is_allowed or matcher.is_error() or not matcher.consume_token(token):
+                return False
+        return bool(matcher.is_accepting())
+
+    def _reason(self, constraint: Constraint, value: Any) -> str:
+        """Why a valid instance is rejected: order of properties, some not listed, or other."""
+        for reason, is_closed in (("order", True), ("not listed", False)):
+            try:
+                matcher = GrammarSource(BYTES, is_closed=is_closed).compile(constraint)
+            except ValueError:
+                continue
+            budget = iter(range(MAX_ORDERS))
+            ends = in_some_order(matcher, value, budget)
+            if any(end.is_accepting() for end in ends):
+                return reason
+        return "other"
+
+
+class BytesJudge(Judge):
+    """A judge whose tokens are bytes."""
+
+    def __init__(self, source: GrammarSource) -> None:
+        super().__init__(source, Tokenizer(WordLevel({"": 0}, "")), 257)
+
+    def takes(self, matcher: LLMatcher, value: Any, figures: Figures | None = None) -> bool:
+        """Whether a value is of the grammar."""
+        spelled = [*json.dumps(value, ensure_ascii=False).encode()]
+        matcher = matcher.deep_copy()
+        return bool(matcher.try_consume_tokens(spelled) == len(spelled) and matcher.is_accepting())
+
+
+def in_some_order(matcher: LLMatcher, value: Any, budget: Iterator[int]) -> Iterator[LLMatcher]:
+    """Matchers behind a value, whose properties may be in any order.
+
+    Args:
+        matcher: Before it, with a vocabulary of bytes.
+        value: JSON.
+        budget: One for each step that may be tried.
+    """
+    if isinstance(value, list):
+        yield from _behind(matcher, "[", [("", part) for part in value], "]", budget)
+    elif isinstance(value, dict):
+        members = [(f"{json.dumps(n, ensure_ascii=False)}: ", part) for n, part in value.items()]
+        yield from _behind(matcher, "{", members, "}", budget)
+    elif (end := _consumed(matcher, json.dumps(value, ensure_ascii=False), budget)) is not None:
+        yield end
+
+
+def _behind(
+    matcher: LLMatcher, begin: str, left: list[tuple[str, Any]], end: str, budget: Iterator[int]
+) -> Iterator[LLMatcher]:
+    """Matchers behind the members that are left and the end; those of a list in their order."""
+    if not left:
+        if (closed := _consumed(matcher, begin.strip(", ") + end, budget)) is not None:
+            yield closed
+        return
+    for index, (name, part) in enumerate(left if end == "}" else left[:1]):
+        named = _consumed(matcher, begin + name, budget)
+        if named is None:
+            continue
+        rest = left[:index] + left[index + 1 :]
+        for behind in in_some_order(named, part, budget):
+            yield from _behind(behind, ", ", rest, end, budget)
+
+
+def _consumed(matcher: LLMatcher, text: str, budget: Iterator[int]) -> LLMatcher | None:
+    if next(budget, None) is None:
+        return None
+    copied, spelled = matcher.deep_copy(), [*text.encode()]
+    return copied if copied.try_consume_tokens(spelled) == len(spelled) else None
+
+
+def bench_cases(folder: Path, count: int, seed: int) -> Iterator[Case]:
+    """Schemas of JSONSchemaBench with the instances that its maskbench has."""
+    files = sorted(folder.glob("*.json"))
+    random.Random(seed).shuffle(files)
+    for file in files[:count]:
+        content = json.loads(file.read_text())
+        instances = [(one["data"], bool(one["valid"])) for one in content["tests"]]
+        yield Case(file.stem, content["schema"], instances)
+
+
+def suite_cases(folder: Path, draft: str) -> Iterator[Case]:
+    """Schemas of JSON-Schema-Test-Suite, optional ones too."""
+    for file in sorted((folder / draft).rglob("*.json")):
+        for one in json.loads(file.read_text()):
+            schema = one["schema"]
+            if isinstance(schema, dict):
+                schema = {"$schema": DRAFTS[draft], **schema}
+            tests = [(test["data"], bool(test["valid"])) for test in one["tests"]]
+            tests = [test for test in tests if is_text(test[0])]
+            yield Case(f"{file.stem}: {one['description']}", schema, tests)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value can be written in UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def walk(matcher: LLMatcher, tokenizer: Tokenizer, config: ModelConfig, rng: random.Random) -> str:
+    """A text of a random walk through the masks; empty if it finds no end."""
+    matcher, tokens = matcher.deep_copy(), list[int]()
+    favoured = {tokenizer.token_to_id(symbol) for symbol in CLOSING}
+    while len(tokens) < MAX_TOKENS:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise RuntimeError(matcher.get_error())
+        may_come = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        ends = [token for token in may_come if token in config.eos_token_ids]
+        if ends and (len(ends) == len(may_come) or rng.random() < 0.5):
+            return str(tokenizer.decode(tokens, skip_special_tokens=False))
+        others = [token for token in may_come if token not in config.eos_token_ids]
+        closing = [token for token in others if token in favoured]
+        tokens.append(rng.choice(closing if closing and rng.random() < 0.5 else others))
+        matcher.consume_token(tokens[-1])
+    return ""
 
 
 def decode_step_s(llm: LLM, constraints: Sequence[Constraint | None], name: str) -> float:
@@ -192,52 +359,81 @@ def time_steps(args: argparse.Namespace, console: Console) -> list[dict[str, flo
     return rows
 
 
+def own_cases(
+    source: GrammarSource, tokenizer: Tokenizer, config: ModelConfig, count: int, seed: int
+) -> Iterator[Case]:
+    """Schemas of the tests with a text of a random walk each, which has to be valid."""
+    rng = random.Random(seed)
+    for index, schema in enumerate(varied_schemas(count, seed)):
+        matcher = source.compile(Constraint(kind="json_schema", text=json.dumps(schema)))
+        text = walk(matcher, tokenizer, config, rng)
+        if text:
+            value = json.loads(text)
+            jsonschema.Draft202012Validator(schema).validate(value)
+            yield Case(f"own {index}", schema, [(value, True)])
+
+
+def show(title: str, figures: dict[str, Any], console: Console) -> None:
+    """Prints figures as one table."""
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        if not isinstance(value, dict | list):
+            table.add_row(name, f"{value:,}")
+    console.print(table)
+
+
 def main() -> None:
     """Measures and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=DEMO_NAME, help="model directory, or the demo's name")
-    parser.add_argument("--schemas", type=int, default=40, help="of the first table")
+    parser.add_argument("--instances", type=Path, help="maskbench/data of JSONSchemaBench")
+    parser.add_argument("--suite", type=Path, help="tests of JSON-Schema-Test-Suite")
+    parser.add_argument("--schemas", type=int, default=200, help="number of schemas")
+    parser.add_argument("--seed", type=int, default=1, help="chooses the schemas")
     parser.add_argument(
         "--batches",
         type=lambda text: [int(part) for part in text.split(",")],
         default=[],
-        help="requests of a step, such as 1,16,64; default: no second table",
+        help="requests of a step, such as 1,16,64; default: no table of steps",
     )
-    parser.add_argument("--turns", type=int, default=5, help="timed rounds of the second table")
+    parser.add_argument("--turns", type=int, default=5, help="timed rounds of the table of steps")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, default=RESULTS / "constraints.json")
     args = parser.parse_args()
-    torch.manual_seed(1)
-    folder = resolve_model(args.model)
+    folder, console = resolve_model(args.model), Console()
     config = ModelConfig.load(folder)
-    vocabulary = load_vocabulary(folder, config.vocab_size, config.eos_token_ids)
-    source, costs = GrammarSource(vocabulary, max_grammar_bytes=1 << 28), Costs()
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-    for schema in varied_schemas(args.schemas):
-        follow(schema, source, config, tokenizer, costs)
-    table = Table(title=f"{args.schemas} schemas, vocabulary of {config.vocab_size:,}")
-    for name in ("work", "median us", "p99 us", "times"):
-        table.add_column(name, justify="left" if name == "work" else "right")
-    figures: dict[str, Any] = {"vocab_size": config.vocab_size, "texts_cut": costs.num_cut}
-    for name, values in vars(costs).items():
-        if isinstance(values, list):
-            median, tail = statistics.median(values), float(np.percentile(values, 99))
-            table.add_row(name, f"{median:,.0f}", f"{tail:,.0f}", f"{len(values):,}")
-            figures[name] = {"median_us": median, "p99_us": tail, "count": len(values)}
-    console = Console()
-    console.print(table)
-    print(f"{args.schemas - costs.num_cut} texts valid, {costs.num_cut} cut at {MAX_TOKENS} tokens")
+    source = GrammarSource(load_vocabulary(folder, config.vocab_size, config.eos_token_ids))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    results: dict[str, Any] = {"vocab_size": config.vocab_size, "seed": args.seed}
+    judge, found = Judge(source, tokenizer, config.vocab_size), Figures()
+    title = "JSONSchemaBench" if args.instances else "random walks through masks"
+    if args.instances:
+        cases = bench_cases(args.instances, args.schemas, args.seed)
+    else:
+        cases = own_cases(source, tokenizer, config, args.schemas, args.seed)
+    for case in cases:
+        judge.judge(case, found)
+    results[title] = found.as_json()
+    show(title, results[title], console)
+    for draft in DRAFTS if args.suite else ():
+        # Byte by byte: all texts are the same for every tokenizer.
+        found = Figures()
+        for case in suite_cases(args.suite, draft):
+            BytesJudge(GrammarSource(BYTES)).judge(case, found)
+        results[draft] = found.as_json()
+        show(f"JSON-Schema-Test-Suite, {draft}", results[draft], console)
     if args.batches:
-        figures["steps"] = time_steps(args, console)
-    if args.json is not None:
-        figures["setup"] = describe_setup(args.dtype, torch.get_num_threads())
-        if args.commit:
-            figures["setup"]["commit"] = args.commit
-        if args.device != "cpu":
-            figures["setup"]["gpu"] = torch.cuda.get_device_name()
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        results["steps"] = time_steps(args, console)
+    results["setup"] = describe_setup(args.dtype, torch.get_num_threads())
+    if args.commit:
+        results["setup"]["commit"] = args.commit
+    if args.device != "cpu":
+        results["setup"]["gpu"] = torch.cuda.get_device_name()
+    args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

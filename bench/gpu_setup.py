@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "transformers", "nixl", "xgrammar", "fa3-fwd")
+PACKAGES = ("torch", "triton", "transformers", "nixl", "llguidance", "fa3-fwd")
 _TIMEOUT_S = 20.0
 
 

@@ -10,11 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# What is imported when a constraint comes: it needs xgrammar, and that pydantic.
-NEED_XGRAMMAR = [
-    f"weft.engine.constraints.{name}"
-    for name in ("compiler", "grammar", "masks", "string_patterns", "vocabulary")
-]
+# What is imported when a constraint comes: it needs llguidance.
+NEED_LLGUIDANCE = [f"weft.engine.constraints.{name}" for name in ("grammar", "masks", "vocabulary")]
 
 # Imports every module of the packages in argv[2] while the modules in argv[1] cannot be imported,
 # but for the modules in argv[3].
@@ -63,8 +60,8 @@ def test_the_store_needs_no_valkey_unless_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("package", ["weft.kernels", "weft.engine"])
 def test_the_engine_needs_no_wire_format(package: str) -> None:
-    absent = "grpc,google,nixl,msgspec,pydantic,opentelemetry,gguf,transformers,xgrammar"
-    import_all(package, absent, NEED_XGRAMMAR)
+    absent = "grpc,google,nixl,msgspec,pydantic,opentelemetry,gguf,transformers,llguidance"
+    import_all(package, absent, NEED_LLGUIDANCE)
 
 
 def test_the_cli_starts_without_heavy_imports() -> None:

@@ -87,8 +87,7 @@ BOUNDS: Mapping[str, Bound] = {
     "max_draft_tokens": Bound(ge=1, le=32),
     "draft_width": Bound(ge=1, le=6),
     "constraint_compile_s": Bound(gt=0, le=600),
-    "constraint_compile_bytes": Bound(ge=1 << 26),
-    "constraint_cache_bytes": Bound(ge=1 << 20),
+    "constraint_cache": Bound(ge=1, le=65_536),
 }
 """Bounds of the numeric engine settings by name; None: no bound. Services use the same."""
 
@@ -249,15 +248,9 @@ class EngineConfig:
     refused where the machine's operations do not guarantee that.
     """
     constraint_compile_s: float = 10.0
-    """Processor time, seconds, that compiling one constraint may take."""
-    constraint_compile_bytes: int = 1 << 30
-    """Memory that compiling one constraint may take, in a separate process."""
-    constraint_cache_bytes: int = 256 << 20
-    """Most bytes of compiled constraints, in use and cached; a single one may take a quarter."""
-    early_compiler: bool = True
-    """Whether to start the constraint compiler once constrained requests may come; else with the
-    first.
-    """
+    """Seconds that compiling one constraint may take."""
+    constraint_cache: int = 256
+    """Most compiled constraints that are kept for later requests."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Whether to plan and start a step while the device still runs the previous one; auto: on a
     GPU.

@@ -19,7 +19,7 @@ MAX_TENANT_BYTES = 64
 MAX_SESSION_ID_BYTES = 128
 """Longest client-chosen name of a chat session, bytes."""
 
-ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice"]
+ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
 MAX_CONSTRAINT_BYTES = 64 << 10
 """Largest text, or choices, of a constraint, bytes."""
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import random
 import re
-import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-from weft.engine.constraints import masks
+from weft.engine.constraints import compiling, masks
 from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.errors import Internal, InvalidRequest, Overloaded
+from weft.engine.errors import Internal, InvalidRequest
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
 from weft.engine.request import Constraint, StopCriteria
-from weft.engine.scheduler.plan import Plan
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
 from weft.testing.engine.random_schemas import person, varied_schemas
 from weft.testing.models.threads import one_thread
@@ -57,45 +54,24 @@ def prompt(length: int = 5) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(length)]
 
 
-def compilers() -> list[psutil.Process]:
-    """Compiler processes of engines in this one."""
-    name = "weft.engine.constraints.compiler"
-    return [child for child in psutil.Process().children() if name in child.cmdline()]
+def compiler_threads() -> int:
+    return sum(thread.name == "grammars" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize(
-    ("has_tokenizer", "is_early"), [(True, True), (False, True), (True, False)]
-)
-def test_the_compiler_starts_before_it_is_needed(
-    tmp_path: Path, has_tokenizer: bool, is_early: bool
-) -> None:
-    """A worker without constrained requests has none, until it hears that some may come."""
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_the_vocabulary_is_read_before_it_is_needed(tmp_path: Path, has_tokenizer: bool) -> None:
+    """Not by a worker without constrained requests, until it hears that some may come."""
     folder = make_tiny(
         "llama", tmp_path / "tiny", seed=1, tokenizer=has_tokenizer, vocab_size=VOCAB
     )
-    expects = Inbox(pings=[Ping(session=1, nonce=1, expects_constraints=True)])
-    before = len(compilers())
-    settings = {"num_pages": 64, "num_threads": 1, "early_compiler": is_early}
-    with LLM(folder, dtype="float32", **settings) as llm:
+    before = compiler_threads()
+    with LLM(folder, dtype="float32", num_pages=64, num_threads=1) as llm:
         llm.engine.turn(Inbox(pings=[Ping(session=1, nonce=1)]))
-        assert len(compilers()) == before
+        assert compiler_threads() == before
         for _ in range(2):
-            llm.engine.turn(expects)
-        deadline = time.monotonic() + 60
-        is_started = has_tokenizer and is_early
-        while len(compilers()) < before + is_started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert len(compilers()) == before + is_started
-        if has_tokenizer:
-            desk = Desk(llm.engine, folder)
-            outcome = desk.one(desk.submit(schema({"type": "null"}), prompt()))
-            assert outcome.reason == "stop"
-            (compiler,) = compilers()[before:]
-            # It has what it needs, and not a second copy of what only the engine does.
-            assert any("xgrammar" in mapped.path for mapped in compiler.memory_maps())
-            assert not any("torch" in mapped.path for mapped in compiler.memory_maps())
-    assert len(compilers()) == before
+            llm.engine.turn(Inbox(pings=[Ping(session=1, nonce=1, expects_constraints=True)]))
+        assert compiler_threads() == before + has_tokenizer
+    assert compiler_threads() == before
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -147,17 +123,19 @@ def test_texts_follow_a_recursive_grammar(desk: Desk) -> None:
     [
         (Constraint(kind="json_schema", text='{"type": '), "line 1, column 10"),
         (Constraint(kind="json_schema", text="[]"), "not a JSON schema"),
-        (schema({"properties": {"a": {"type": "strin"}}}), "$.properties.a.type"),
-        (schema({"properties": {"a": {"$ref": "#/$defs/b"}}}), "$.properties.a.$ref"),
-        (schema({"type": "array", "uniqueItems": True}), "$.uniqueItems"),
-        (schema({"items": {"not": {"type": "null"}}}), "$.items.not"),
-        (schema({"anyOf": [{"type": "null"}, {"pattern": 'a"b'}]}), "$.anyOf[1].pattern"),
-        (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "$.oneOf"),
+        (schema({"properties": {"a": {"type": "strin"}}}), "#/properties/a/type"),
+        (schema({"properties": {"a/b": {"$ref": "#/$defs/b"}}}), "#/properties/a~1b/$ref"),
+        (schema({"type": "array", "uniqueItems": True}), "#/uniqueItems"),
+        (schema({"items": {"not": {"pattern": "a"}}}), "#/items/not"),
+        (schema({"anyOf": [{"type": "null"}, {"pattern": "a(?=b)"}]}), "#/anyOf/1/pattern"),
+        (schema({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}), "#/oneOf"),
         (schema({"type": "object", "required": ["a"], "additionalProperties": False}), "'a'"),
-        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
+        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "no value satisfies"),
         (Constraint(kind="regex", text="(a"), "position"),
         (Constraint(kind="regex", text="a(?=b)"), "position"),
         (Constraint(kind="ebnf", text='root ::= "a" b'), "line 1, column 14"),
+        (Constraint(kind="ebnf", text='start: "a" b'), "line 1, column 8: unknown name"),
+        (Constraint(kind="structural_tag", text='{"structures": []}'), "#/triggers"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_its_place(
@@ -167,17 +145,48 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(
     assert isinstance(error, InvalidRequest)
     assert error.param == "constraint"
     assert told in error.message
-    assert ".cc" not in error.message
+    assert "x-guidance" not in error.message
 
 
 @pytest.mark.parametrize("min_tokens", [0, 9])
-def test_a_dead_end_is_told_as_one(desk: Desk, min_tokens: int) -> None:
-    constraint = Constraint(kind="regex", text=r"ab[^\s\S]c")
+@pytest.mark.parametrize("expression", [r"ab[^\s\S]c", "[^\\s\\S]"])
+def test_a_dead_end_is_told_as_one(desk: Desk, expression: str, min_tokens: int) -> None:
+    constraint = Constraint(kind="regex", text=expression)
     stop = StopCriteria(max_tokens=20, min_tokens=min_tokens)
     (error,) = desk.run(desk.submit(constraint, prompt(), stop=stop))
     assert isinstance(error, InvalidRequest)
     assert error.param == "constraint"
-    assert "no text satisfies it that goes on" in error.message
+    assert "no text satisfies it" in error.message
+
+
+def test_tags_are_constrained_within_free_text(desk: Desk) -> None:
+    structure = {"begin": "<f>", "schema": {"type": "integer", "maximum": 99}, "end": "</f>"}
+    tags = {"structures": [structure], "triggers": ["<f"]}
+    constraint = Constraint(kind="structural_tag", text=json.dumps(tags))
+    bias = {desk.tokenizer.token_to_id("<"): 9.0, EOS_TOKEN_ID: 3.0}
+    found = 0
+    for seed in range(8):
+        outcome = desk.one(
+            desk.submit(constraint, prompt(), temperature=1.0, seed=seed, logit_bias=bias)
+        )
+        text = desk.text(outcome)
+        found += text.count("<f>")
+        assert re.fullmatch(r"(?:(?!<f).|<f>-?\d+</f>)*", text, re.DOTALL) or (
+            outcome.reason == "length"
+        ), text
+
+
+def test_texts_follow_a_grammar_of_lark(desk: Desk) -> None:
+    grammar = 'start: pair ("," pair)*\npair: /[a-c]+/ "=" %json {"type": "boolean"}'
+    submits = [
+        desk.submit(Constraint(kind="ebnf", text=grammar), prompt(), temperature=1.0, seed=seed)
+        for seed in range(4)
+    ]
+    for outcome in desk.run(*submits):
+        assert isinstance(outcome, Outcome), outcome
+        pair = "[a-c]+=(true|false)"
+        pattern = f"{pair}(,{pair})*" if outcome.reason == "stop" else "[a-c=,truefals]*"
+        assert re.fullmatch(pattern, desk.text(outcome)), desk.text(outcome)
 
 
 def test_a_constraint_ends_the_sample_whatever_the_stop_criteria_are(desk: Desk) -> None:
@@ -291,7 +300,7 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     with monkeypatch.context() as patch:
         patch.setattr(stats, "_longest_step_s", 0.0)
         patch.setattr(masks.ConstraintState, "next_masks", slow_once)
-        patch.setattr(masks.ConstraintState, "is_alone", True)
+        patch.setattr(masks.MaskJob, "is_alone", True)
         error, beside = desk.run(*(desk.submit(slow, prompt()) for _ in range(2)))
         # Else the engine would wait so much longer before it counts as stalled.
         assert 0.0 < stats._longest_step_s < 2.0
@@ -306,91 +315,112 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     assert fine.reason == "stop"
 
 
-def test_a_compiler_that_cannot_be_started_fails_what_waits_for_it(
+def test_a_grammar_that_takes_too_much_fails_alone(desk: Desk) -> None:
+    """Beside others, by the limits of llguidance: within a few steps, none of which takes long."""
+    attacks = ["((a{1,100}){1,100}){1,100}", "(a?){1000}a{1000}", "(a|a?)+(b|c)*" * 400]
+    submits = [desk.submit(Constraint(kind="regex", text=text), prompt()) for text in attacks]
+    fine = desk.submit(Constraint(kind="regex", text="[a-z]{40}"), prompt())
+    *failed, outcome = desk.run(*submits, fine)
+    assert isinstance(outcome, Outcome)
+    assert outcome.reason == "stop"
+    for one in failed:
+        if isinstance(one, Outcome):
+            assert set(desk.text(one)) <= set("abc")
+        else:
+            assert isinstance(one, InvalidRequest)
+            assert one.param == "constraint"
+
+
+def test_a_thread_that_cannot_be_started_fails_what_waits_for_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the next request tries again."""
-    calls = 0
-
-    def refuse(*_: object, **__: object) -> None:
-        nonlocal calls
-        calls += 1
-        raise BlockingIOError(errno.EAGAIN, "no more processes")
-
     letters = Constraint(kind="regex", text="[a-z]{3}")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "grammar":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
     with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
         desk = Desk(llm.engine, model_dir)
         with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "Popen", refuse)
+            patch.setattr(threading.Thread, "start", refuse)
             failed = desk.run(*(desk.submit(letters, prompt()) for _ in range(2)))
         for error in failed:
             assert isinstance(error, Internal)
             assert "try again" in error.message
-        assert calls < 5
-        (outcome,) = desk.run(desk.submit(letters, prompt()))
-        assert isinstance(outcome, Outcome)
-        assert desk.text(outcome).isalpha()
+        assert desk.text(desk.one(desk.submit(letters, prompt()))).isalpha()
 
 
-def test_what_is_compiled_and_cannot_be_read_fails_alone(
+def test_a_constraint_that_is_not_compiled_in_time_fails_alone(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, broken = GrammarSource.read, 1
+    release, compile_one = threading.Event(), GrammarSource.compile
 
-    def break_first(source: GrammarSource, serialised: bytes) -> Any:
-        nonlocal broken
-        if broken:
-            broken -= 1
+    def slowly(source: GrammarSource, constraint: Constraint) -> object:
+        if constraint.text == "late":
+            release.wait(60)
+        return compile_one(source, constraint)
+
+    monkeypatch.setattr(GrammarSource, "compile", slowly)
+    late, fine = (Constraint(kind="regex", text=text) for text in ("late", "fine"))
+    settings = {"num_pages": 64, "num_threads": 1, "constraint_compile_s": 0.5}
+    with one_thread(), LLM(model_dir, dtype="float32", **settings) as llm:
+        desk = Desk(llm.engine, model_dir)
+        error, outcome = desk.run(desk.submit(late, prompt()), desk.submit(fine, prompt()))
+        assert isinstance(error, InvalidRequest)
+        assert "over 0.5 s" in error.message
+        assert isinstance(outcome, Outcome)
+        release.set()
+        assert llm.engine.sizes()["compiling"] == 0
+
+
+def test_what_fails_to_compile_in_an_unknown_way_fails_alone(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_one = GrammarSource.compile
+
+    def break_letters(source: GrammarSource, constraint: Constraint) -> object:
+        if "a-z" in constraint.text:
             raise MemoryError
-        return read(source, serialised)
+        return compile_one(source, constraint)
 
-    monkeypatch.setattr(GrammarSource, "read", break_first)
+    monkeypatch.setattr(GrammarSource, "compile", break_letters)
     letters, digits = (Constraint(kind="regex", text=text) for text in ("[a-z]{3}", "[0-9]{3}"))
     with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
         desk = Desk(llm.engine, model_dir)
         (error,) = desk.run(desk.submit(letters, prompt()))
         assert isinstance(error, Internal)
-        (outcome,) = desk.run(desk.submit(digits, prompt()))
-        assert isinstance(outcome, Outcome)
-        assert desk.text(outcome).isdigit()
+        assert desk.text(desk.one(desk.submit(digits, prompt()))).isdigit()
 
 
-def test_grammars_of_unfinished_requests_take_no_more_than_they_may(
+def test_no_more_grammars_are_kept_than_there_may_be(model_dir: Path) -> None:
+    constraints = [Constraint(kind="regex", text=f"[a-z]{{{i}}}") for i in range(1, 9)]
+    settings = {"num_pages": 256, "num_threads": 1, "constraint_cache": 2}
+    with one_thread(), LLM(model_dir, dtype="float32", **settings) as llm:
+        desk = Desk(llm.engine, model_dir)
+        grammars = llm.engine._constraints._compiled
+        for _ in range(2):
+            for outcome in desk.run(*(desk.submit(one, prompt()) for one in constraints)):
+                assert isinstance(outcome, Outcome)
+            assert len(grammars._kept) == 2
+
+
+def test_a_vocabulary_that_cannot_be_read_fails_requests(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"num_pages": 256, "num_threads": 1, "max_running_requests": 1}
-    constraints = [
-        Constraint(
-            kind="regex",
-            text=f"[a-z]{{80,{90 + i}}}-[0-9]{{60,80}}",
-        )
-        for i in range(12)
-    ]
-    stop = StopCriteria(max_tokens=300)
-    with (
-        one_thread(),
-        LLM(model_dir, dtype="float32", constraint_cache_bytes=1 << 20, **settings) as llm,
-    ):
+    def fail(compiler: compiling.Compiler) -> GrammarSource:
+        raise ValueError("no vocabulary")
+
+    monkeypatch.setattr(compiling.Compiler, "_source", fail)
+    with one_thread(), LLM(model_dir, dtype="float32", num_pages=64, num_threads=1) as llm:
         desk = Desk(llm.engine, model_dir)
-        grammars, scheduler = llm.engine._constraints._compiled, llm.engine.scheduler
-        plan = scheduler.plan
-        # Nobody ends, and lets go of a grammar, before all are compiled.
-        monkeypatch.setattr(
-            scheduler, "plan", lambda now: Plan() if grammars.num_open else plan(now)
-        )
         for _ in range(2):
-            submits = [desk.submit(one, prompt(), stop=stop) for one in constraints]
-            outcomes = desk.run(*submits)
-            refused = [one for one in outcomes if not isinstance(one, Outcome)]
-            assert 0 < len(refused) < len(outcomes), "they all fit, or none does"
-            for error in refused:
-                assert isinstance(error, Overloaded)
-            assert grammars._num_bytes <= 1 << 20
-            assert not grammars._num_users
-        # One after the other there is room for each.
-        for one in constraints:
-            (outcome,) = desk.run(desk.submit(one, prompt(), stop=stop))
-            assert isinstance(outcome, Outcome)
+            (error,) = desk.run(desk.submit(Constraint(kind="regex", text="a"), prompt()))
+            assert isinstance(error, Internal)
+            assert "no vocabulary" in error.message
 
 
 def test_a_model_without_a_tokenizer_refuses_constraints(tmp_path: Path) -> None:

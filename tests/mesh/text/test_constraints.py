@@ -183,7 +183,7 @@ async def test_a_bad_schema_is_a_400_that_says_where(mesh: TinyMesh) -> None:
                     stream=stream,
                 )
             assert caught.value.param == "response_format.json_schema.schema"
-            assert "at $.properties.a.uniqueItems" in str(caught.value)
+            assert "at #/properties/a/uniqueItems" in str(caught.value)
 
 
 async def test_the_typed_api_gives_the_same_text(mesh: TinyMesh) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from weft.engine.constraints.vocabulary import load_vocabulary
+from weft.engine.constraints.vocabulary import load_vocabulary, token_bytes
+from weft.engine.tokenizer_files import read_tokenizer
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.vocabulary import Vocabulary
 from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
@@ -24,7 +25,9 @@ def metaspace() -> Tokenizer:
 
 
 def spelled(folder: Path, size: int) -> list[bytes]:
-    return list(load_vocabulary(folder, size, (0,)).decoded_vocab)
+    loaded = load_vocabulary(folder, size, (0,))
+    assert (loaded.vocab_size, loaded.eos_tokens) == (size, [0])
+    return token_bytes(read_tokenizer(folder).tokenizer, size)
 
 
 @pytest.mark.parametrize("make", [byte_level_bpe, metaspace])
@@ -37,6 +40,8 @@ def test_tokens_spell_what_is_shown(tmp_path: Path, make: object) -> None:
         b"" if id_ in vocabulary.special_ids else vocabulary.token_bytes(id_) for id_ in range(size)
     ]
     assert spelled(folder, size) == shown
+    # A model may have more ids than its tokenizer.
+    assert spelled(folder, size + 9) == shown + [b""] * 9
 
 
 def test_a_token_that_another_file_makes_special_spells_nothing(tmp_path: Path) -> None:

@@ -1,3 +1,3 @@
-"""Constrained output: grammars are compiled in another process, masks computed during the forward
-pass.
+"""Constrained output by llguidance: schemas are rewritten into what it enforces, grammars compiled
+in threads, masks computed during the forward pass.
 """

@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
+from weft.engine.constraints.compiling import VocabularyConfig
 from weft.engine.constraints.grammars import Grammars
-from weft.engine.constraints.wire import TOKENIZER_FILE, CompilerConfig
-from weft.engine.errors import InvalidRequest, Overloaded, WeftError
+from weft.engine.errors import InvalidRequest, WeftError
 from weft.engine.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
-    import xgrammar
+    from llguidance import LLMatcher
     from weft.engine.constraints.masks import ConstraintState, MaskMaker, Masks
 
 MAX_REFUSED = 64
 """Most constraints that are remembered as taking too long."""
-MAX_TAME_BYTES = 4096
-"""Size of a constraint beyond which one of its masks may suddenly take seconds: with 7 KB of
-alternatives for strings of up to 128 and more characters one took 1.7 s, behind some of 0.5 ms.
-"""
+TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
+"""Told to a request whose constraint took too long."""
+TOKENIZER_FILE = "tokenizer.json"
+"""Name of the tokenizer's file in the model's directory."""
 
 
 class Constraints:
@@ -44,29 +44,23 @@ class Constraints:
         wake: Callable[[], None],
     ) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._model_dir = config.model_dir
-        compiler = CompilerConfig(
-            model_dir=str(config.model_dir),
-            vocab_size=vocab_size,
-            eos_token_ids=tuple(eos_token_ids),
-            timeout_s=config.constraint_compile_s,
-            max_memory_bytes=config.constraint_compile_bytes,
-            max_grammar_bytes=config.constraint_cache_bytes // 4,
+        vocabulary = VocabularyConfig(config.model_dir, vocab_size, tuple(eos_token_ids))
+        self._compiled = Grammars(
+            vocabulary, config.constraint_compile_s, config.constraint_cache, wake
         )
-        self._compiled = Grammars(compiler, config.constraint_cache_bytes, wake)
         self._waiting: dict[Constraint, list[RequestKey]] = {}
-        self._grammars: dict[RequestKey, xgrammar.CompiledGrammar] = {}
-        """Compiled grammars of the unfinished requests."""
+        self._grammars: dict[RequestKey, LLMatcher] = {}
+        """Matchers of the unfinished requests at the beginning of a text."""
         self._states: dict[tuple[RequestKey, int], ConstraintState] = {}
         """Grammar states by request and sample, from the sample's first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
-        self._may_start = config.early_compiler
         self._lost_s = 0.0
-        self._refused: dict[Constraint, str] = {}
-        """Constraints whose masks took too long, with the message; the oldest first."""
+        self._refused: dict[Constraint, None] = {}
+        """Constraints whose masks took too long; the oldest first."""
 
     def admit(self, request: Request) -> bool:
         """Whether a new request may run now; if not, `take_compiled` will return it.
@@ -79,7 +73,7 @@ class Constraints:
         if constraint is None:
             return True
         self._check(constraint)
-        grammar = self._compiled.hold(constraint)
+        grammar = self._compiled.find(constraint)
         if grammar is not None:
             self._grammars[request.key] = grammar
             return True
@@ -88,13 +82,12 @@ class Constraints:
         return False
 
     def expect(self) -> None:
-        """Starts the compiler, which takes seconds, since constrained requests may come."""
-        if self._may_start and not self._lacks():
+        """Reads the vocabulary, which takes a moment, since constrained requests may come."""
+        if not self._lacks():
             self._compiled.start()
-        self._may_start = False
 
     def _check(self, constraint: Constraint) -> None:
-        message = self._lacks() or self._refused.get(constraint, "")
+        message = self._lacks() or (TOO_SLOW if constraint in self._refused else "")
         if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
             message = f"has {constraint.num_bytes:,} bytes, at most {MAX_CONSTRAINT_BYTES:,} fit"
         if message:
@@ -116,11 +109,8 @@ class Constraints:
             if isinstance(outcome, WeftError):
                 error = outcome
             else:
-                try:
-                    self._compiled.keep(constraint, outcome, len(keys))
-                    self._grammars.update(dict.fromkeys(keys, outcome))
-                except Overloaded as full:
-                    error = full
+                self._compiled.keep(constraint, outcome)
+                self._grammars.update(dict.fromkeys(keys, outcome))
             ready += [(key, error) for key in keys]
         return ready
 
@@ -137,8 +127,7 @@ class Constraints:
         self._states.pop((request.key, request.sample), None)
         if not is_last:
             return
-        if self._grammars.pop(request.key, None) is not None:
-            self._compiled.let_go(constraint)
+        self._grammars.pop(request.key, None)
         keys = self._waiting.get(constraint, [])
         if request.key in keys:
             keys.remove(request.key)
@@ -198,9 +187,7 @@ class Constraints:
         state = self._states.get(key)
         if state is None:
             grammar = self._grammars[request.key]
-            constraint = request.params.constraint
-            is_tame = constraint is not None and _is_tame(constraint)
-            state = ConstraintState(grammar, self._vocab_size, is_tame=is_tame)
+            state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
             self._states[key] = state
         return state
 
@@ -212,11 +199,13 @@ class Constraints:
         masked, self._masked = self._masked, []
         began = time.monotonic()
         masks = self._maker.take()
-        if any(isinstance(found, InvalidRequest | Overloaded) for found in masks):
+        if any(isinstance(found, InvalidRequest) for found in masks):
             self._lost_s += time.monotonic() - began
         for request, found in zip(masked, masks, strict=True):
-            if isinstance(found, InvalidRequest) and request.params.constraint is not None:
-                self._refuse(request.params.constraint, found.message, masked)
+            constraint = request.params.constraint
+            is_slow = isinstance(found, WeftError) and found.message == TOO_SLOW
+            if is_slow and constraint is not None:
+                self._refuse(constraint, masked)
         return list(zip(masked, masks, strict=True))
 
     def take_lost_s(self) -> float:
@@ -224,9 +213,9 @@ class Constraints:
         lost_s, self._lost_s = self._lost_s, 0.0
         return lost_s
 
-    def _refuse(self, constraint: Constraint, message: str, others: Sequence[Request]) -> None:
+    def _refuse(self, constraint: Constraint, others: Sequence[Request]) -> None:
         """Remembers a constraint, and ends other samples that it would be slow for as well."""
-        self._refused[constraint] = message
+        self._refused[constraint] = None
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
         for request in others:
@@ -242,16 +231,7 @@ class Constraints:
         }
 
     def close(self) -> None:
-        """Ends threads and the compiler process."""
+        """Ends threads."""
         self._compiled.close()
         if self._maker is not None:
             self._maker.close()
-
-
-def _is_tame(constraint: Constraint) -> bool:
-    """See `ConstraintState`: there are no patterns in it, and not many alternatives."""
-    if constraint.kind not in ("json_object", "json_schema", "choice"):
-        return False
-    # What is written as an escape may be the name of a pattern as well.
-    has_patterns = '"pattern' in constraint.text or "\\u" in constraint.text
-    return constraint.num_bytes <= MAX_TAME_BYTES and not has_patterns

@@ -1,99 +1,123 @@
-"""Compiles constraints against a model's vocabulary, and reads what was compiled elsewhere."""
+"""Compiles constraints for a model's vocabulary."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
 
-import numpy as np
-import xgrammar
-from weft.engine.constraints.patterns import prepare_regex
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from weft.engine.constraints.gbnf import convert_gbnf
+from weft.engine.constraints.patterns import convert_regex
 from weft.engine.constraints.schema import prepare_schema
-from weft.engine.constraints.string_patterns import with_patterns
-from weft.engine.constraints.strings import exact_strings
+from weft.engine.constraints.tags import convert_tags
 from weft.engine.request import Constraint
 
 MAX_WHITESPACE = 32
 """Most whitespace characters between two tokens of JSON: enough for deep indentation, while a model
 that emits nothing else is stopped.
 """
-MAX_TEXT_SHARE = 4
-"""Most characters that a compiled grammar is sent as, for each byte that it may have."""
-_ORIGIN = re.compile(r"^\[[^\]]*\] \S+: ")
+LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""What compiling a constraint and each of its masks may take: some hundred milliseconds of CPU for
+the first, about 20 for the latter, and 100 MB.
+"""
+_HEAD = '%llguidance {"no_forcing": true}\n'
+"""Masks have every token that may come, also where only one spelling of a text is left."""
+_JSON = {
+    # Without codes no name has two spellings, so that none comes twice unnoticed.
+    "json_allowed_escapes": 'nrbtf\\"',
+    "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
+}
+_LARK = re.compile(r"^\s*(?:%llguidance\b|start(?:\[[^\]\n]*\])?\s*:(?!:=))", re.MULTILINE)
+_LARK_SKIPPED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
+_LARK_REFUSED = {
+    "~": "`~`, which may match half a character",
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "stop": "stop",
+    "@": "`@`, a reference to another grammar,",
+    "<": "`<`, a special token,",
+}
+_PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
+_IN_LARK = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
 
 
 class GrammarSource:
-    """Compiles grammars for one vocabulary.
+    """Compiles constraints for one vocabulary; used by any thread.
 
     Args:
-        vocabulary: What the model's tokens spell.
-        max_grammar_bytes: Largest size of a compiled grammar.
+        tokenizer: What the model's tokens spell.
+        is_closed: Whether objects and arrays have nothing that their schemas do not list.
     """
 
-    def __init__(self, vocabulary: xgrammar.TokenizerInfo, max_grammar_bytes: int) -> None:
-        self._vocabulary = vocabulary
-        self._max_grammar_bytes = max_grammar_bytes
+    def __init__(self, tokenizer: LLTokenizer, *, is_closed: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self._is_closed = is_closed
 
-    @classmethod
-    def of_text(cls, vocabulary: str, max_grammar_bytes: int) -> GrammarSource:
-        """Builds the source from a vocabulary as xgrammar serialises it."""
-        return cls(xgrammar.TokenizerInfo.deserialize_json(vocabulary), max_grammar_bytes)
-
-    def compile(self, constraint: Constraint) -> str:
-        """Compiles and serialises; may take any time and memory.
-
-        Args:
-            constraint: As the client gave it.
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """A matcher at the beginning of a text, to be copied for each sample.
 
         Raises:
             ValueError: The constraint cannot be used; the message says why, and where in it.
         """
-        compiler = xgrammar.GrammarCompiler(self._vocabulary, max_threads=1, cache_enabled=False)
-        try:
-            compiled = compiler.compile_grammar(_grammar(constraint))
-        except RuntimeError as error:
-            raise ValueError(_ORIGIN.sub("", str(error)).strip()) from error
-        if not _has_text(compiled):
-            raise ValueError("no text satisfies it")
-        size, limit = compiled.memory_size_bytes, self._max_grammar_bytes
-        if size > limit:
-            raise ValueError(f"is too large: {size:,} bytes when compiled, at most {limit:,}")
-        text = compiled.serialize_json()
-        if len(text) > (most := MAX_TEXT_SHARE * limit):  # Grows faster than what it describes.
-            raise ValueError(f"is too large: {len(text):,} bytes to send, at most {most:,}")
-        return text
+        matcher = LLMatcher(self.tokenizer, self._lark(constraint), log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            # Whether any text satisfies it is known only then; copies have the first mask ready.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(_problem(matcher.get_error(), constraint))
+        return matcher
 
-    def read(self, serialised: str) -> xgrammar.CompiledGrammar:
-        """Reads what `compile` returned, possibly in another process with the same vocabulary."""
-        return xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary)
+    def _lark(self, constraint: Constraint) -> str:
+        """The constraint as a grammar of llguidance."""
+        kind, text = constraint.kind, constraint.text
+        if kind == "json_schema":
+            return f"{_HEAD}start: {self._json_rule(text)}"
+        if kind == "regex":
+            return f"{_HEAD}start: /{convert_regex(text)}/" if text else f'{_HEAD}start: ""'
+        if kind == "structural_tag":
+            return _HEAD + convert_tags(text, self._json_rule)
+        if kind == "choice":
+            return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
+        return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
 
-
-def _has_text(grammar: xgrammar.CompiledGrammar) -> bool:
-    """Whether anything may begin a text."""
-    # Not the compiler's own, which takes torch.
-    words = np.zeros((1, -(-grammar.tokenizer_info.vocab_size // 32)), np.int32)
-    is_restricted = xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(words)
-    return not is_restricted or bool(words.any())
-
-
-def _grammar(constraint: Constraint) -> xgrammar.Grammar:
-    if constraint.kind == "json_schema":
-        schema, patterns = prepare_schema(constraint.text)
-        plain = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-        return xgrammar.Grammar.from_ebnf(with_patterns(exact_strings(str(plain)), patterns))
-    if constraint.kind == "regex":
-        return xgrammar.Grammar.from_regex(prepare_regex(constraint.text))
-    if constraint.kind == "ebnf":
-        return xgrammar.Grammar.from_ebnf(constraint.text)
-    return xgrammar.Grammar.from_ebnf(choice_grammar(constraint.choices))
+    def _json_rule(self, schema: str) -> str:
+        """What stands for a value of a JSON schema in a grammar."""
+        prepared = prepare_schema(schema, is_closed=self._is_closed)
+        return f"%json {json.dumps({**prepared, 'x-guidance': _JSON})}"
 
 
-def choice_grammar(choices: Sequence[str]) -> str:
-    """A grammar of the given texts."""
-    return "root ::= " + " | ".join(f'"{"".join(map(_literal, choice))}"' for choice in choices)
+def _checked_lark(text: str) -> str:
+    """A grammar that a client gives as one of Lark.
+
+    Raises:
+        ValueError: It has something that would not hold here.
+    """
+    bare = _LARK_SKIPPED.sub("", text)
+    for name, what in _LARK_REFUSED.items():
+        if re.search(rf"\b{name}\s*=" if name.isidentifier() else re.escape(name), bare):
+            raise ValueError(f"{what} is not supported in grammars")
+    return text
 
 
-def _literal(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return character if character >= " " else f"\\u{ord(character):04x}"
+def _problem(error: str, constraint: Constraint) -> str:
+    """What llguidance says is wrong, without the grammar that the client has not written."""
+    error = _IN_LARK.sub("", error.strip())
+    if error.startswith("panic"):
+        return "cannot be compiled"
+    if constraint.kind == "ebnf" and _LARK.search(constraint.text):
+        found = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
+        if found:
+            return f"at line {int(found[1]) - 1}, column {found[2]}: {error[found.end() :]}"[:500]
+        return error[:500]
+    error = _PLACE.sub("", error)
+    if not error or "NoExtension" in error or "no error message" in error:
+        return "no text satisfies it"
+    return error[:500]

@@ -1,171 +1,165 @@
-"""Numbers in JSON schemas: brought into the form that the grammar compiler enforces exactly.
+"""Numbers in JSON schemas: bounded and decimal, so that they end and are what the schema allows.
 
-The compiler writes bounds with at most six decimals, leaves out a `multipleOf` beside bounds or
-above 1024, and takes whole numbers of more than 64 bits for floating-point ones.
+llguidance writes numbers without end, takes bounds for floating-point numbers, and lets zero pass
+where it is excluded. Inclusive bounds on both sides and a last decimal have none of that.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 Json = Any
-"""A parsed JSON value of any type."""
 
-NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-"""Keywords of numbers."""
-_MAX_LISTED = 4096
-"""Most multiples between two bounds, which are listed one by one."""
-_MAX_MULTIPLE = 256
-"""A larger one takes seconds to compile."""
-_DECIMALS = 10**6
-_LEAST, _MOST = -(2**63), 2**63 - 1
+DECIMALS = 10
+"""Most decimals of a number."""
+LARGEST = 10**18
+"""Largest number, unless the schema names a larger one."""
+MAX_MULTIPLE = 10_000
+"""Largest `multipleOf`, without its decimals: a larger one takes long to compile."""
+MAX_MERGED = 1_000
+"""Largest `multipleOf`, in hundredths, beside other schemas."""
+MAX_LISTED = 1024
+"""Most multiples between two bounds that are listed instead."""
+_BETWEEN = {"minimum": -LARGEST, "maximum": LARGEST}
+FREE_NUMBERS: dict[str, Json] = {
+    "integer": {"type": "integer", **_BETWEEN},
+    "number": {"type": "number", **_BETWEEN, "multipleOf": 1 / 10**DECIMALS},
+}
+"""Numbers by type that no keyword bounds."""
 
 
-def prepare_numbers(schema: dict[str, Json], types: list[str], where: str) -> dict[str, Json]:
-    """Rewrites the keywords of numbers in a schema of some types.
+def check_number(value: float) -> bool:
+    """Whether a constant number can be written exactly."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63 and int(float(value)) == value
+    return math.isfinite(value)
+
+
+def prepare_number(
+    schema: Mapping[str, Json],
+    at: str,
+    *,
+    is_integer: bool,
+    draft4: bool = False,
+    is_merged: bool = False,
+) -> Json:
+    """Rewrites the keywords of numbers.
 
     Args:
-        schema: May be changed.
-        types: Names of the types.
-        where: Its place, for messages.
+        schema: Has them.
+        at: Its JSON pointer, for messages.
+        is_integer: Whole numbers are asked for.
+        draft4: The draft may be one in which `exclusiveMinimum` is a boolean.
+        is_merged: Other schemas hold at the same place.
 
     Returns:
-        The schema, or another one that stands for it.
+        A schema; False if no number satisfies the keywords.
 
     Raises:
-        ValueError: No number is allowed, or what is asked for cannot be enforced.
+        ValueError: What is asked for cannot be enforced.
     """
-    if not set(NUMERIC) & schema.keys() or not {"integer", "number"} & set(types):
-        return schema
-    _check_order(schema, where)
-    values = _integers(schema, where) if "number" not in types else _reals(schema, where)
-    if values is None:
-        return schema
-    rest = [name for name in types if name not in ("integer", "number")]
-    listed: dict[str, Json] = {"enum": values}
-    others = {name: value for name, value in schema.items() if name not in NUMERIC}
-    definitions: dict[str, Json] = {
-        name: others.pop(name) for name in ("$defs", "definitions") if name in others
-    }
-    if rest:
-        return {"anyOf": [listed, {**others, "type": rest}], **definitions}
-    return listed | definitions
-
-
-def check_listed(values: list[Json], where: str) -> None:
-    """Raises ValueError where listed values have whole numbers of more than 64 bits."""
-    for value in values:
-        if isinstance(value, dict):
-            check_listed([*value.values()], where)
-        elif isinstance(value, list):
-            check_listed(value, where)
-        elif isinstance(value, int) and not _LEAST <= value <= _MOST:
-            raise ValueError(f"at {where}: {value} has more than 64 bits, which is not supported")
-
-
-def _check_order(schema: dict[str, Json], where: str) -> None:
-    """Makes drafts' older, boolean `exclusive` bounds numbers."""
-    for kind in ("Minimum", "Maximum"):
-        name, exclusive = kind.lower(), f"exclusive{kind}"
-        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and name in schema:
-            schema[exclusive] = schema.pop(name)
-    for name in NUMERIC:
-        if isinstance(schema.get(name), float) and not math.isfinite(schema[name]):
-            raise ValueError(f"at {where}.{name}: a finite number is expected")
-
-
-def _integers(schema: dict[str, Json], where: str) -> list[int] | None:
-    """Makes bounds whole and inclusive; all allowed numbers where they are to be listed."""
-    lows, highs = [], []
-    if "minimum" in schema:
-        lows.append(math.ceil(schema["minimum"]))
-    if "exclusiveMinimum" in schema:
-        lows.append(math.floor(schema.pop("exclusiveMinimum")) + 1)
-    if "maximum" in schema:
-        highs.append(math.floor(schema["maximum"]))
-    if "exclusiveMaximum" in schema:
-        highs.append(math.ceil(schema.pop("exclusiveMaximum")) - 1)
-    for name, bounds in (("minimum", [max(lows)] if lows else []),
-                         ("maximum", [min(highs)] if highs else [])):  # fmt: skip
-        for bound in bounds:
-            if not _LEAST <= bound <= _MOST:
-                raise ValueError(f"at {where}.{name}: {bound} has more than 64 bits")
-            schema[name] = bound
-    if lows and highs and schema["minimum"] > schema["maximum"]:
-        raise ValueError(f"at {where}: no whole number lies within the bounds")
-    if "multipleOf" not in schema:
-        return None
-    return _multiples(schema, where)
-
-
-def _multiples(schema: dict[str, Json], where: str) -> list[int] | None:
-    step = schema["multipleOf"]
-    if step != int(step):
-        raise ValueError(f"at {where}.multipleOf: only whole numbers are supported")
-    step = schema["multipleOf"] = int(step)
-    if "minimum" not in schema and "maximum" not in schema:
-        if step > _MAX_MULTIPLE:
-            message = f"{step} is supported beside minimum and maximum alone"
-            raise ValueError(f"at {where}.multipleOf: {message}")
-        return None
-    if "minimum" not in schema or "maximum" not in schema:
-        message = "is supported without bounds, or with minimum and maximum"
-        raise ValueError(f"at {where}.multipleOf: {message}")
-    first = -(-schema["minimum"] // step) * step
-    count = max(0, (schema["maximum"] - first) // step + 1)
-    if not count:
-        raise ValueError(f"at {where}: no multiple of {step} lies within the bounds")
-    if count > _MAX_LISTED:
-        message = (
-            f"{count:,} multiples lie within the bounds, at most {_MAX_LISTED:,} are supported"
-        )
-        raise ValueError(f"at {where}.multipleOf: {message}")
-    return [first + number * step for number in range(count)]
-
-
-def _reals(schema: dict[str, Json], where: str) -> list[Json] | None:
-    """Checks that a number of few decimals lies within the bounds; one that is bound from both
-    sides is listed.
-    """
-    if "multipleOf" in schema:
-        raise ValueError(f"at {where}.multipleOf: is supported for integers only")
-    least = _strictest(schema, "minimum", "exclusiveMinimum", 1)
-    most = _strictest(schema, "maximum", "exclusiveMaximum", -1)
-    if least is None or most is None:
-        return None
-    (low, is_open), (high, is_below) = least, most
-    if low > high or (low == high and (is_open or is_below)):
-        raise ValueError(f"at {where}: no number lies within the bounds")
+    given = {name: _number(schema, name, at) for name in ("minimum", "maximum", "multipleOf")}
+    step, decimals = _step(given["multipleOf"], f"{at}/multipleOf", is_integer=is_integer)
+    unit = Fraction(1, 10**decimals)
+    low, high = _bounds(schema, given, at, unit, draft4=draft4)
+    if given["multipleOf"] is not None:
+        low, high = math.ceil(low / step) * step, math.floor(high / step) * step
+    if low > high:
+        return False
+    out: dict[str, Json] = {"type": "integer" if is_integer else "number"}
+    if step.numerator > MAX_MULTIPLE:
+        count = (high - low) / step
+        if count >= MAX_LISTED:
+            message = f"is supported up to {MAX_MULTIPLE:,} without its decimals"
+            raise ValueError(f"at {at}/multipleOf: {message}")
+        return {"enum": [_json(low + i * step) for i in range(int(count) + 1)]}
+    # llguidance multiplies steps that meet, in 32 bits.
+    is_small = step * 100 <= MAX_MERGED and (step * 100).denominator == 1
+    if is_merged and given["multipleOf"] is not None and not is_small:
+        message = f"beside other schemas it is supported up to {MAX_MERGED // 100}"
+        raise ValueError(f"at {at}/multipleOf: {message}, with two decimals")
     if low == high:
-        return [schema["minimum"]]
-    first = math.floor(low * _DECIMALS) + 1 if is_open else math.ceil(low * _DECIMALS)
-    last = math.ceil(high * _DECIMALS) - 1 if is_below else math.floor(high * _DECIMALS)
-    if first > last:
-        message = "no number of up to six decimals lies within the bounds; give them in other units"
-        raise ValueError(f"at {where}: {message}")
-    return None
+        return {"enum": [_json(low)]}
+    out |= {"minimum": _json(low, -1), "maximum": _json(high, 1)}
+    if given["multipleOf"] is not None or not (is_integer or is_merged):
+        out["multipleOf"] = _json(step)
+    return out
 
 
-def _strictest(
-    schema: dict[str, Json], inclusive: str, exclusive: str, sign: int
-) -> tuple[Fraction, bool] | None:
-    """Leaves the stricter of two bounds, below (`sign` 1) or above (-1) which nothing is allowed.
-
-    Returns:
-        Its value, and whether that is excluded; None: there is no bound.
-    """
-    bounds = {name: schema.pop(name) for name in (inclusive, exclusive) if name in schema}
-    if not bounds:
+def _number(schema: Mapping[str, Json], name: str, at: str) -> Fraction | None:
+    value = schema.get(name)
+    if name not in schema:
         return None
-    value, is_open, name = max(
-        (sign * _exact(bound), name == exclusive, name) for name, bound in bounds.items()
-    )
-    schema[name] = bounds[name]
-    return sign * value, is_open
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"at {at}/{name}: a number is expected")
+    # As written: 0.1 is a tenth.
+    return Fraction(repr(value))
 
 
-def _exact(number: float) -> Fraction:
-    """A number as it is written."""
-    return Fraction(str(number))
+def _step(given: Fraction | None, at: str, *, is_integer: bool) -> tuple[Fraction, int]:
+    """What the numbers are multiples of, and its decimals."""
+    if given is None:
+        return (Fraction(1), 0) if is_integer else (Fraction(1, 10**DECIMALS), DECIMALS)
+    if given <= 0:
+        raise ValueError(f"at {at}: a number above 0 is expected")
+    step = Fraction(given.numerator) if is_integer else given
+    decimals = 0
+    while (step * 10**decimals).denominator != 1:
+        decimals += 1
+        if decimals > DECIMALS:
+            raise ValueError(f"at {at}: has more than {DECIMALS} decimals")
+    scaled = float(step)
+    for _ in range(decimals):
+        scaled *= 10.0
+    if not is_integer and scaled != step * 10**decimals:
+        raise ValueError(f"at {at}: cannot be enforced exactly")
+    return step, decimals
+
+
+def _bounds(
+    schema: Mapping[str, Json],
+    given: Mapping[str, Fraction | None],
+    at: str,
+    unit: Fraction,
+    *,
+    draft4: bool,
+) -> tuple[Fraction, Fraction]:
+    """The least and the largest multiple of a unit between the bounds."""
+    limit = Fraction(LARGEST)
+    low, high = given["minimum"], given["maximum"]
+    lows = [-limit if low is None else math.ceil(low / unit) * unit]
+    highs = [limit if high is None else math.floor(high / unit) * unit]
+    for name, bound in (("exclusiveMinimum", low), ("exclusiveMaximum", high)):
+        value = schema.get(name)
+        if isinstance(value, bool) and draft4:
+            excluded = bound if value else None
+        else:
+            excluded = _number(schema, name, at)
+        if excluded is None:
+            continue
+        if name == "exclusiveMinimum":
+            lows.append((math.floor(excluded / unit) + 1) * unit)
+        else:
+            highs.append((math.ceil(excluded / unit) - 1) * unit)
+    return max(*lows, -limit), min(*highs, limit)
+
+
+def _json(value: Fraction, outward: int = 0) -> int | float:
+    """A number as JSON has it, that is not beyond the value where it is not exact.
+
+    Args:
+        value: It.
+        outward: The direction in which the number must not lie: -1 below, 1 above; 0: any.
+    """
+    if value.denominator == 1 and abs(value) <= 2**53:
+        return int(value)
+    written = float(value)
+    exact = Fraction(repr(written))
+    if outward < 0 and exact < value:
+        written = math.nextafter(written, math.inf)
+    if outward > 0 and exact > value:
+        written = math.nextafter(written, -math.inf)
+    return int(written) if value.denominator == 1 else written

@@ -1,183 +1,240 @@
-"""Regular expressions: which ones mean the same to the compiler as to who wrote them."""
+"""Regular expressions as clients write them (ECMA-262, Python), in the syntax of llguidance.
+
+The syntaxes agree on most things. What differs is spelled out: classes of characters, escapes,
+what a dot matches. What llguidance has no equal for is refused with its position.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-_UNSPELLABLE = "a pattern that spells a quote, a backslash or a control character is not supported"
-_ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
-_CONTROL_ESCAPES = "nrtfv0c"
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|(.))", re.DOTALL)
-_LEFT_ESCAPES = "dDsSwWnrtfvbB"
-"""Escapes by letters that every dialect reads alike, or the compiler refuses."""
-_CARETS = re.compile(r"\[(?:\^|\\(?:\^|x5[eE]|u005[eE]))+")
-"""The beginning of a class whose first member may be an escaped `^`."""
-_GROUP = re.compile(r"\((?:\?(?::|<\w+>))?")
+_SPACES = (
+    r"\t\n\x{b}\x{c}\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+)
+"""Characters that both ECMA-262 and Python take for white space."""
+_MORE_SPACES = rf"{_SPACES}\x{{1c}}-\x{{1f}}\x{{85}}\x{{feff}}"
+"""Characters that one of them does."""
+_SETS = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": f"[{_SPACES}]",
+    "S": f"[^{_MORE_SPACES}]",
+}
+_SETS_NEGATED = {**_SETS, "s": f"[{_MORE_SPACES}]", "S": f"[^{_SPACES}]"}
+"""As members of a class that is negated: what is left is of the class in both dialects."""
+_CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
+_DOT = r"[^\n\r\x{2028}\x{2029}]"
+_ANYTHING = r"[\x{0}-\x{10ffff}]"
+_NOTHING = r"[^\x{0}-\x{10ffff}]"
+_GROUP = re.compile(r"\((?:\?(?::|P?<[A-Za-z_]\w*>))?(?!\?)")
+_IGNORING_CASE = re.compile(r"\(\?i\)")
+_REPEATED = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
+_CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})")
+_PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=]+\}")
+_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
-
-def prepare_regex(regex: str, where: str = "") -> str:
-    """Converts a regular expression to the form that the compiler interprets correctly.
-
-    The compiler takes escapes that it does not know for letters, and leaves out anchors that are
-    not at an end; to it a point is any character, also a line break.
-
-    Args:
-        regex: To be matched by a whole text.
-        where: Its place, for the message.
-
-    Raises:
-        ValueError: There is no right way to read it.
-    """
-    parts: list[str] = []
-    at_start = [True]
-    """Of each open group, the innermost last: whether a text may begin at this place."""
-    i = 0
-    while i < len(regex):
-        begin, character = i, regex[i]
-        if character == "(":
-            group = _GROUP.match(regex, i)
-            i = i + 1 if group is None else group.end()
-            at_start.append(at_start[-1])
-        elif character == ")":
-            i += 1
-            at_start = at_start[:-1] or [False]
-            at_start[-1] = False
-        elif character == "|":
-            i += 1
-            at_start[-1] = len(at_start) == 1 or at_start[-2]
-        elif character == "^":
-            i += 1
-            _require(at_start[-1], where, begin, "`^` is supported at the beginning alone")
-        elif character == "$":
-            i += 1
-            is_end = not regex[i:].strip(")") or (len(at_start) == 1 and regex[i] == "|")
-            _require(is_end, where, begin, "`$` is supported at the end alone")
-        else:
-            i = _class_end(regex, i) if character == "[" else i + 1
-            if character == "\\":
-                i = _escape_end(regex, begin, where)
-            at_start[-1] = False
-        parts.append(_written(regex[begin:i], begin, where))
-    return "".join(parts)
+_DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_WITHOUT_LOOKAHEAD = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _DOMAIN: (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]" + _DOMAIN
+    ),
+}
+"""Patterns of zod, by which its clients ask for e-mail addresses, and what they come to."""
 
 
-def _written(part: str, begin: int, where: str) -> str:
-    """A class, an escape or a character, as the compiler reads it rightly."""
-    if part == ".":
-        return r"[^\n]"
-    if part[0] == "[":
-        for found in _ESCAPE.finditer(part):
-            _escape_end(part, found.start(), where, begin)
-        part = _without_first_caret(part, begin, where)
-    return _ESCAPE.sub(lambda found: f"\\u{{{found[1]}}}" if found[1] else found[0], part)
-
-
-def _without_first_caret(part: str, begin: int, where: str) -> str:
-    """A class that begins with an escaped `^`, by which the compiler would negate it, as an
-    alternative to the rest.
-    """
-    carets = _CARETS.match(part)
-    if carets is None or part[1] == "^" or part[-1] != "]":
-        return part
-    rest = part[carets.end() :]
-    is_range = rest[0] == "-" and rest != "-]"
-    _require(not is_range, where, begin, "a range from `^` must not be the first in a class")
-    return r"\^" if rest == "]" else rf"(?:\^|[{rest})"
-
-
-def _class_end(regex: str, begin: int) -> int:
-    i = begin + 1
-    while i < len(regex) and (regex[i] != "]" or i == begin + 1):
-        i += 2 if regex[i] == "\\" else 1
-    return i + 1
-
-
-def _escape_end(regex: str, i: int, where: str, offset: int = 0) -> int:
-    """Where the escape at `i` ends; refuses one that dialects read differently."""
-    found = _ESCAPE.match(regex, i)
-    kind = "" if found is None else found[2] or ""
-    is_null = kind == "0" and not regex[i + 2 : i + 3].isdigit()
-    is_read_alike = kind in _LEFT_ESCAPES or is_null or not (kind.isascii() and kind.isalnum())
-    _require(found is not None and is_read_alike, where, offset + i, "this escape is not supported")
-    assert found is not None
-    return found.end()
-
-
-def _require(is_right: bool, where: str, position: int, message: str) -> None:
-    if not is_right:
-        place = f"at {where}, position {position}" if where else f"at position {position}"
-        raise ValueError(f"{place}: {message}")
-
-
-def prepare_pattern(pattern: str, where: str) -> str:
-    """Converts a schema's pattern as `prepare_regex` does.
-
-    It is matched against the string as it is written: a literal that JSON has to escape would break
-    the JSON. Classes of characters leave such characters out (`string_patterns`).
-
-    Args:
-        pattern: Regular expression of ECMA-262.
-        where: Its place, for the message.
+def convert_pattern(pattern: str) -> str:
+    """Converts the pattern of a JSON schema, which may match anywhere in a string.
 
     Raises:
-        ValueError: There is no right way to read it.
+        ValueError: Something in it has no equal.
     """
-    _check_pattern(pattern, where)
-    return prepare_regex(pattern, where)
+    return _Converter(_WITHOUT_LOOKAHEAD.get(pattern, pattern), keeps_anchors=True).convert()
 
 
-def placeholder(number: int) -> str:
-    """What stands for a pattern in the schema that is compiled."""
-    return f"pattern{number}"
+def convert_regex(regex: str) -> str:
+    """Converts a regular expression that a whole text has to match.
+
+    Raises:
+        ValueError: Something in it has no equal.
+    """
+    return _Converter(regex, keeps_anchors=False).convert()
 
 
-def _check_pattern(pattern: str, where: str) -> None:
-    for assertion in _ASSERTIONS:
-        if assertion in pattern:
-            raise ValueError(f"at {where}: looking around ({assertion}...) is not supported")
-    i = 0
-    while i < len(pattern):
-        character = pattern[i]
+class _Converter:
+    def __init__(self, text: str, *, keeps_anchors: bool) -> None:
+        self._text = text
+        self._keeps_anchors = keeps_anchors
+        self._at = 0
+
+    def convert(self) -> str:
+        parts: list[str] = []
+        at_start = [True]
+        """Of each open group, the innermost last: whether a text may begin at this place."""
+        if self._take(_IGNORING_CASE):
+            parts.append("(?i)")
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if character == "(":
+                self._open()
+                parts.append("(?:")
+                at_start.append(at_start[-1])
+                continue
+            if character == ")":
+                self._require(len(at_start) > 1, "unmatched `)`")
+                at_start.pop()
+                at_start[-1] = False
+            elif character == "|":
+                at_start[-1] = len(at_start) == 1 or at_start[-2]
+            elif character in "^$":
+                parts.append(self._anchor(character, at_start[-1], len(at_start)))
+                continue
+            else:
+                at_start[-1] = False
+                parts.append(self._atom(character))
+                continue
+            self._at += 1
+            parts.append(character)
+            if character == ")":
+                parts.append(self._repetition())
+        self._require(len(at_start) == 1, "unmatched `(`")
+        return "".join(parts)
+
+    def _open(self) -> None:
+        group = _GROUP.match(self._text, self._at)
+        self._require(group is not None, "looking around and flags are not supported")
+        assert group is not None
+        self._at = group.end()
+
+    def _anchor(self, character: str, is_start: bool, depth: int) -> str:
+        """An anchor; where the whole text is matched it says nothing, if it is at its end."""
+        rest = self._text[self._at + 1 :]
+        if not self._keeps_anchors:
+            is_end = not rest.strip(")") or (depth == 1 and rest[0] == "|")
+            self._require(
+                is_start if character == "^" else is_end,
+                f"`{character}` is supported at the {'beginning' if character == '^' else 'end'} "
+                "alone",
+            )
+        self._at += 1
+        self._require(self._take(_REPEATED) is None, "an anchor cannot be repeated")
+        return character if self._keeps_anchors else ""
+
+    def _atom(self, character: str) -> str:
         if character == "[":
-            i = _check_class(pattern, i, where)
-            continue
-        if character == "\\":
-            if pattern[i + 1 : i + 2] in ("b", "B"):
-                raise ValueError(f"at {where}: word boundaries are not supported")
-            spelled, i = _escaped(pattern, i)
+            atom = self._class()
+        elif character == ".":
+            atom = _DOT
+            self._at += 1
+        elif character == "\\":
+            found = self._escape()
+            atom = found if isinstance(found, str) else _spelled(found)
         else:
-            spelled, i = character, i + 1
-        if _must_be_escaped(spelled):
-            raise ValueError(f"at {where}: {_UNSPELLABLE}")
+            self._require(self._take(_REPEATED) is None, "nothing to repeat")
+            atom = _spelled(self._character())
+        return atom + self._repetition()
+
+    def _repetition(self) -> str:
+        found = self._take(_REPEATED)
+        if found is None:
+            return ""
+        if self._text[self._at : self._at + 1] == "?":
+            self._at += 1  # What is matched first makes no difference to what is matched.
+        self._require(self._take(_REPEATED) is None, "a repetition cannot be repeated")
+        return found[0]
+
+    def _character(self) -> int:
+        """The code of a character that stands for itself."""
+        code = ord(self._text[self._at])
+        self._require(code not in _HIGH and code not in _LOW, "half a character")
+        self._at += 1
+        return code
+
+    def _escape(self, sets: Mapping[str, str] = _SETS, *, in_class: bool = False) -> str | int:
+        """The class or the character that an escape stands for."""
+        code = self._code()
+        if code is not None:
+            return code
+        if found := self._take(_PROPERTY):
+            return found[0]
+        kind = self._text[self._at + 1 : self._at + 2]
+        self._require(kind != "", "ends within an escape")
+        is_null = kind == "0" and not self._text[self._at + 2 : self._at + 3].isdigit()
+        is_itself = not (kind.isascii() and kind.isalnum())
+        is_known = kind in _SETS or kind in _CONTROLS or is_null or is_itself
+        if kind == "b" and in_class:
+            is_known = True
+        self._require(is_known, "this escape is not supported")
+        self._at += 2
+        if kind in _SETS:
+            return sets[kind]
+        if kind == "b":
+            return 0x08
+        return 0 if is_null else _CONTROLS.get(kind, ord(kind))
+
+    def _code(self) -> int | None:
+        """The character whose code is written here, two halves together."""
+        found = self._take(_CODE)
+        if found is None:
+            return None
+        code = int(found[1] or found[2] or found[3], 16)
+        if code in _HIGH:
+            second = self._take(_CODE)
+            low = int(second[2] or "0", 16) if second is not None else 0
+            self._require(low in _LOW, "half a character")
+            code = 0x10000 + ((code - _HIGH.start) << 10) + (low - _LOW.start)
+        self._require(code not in _LOW and code <= 0x10FFFF, "half a character")
+        return code
+
+    def _class(self) -> str:
+        self._at += 1
+        is_negated = self._text[self._at : self._at + 1] == "^"
+        self._at += is_negated
+        sets = _SETS_NEGATED if is_negated else _SETS
+        members: list[str] = []
+        while self._text[self._at : self._at + 1] != "]":
+            self._require(self._at < len(self._text), "unmatched `[`")
+            first = self._member(sets)
+            is_range = self._text[self._at : self._at + 1] == "-"
+            if not is_range or self._text[self._at + 1 : self._at + 2] in ("]", ""):
+                members.append(first if isinstance(first, str) else _spelled(first))
+                continue
+            self._at += 1
+            last = self._member(sets)
+            self._require(
+                isinstance(first, int) and isinstance(last, int) and first <= last,
+                "a range of nothing",
+            )
+            assert isinstance(first, int)
+            assert isinstance(last, int)
+            members.append(f"{_spelled(first)}-{_spelled(last)}")
+        self._at += 1
+        if any(sets[one] in members and sets[one.upper()] in members for one in "dws"):
+            return _NOTHING if is_negated else _ANYTHING
+        if not members:
+            return _ANYTHING if is_negated else _NOTHING
+        return f"[{'^' if is_negated else ''}{''.join(members)}]"
+
+    def _member(self, sets: Mapping[str, str]) -> str | int:
+        if self._text[self._at : self._at + 1] == "\\":
+            return self._escape(sets, in_class=True)
+        self._require(self._at < len(self._text), "unmatched `[`")
+        return self._character()
+
+    def _take(self, what: re.Pattern[str]) -> re.Match[str] | None:
+        found = what.match(self._text, self._at)
+        if found is not None:
+            self._at = found.end()
+        return found
+
+    def _require(self, is_right: bool, message: str) -> None:
+        if not is_right:
+            raise ValueError(f"at position {self._at}: {message}")
 
 
-def _check_class(pattern: str, begin: int, where: str) -> int:
-    """Checks the class that begins at `begin`; returns where it ends."""
-    i = begin + 1
-    members: list[str] = []
-    while i < len(pattern) and (pattern[i] != "]" or i == begin + 1):
-        if pattern[i] == "\\":
-            spelled, i = _escaped(pattern, i)
-        else:
-            spelled, i = pattern[i], i + 1
-        members.append(spelled)
-    # A class of one character is read as that character.
-    if members and all(_must_be_escaped(member) for member in members):
-        raise ValueError(f"at {where}: {_UNSPELLABLE}")
-    return i + 1
-
-
-def _escaped(pattern: str, i: int) -> tuple[str, int]:
-    """The character that the escape at `i` stands for ("" for a character class), and its end."""
-    kind = pattern[i + 1 : i + 2]
-    width = {"x": 2, "u": 4}.get(kind, 0)
-    digits = pattern[i + 2 : i + 2 + width]
-    if width and len(digits) == width and all(d in "0123456789abcdefABCDEF" for d in digits):
-        return chr(int(digits, 16)), i + 2 + width
-    if kind and kind in _CONTROL_ESCAPES:
-        return "\n", i + 2
-    return ("" if kind.isalpha() else kind), i + 2
-
-
-def _must_be_escaped(spelled: str) -> bool:
-    return spelled in ('"', "\\") or (len(spelled) == 1 and spelled < " ")
+def _spelled(code: int) -> str:
+    """A character as itself, or by its code where it could be taken for something else."""
+    character = chr(code)
+    return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"

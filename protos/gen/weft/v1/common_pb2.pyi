@@ -164,12 +164,19 @@ class Constraint(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema, as JSON. At most 64 KiB."""
     regex: _builtins.str
     """A regular expression that matches the whole text. At most 64 KiB."""
     ebnf: _builtins.str
-    """A grammar in GBNF whose first rule is `root`. At most 64 KiB."""
+    """A grammar in GBNF that begins with the rule `root`, or one in Lark that begins with `start`.
+    At most 64 KiB.
+    """
+    structural_tag: _builtins.str
+    """Free text in which triggers begin tags with JSON in them, as JSON: `{"structures": [{"begin",
+    "schema", "end"}], "triggers": [...]}`. At most 64 KiB.
+    """
     @_builtins.property
     def choice(self) -> Global___Constraint.Choice: ...
     def __init__(
@@ -179,12 +186,13 @@ class Constraint(_message.Message):
         regex: _builtins.str = ...,
         ebnf: _builtins.str = ...,
         choice: Global___Constraint.Choice | None = ...,
+        structural_tag: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -155,22 +155,12 @@ class WorkerSettings(PageSettings):
     constraint_compile_s: float = engine_field(
         "constraint_compile_s",
         10.0,
-        "time limit for compiling one output constraint, in processor seconds",
+        "time limit for compiling one output constraint, in seconds",
     )
-    constraint_compile_bytes: int = engine_field(
-        "constraint_compile_bytes",
-        1 << 30,
-        "memory limit for compiling one output constraint, in bytes",
-    )
-    constraint_cache_bytes: int = engine_field(
-        "constraint_cache_bytes",
-        256 << 20,
-        "most bytes of compiled constraints, those in use included",
-    )
-    early_compiler: bool = Field(
-        True,
-        description="start the constraint compiler, about 150 MiB, once the mesh has had a "
-        "constrained request; off: with this worker's first one, which waits for it",
+    constraint_cache: int = engine_field(
+        "constraint_cache",
+        256,
+        "most compiled output constraints that are kept",
     )
     adapter_root: Path | None = Field(
         None,

@@ -369,7 +369,9 @@ def _sampling(given: common_pb2.SamplingParams) -> Sampling:
 def _constraint(given: common_pb2.Constraint) -> Constraint:
     kind = given.WhichOneof("kind")
     if kind is None:
-        raise invalid("sampling.constraint", "give json_schema, regex, ebnf or choice")
+        raise invalid(
+            "sampling.constraint", "give json_schema, regex, ebnf, choice or structural_tag"
+        )
     if kind == "choice":
         return Constraint(kind=kind, choices=tuple(given.choice.choices))
     return Constraint(kind=kind, text=getattr(given, kind))

@@ -212,9 +212,11 @@ class StructuredOutputs(BaseModel):
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="a JSON schema")
     regex: str | None = Field(None, description="matches the whole text")
     choice: Choices | None = Field(None, description="the text is one of these")
-    grammar: str | None = Field(None, description="GBNF, beginning at `root`")
+    grammar: str | None = Field(None, description="GBNF from `root` on, or Lark from `start` on")
     json_object: bool | None = Field(None, description="any JSON object")
-    structural_tag: Any = Field(None, description="not supported")
+    structural_tag: str | dict[str, Any] | None = Field(
+        None, description="text in which triggers begin tags with JSON: structures and triggers"
+    )
     whitespace_pattern: str | None = Field(None, description="not supported")
     disable_any_whitespace: bool | None = Field(None, description="not supported")
     disable_additional_properties: bool | None = Field(None, description="not supported")

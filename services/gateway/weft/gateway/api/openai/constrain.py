@@ -12,7 +12,6 @@ from weft.gateway.validate import invalid, unsupported
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 _UNSUPPORTED = {
-    "structural_tag": "constraints between tags",
     "whitespace_pattern": "whitespace of JSON by a pattern",
     "disable_any_whitespace": "JSON without whitespace",
     "disable_additional_properties": "a schema says so itself, by additionalProperties",
@@ -92,8 +91,14 @@ def _structured(given: StructuredOutputs) -> list[GivenConstraint]:
     if given.grammar is not None:
         grammar = Constraint(kind="ebnf", text=given.grammar)
         found.append(GivenConstraint("structured_outputs.grammar", grammar))
+    if given.structural_tag is not None:
+        tags = given.structural_tag
+        text = tags if isinstance(tags, str) else json.dumps(tags, ensure_ascii=False)
+        constraint = Constraint(kind="structural_tag", text=text)
+        found.append(GivenConstraint("structured_outputs.structural_tag", constraint))
     if not found:
-        raise invalid("structured_outputs", "give one of json, regex, choice, grammar, json_object")
+        names = "json, regex, choice, grammar, json_object, structural_tag"
+        raise invalid("structured_outputs", f"give one of {names}")
     return found
 
 

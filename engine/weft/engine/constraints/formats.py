@@ -1,0 +1,60 @@
+"""Formats of strings, as patterns where llguidance has none, or one that lets too much through."""
+
+from __future__ import annotations
+
+_LEAP = "(0[48]|[2468][048]|[13579][26])"
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = (
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+_HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOURS}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
+_CHARACTER = r"([A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
+_PATH = rf"(({_CHARACTER}|:)*(/({_CHARACTER}|:)*)*)"
+_HOST = r"([A-Za-z0-9_~-]([A-Za-z0-9._~-]*[A-Za-z0-9_~-])?(:[0-9]{1,5})?)"
+_BEHIND_PATH = rf"(\?({_CHARACTER}|[:/?])*)?(#({_CHARACTER}|[:/?])*)?"
+_REFERENCE = (
+    rf"([A-Za-z][A-Za-z0-9+.-]*:)?//{_HOST}(/({_CHARACTER}|:)*)*{_BEHIND_PATH}"
+    rf"|[A-Za-z][A-Za-z0-9+.-]*:(/?({_CHARACTER}|:)+(/({_CHARACTER}|:)*)*)?{_BEHIND_PATH}"
+    rf"|(/?{_CHARACTER}+(/({_CHARACTER}|:)*)*|/)?{_BEHIND_PATH}"
+)
+_LABEL = "[A-Za-z0-9]{1,15}(-[A-Za-z0-9]{1,15}){0,2}"
+_POINTER = "(/([^~/]|~[01])*)*"
+_VARIABLE = "([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(:[1-9][0-9]{0,3}|[*])?"
+_TEMPLATE = rf"([A-Za-z0-9._~:/?#\[\]@!$&()*+,;=-]|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
+
+PATTERNS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,4}}",
+    "uri-reference": _REFERENCE,
+    "iri-reference": _REFERENCE,
+    "uri-template": _TEMPLATE,
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
+    "byte": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+    "base64": "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
+    "base64url": "[A-Za-z0-9_-]*",
+    "e164": r"\+[1-9][0-9]{6,14}",
+    "color": "#[0-9A-Fa-f]{6}",
+    "cidrv4": r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}"
+    r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])/([12]?[0-9]|3[0-2])",
+    "ulid": "[0-7][0-9A-HJKMNP-TV-Z]{25}",
+}
+"""Dates and times are those of RFC 3339 with the days that the calendar has, without leap seconds,
+which few libraries read. Of references only what RFC 3986 writes in ASCII; of host names those that
+are short enough by any rule, and no encoded ones.
+"""
+PATTERNS |= dict.fromkeys(("idn-hostname", "host-name"), PATTERNS["hostname"])
+BUILT_IN = {
+    **{name: name for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
+    **{"idn-email": "email", "iri": "uri", "url": "uri", "ip-address": "ipv4", "guid": "uuid"},
+}
+"""Formats of llguidance, by the names under which they are asked for."""
+FREE = frozenset(
+    {"binary", "password", "text", "string", "textarea", "multiline", "markdown", "path"}
+)
+"""Formats that say how a string is treated, and nothing about what is in it."""

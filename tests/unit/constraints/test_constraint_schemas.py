@@ -1,0 +1,315 @@
+"""JSON schemas: what is generated is valid by `jsonschema`, and what is valid can be generated."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import random
+import uuid
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator, validators
+from weft.testing.engine.constraint_texts import accepts, compiled, random_text
+from weft.testing.engine.random_schemas import varied_schemas
+from weft.testing.kernels.kernel_checks import fresh_seed
+
+DRAFT7 = "http://json-schema.org/draft-07/schema#"
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "k": {"enum": ["x", "y"]}},
+}
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, 2, -1, 3.5, "", "a", "b", "bc", "abc", [], [1], [1, 1], [1, 2]),
+    *(
+        [None],
+        ["a"],
+        ["a", "b"],
+        ["b", "a"],
+        ["a", "a"],
+        [True],
+        {},
+        {"a": 1},
+        {"b": "x"},
+        {"k": "x"},
+    ),
+    *({"a": 1, "b": "x"}, {"a": 1, "k": "y"}, {"b": "x", "k": "x"}, {"a": 1, "b": "", "k": "y"}),
+    *({"a": "x"}, {"k": "z"}, {"a": 1, "b": 2}, {"c": 1}, {"a": 1, "c": 1}),
+]
+
+
+def written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+COMBINED: list[Any] = [
+    {"not": {"type": "null"}},
+    {"not": {"enum": ["a", "bc", 1]}},
+    {"type": "string", "not": {"const": "a"}},
+    {"type": ["string", "array"], "not": {"minLength": 2}},
+    {**OBJECT, "not": {"required": ["a", "b"]}},
+    {**OBJECT, "not": {"properties": {"k": {"const": "x"}}, "required": ["k"]}},
+    {**OBJECT, "not": {"anyOf": [{"required": ["a"]}, {"required": ["k"]}]}},
+    {**OBJECT, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {**OBJECT, "oneOf": [{"required": ["a", "b"]}, {"required": ["k"]}]},
+    {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "maxItems": 1}]},
+    {"oneOf": [{"const": 1}, {"enum": [2, "a"]}, {"type": "null"}]},
+    {"oneOf": [{"type": "integer", "maximum": 0}, {"type": "integer", "minimum": 1}]},
+    {**OBJECT, "dependentRequired": {"a": ["b"], "k": ["a"]}},
+    {**OBJECT, "dependencies": {"b": ["k"]}, "$schema": DRAFT7},
+    {**OBJECT, "dependentSchemas": {"a": {"properties": {"k": {"const": "y"}}}}},
+    {
+        **OBJECT,
+        "if": {"required": ["a"]},
+        "then": {"required": ["k"]},
+        "else": {"required": ["b"]},
+    },
+    {**OBJECT, "allOf": [{"required": ["a"]}, {"properties": {"k": {"const": "y"}}}]},
+    {"allOf": [OBJECT, {"type": "object", "required": ["b"]}]},
+    {**OBJECT, "anyOf": [{"required": ["a"]}, {"properties": {"k": {"const": "x"}}}]},
+    {**OBJECT, "minProperties": 2},
+    {**OBJECT, "minProperties": 1, "maxProperties": 2},
+    {**OBJECT, "maxProperties": 1, "additionalProperties": {"type": "integer"}},
+    {**OBJECT, "minProperties": 1, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "propertyNames": {"enum": ["a", "b"]}},
+    {
+        "type": "object",
+        "propertyNames": {"maxLength": 1},
+        "additionalProperties": {"type": "integer"},
+    },
+    {"type": "object", "patternProperties": {"^[ab]$": {"type": "integer"}}},
+    {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+    {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
+    {"type": "array", "maxItems": 1, "uniqueItems": True},
+    {"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": {"type": "integer"}}},
+    {"$ref": "#/components/schemas/X", "components": {"schemas": {"X": {"type": "string"}}}},
+    {"anyOf": [{"type": "string"}, {"$ref": "#/anyOf/0"}]},
+    {"$ref": "#x", "$defs": {"y": {"$anchor": "x", "type": ["null", "array"]}}},
+    {"type": "string", "enum": ["a", 1, "b"]},
+    {"enum": ["a", "abc", 3], "minLength": 2},
+    {"$ref": "#/$defs/o", "required": ["a"], "$defs": {"o": OBJECT}},
+    {"type": "array", "prefixItems": [{"type": "integer"}], "items": {"type": "string"}},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 1},
+    {"minLength": 1, "maxItems": 1, "type": ["string", "array"]},
+]
+
+
+@pytest.mark.parametrize("schema", COMBINED, ids=json.dumps)
+def test_values_are_allowed_as_by_jsonschema(schema: Any) -> None:
+    """But for properties that are not listed, and values of types that are only implied."""
+    grammar, validator = compiled(schema), validators.validator_for(schema)(schema)
+    num_allowed = 0
+    for value in VALUES:
+        is_allowed, is_valid = accepts(grammar, written(value)), validator.is_valid(value)
+        assert is_valid or not is_allowed, value
+        num_allowed += is_allowed
+        is_listed = not isinstance(value, dict) or value.keys() <= OBJECT["properties"].keys()
+        if is_listed and not isinstance(value, float):
+            assert is_allowed == is_valid, value
+    assert num_allowed
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_hundred_random_walks_are_valid(overlap: bool) -> None:
+    fresh_seed()
+    rng = random.Random(random.random())
+    for schema in varied_schemas(100, seed=rng.randrange(1 << 30)):
+        whole = {"allOf": [schema, {}], "$defs": schema.get("$defs", {})} if overlap else schema
+        text = random_text(compiled(whole), rng, b'"}],x')
+        Draft202012Validator(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("schema", COMBINED, ids=json.dumps)
+def test_random_walks_through_combinations_are_valid(schema: Any) -> None:
+    fresh_seed()
+    rng, grammar = random.Random(random.random()), compiled(schema)
+    for _ in range(5):
+        Draft202012Validator(schema).validate(json.loads(random_text(grammar, rng)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"contains": {}}}}, "#/properties/a/contains"),
+        ({"properties": {"a/b~": {"type": "array", "uniqueItems": True}}}, "a~1b~0/uniqueItems"),
+        ({"items": [{"not": {"pattern": "a"}}]}, "#/items/0/not"),
+        ({"if": {"pattern": "a"}, "then": False}, "#/if"),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "#/oneOf"),
+        ({"$ref": "#/x/y", "x": {"y": {"contains": {}}}}, "#/x/y/contains"),
+        ({"$ref": "#/$defs/no"}, "#/$ref"),
+        ({"$ref": "https://example.com/a"}, "#/$ref"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "b", "type": "null"}}}, "#/$ref"),
+        ({"$dynamicRef": "#a"}, "#/$dynamicRef"),
+        ({"type": "string", "format": "never-heard"}, "#/format"),
+        ({"type": "string", "pattern": "a(?!b)"}, "#/pattern"),
+        ({"type": "string", "pattern": "\\ud83d"}, "#/pattern"),
+        ({"type": "strin"}, "#/type"),
+        ({"minLength": -1}, "#/minLength"),
+        ({"minLength": 3, "maxLength": 2}, "#/maxLength"),
+        ({"minItems": 3, "maxItems": 2, "type": "array"}, "#/maxItems"),
+        ({"required": "a"}, "#/required"),
+        ({"properties": []}, "#/properties"),
+        ({"anyOf": {}}, "#/anyOf"),
+        ({"properties": {"a": 5}}, "#/properties/a"),
+        ({"$schema": 5}, "#/$schema"),
+        ({"const": "\x01"}, "#/const"),
+        ({"minProperties": 3, "type": "object"}, "#/minProperties"),
+        ({"unevaluatedProperties": False, "allOf": [{"required": ["a"]}]}, "unevaluatedProperties"),
+        ({"propertyNames": {"format": "email"}}, "#/propertyNames"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_its_place(schema: Any, place: str) -> None:
+    with pytest.raises(ValueError, match=r"^at #") as refused:
+        compiled(schema)
+    assert f"{place}: " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#"}, {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, False]
+)
+def test_a_schema_of_no_value_is_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match="no text satisfies it"):
+        compiled(schema)
+
+
+def test_objects_have_what_they_list() -> None:
+    closed = [{"type": "object", "properties": {}}, {"properties": {"a": {"type": "null"}}}]
+    for schema in closed:
+        grammar = compiled(schema)
+        assert accepts(grammar, "{}")
+        assert not accepts(grammar, '{"z":1}')
+    for schema in ({"type": "object"}, {"additionalProperties": True, "properties": {}}):
+        assert accepts(compiled(schema), '{"z":1}')
+    assert not accepts(compiled({"type": "array", "prefixItems": [True]}), "[1,2]")
+
+
+def test_properties_come_in_the_order_of_the_schema() -> None:
+    properties = {name: {"type": "null"} for name in ("b", "a", "c")}
+    grammar = compiled({"properties": properties})
+    for names in itertools.chain(*(itertools.permutations("bac", n) for n in range(4))):
+        text = written(dict.fromkeys(names))
+        assert accepts(grammar, text) == (list(names) == sorted(names, key="bac".index)), names
+
+
+def test_no_name_comes_twice_under_another_spelling() -> None:
+    described = {"a": {"type": "string"}, "ab": {"type": "string"}}
+    grammar = compiled(
+        {"properties": described, "required": ["a"], "additionalProperties": {"type": "integer"}}
+    )
+    for name in ("b", "abc", "", r"\"", "é", r"b\n"):
+        assert accepts(grammar, f'{{"a": "x", "{name}": 5}}'), name
+    for name in ("a", r"\u0061", r"a\u0062", r"\u0061b"):
+        assert not accepts(grammar, f'{{"a": "x", "{name}": 5}}'), name
+
+
+def test_blanks_have_an_end() -> None:
+    grammar = compiled({"type": "array", "items": {"type": "integer"}})
+    assert accepts(grammar, "[" + " " * 32 + "1,\n\t2]")
+    assert not accepts(grammar, "[" + " " * 33 + "1]")
+    assert not accepts(grammar, " [1]")
+    assert not accepts(grammar, "[1] ")
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 3), (1, None), (2, 2), (0, 0), (127, 300)])
+def test_lengths_are_counted_in_characters(least: int, most: int | None) -> None:
+    schema: dict[str, Any] = {"type": "string", "minLength": least}
+    if most is not None:
+        schema["maxLength"] = most
+    grammar = compiled(schema)
+    end = most if most is not None else least
+    for count in {0, 1, *(max(0, size) for size in (least - 1, least, end - 1, end, end + 1))}:
+        for unit in ("x", "é", "😀", r"\n", r"\""):
+            is_valid = least <= count and (most is None or count <= most)
+            assert accepts(grammar, f'"{unit * count}"') == is_valid, (count, unit)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 9},
+        {"type": ["string", "null"]},
+        {"type": "string", "pattern": "^[^a]*$"},
+        {"type": "string", "pattern": "."},
+        {},
+    ],
+)
+def test_strings_are_json_and_utf8(schema: dict[str, Any]) -> None:
+    grammar = compiled(schema)
+    for good in ('"b\ud7ff\ue000\U0010ffff"', r'"b\b\f\n\r\t\"\\"'):
+        assert accepts(grammar, good), good
+    for bad in (
+        *('"\n"', '"\x01"', '"\t"', r'"\x41"', r'"\u12"', '"a', 'a"', '"\x7f"'),
+        *(r'"\ud800"', r'"\uDFFF"', b'"\xed\xa0\x80"', b'"\xed\xbf\xbf"', b'"\xff"', b'"\xc3"'),
+    ):
+        assert not accepts(grammar, bad), bad
+
+
+ZOD_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
+    r"[A-Za-z]{2,}$"
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"format": "email", "pattern": ZOD_EMAIL}, ["a.b@c.de"], ["a..b@c.de", ".a@c.de", "a@c"]),
+        ({"format": "email", "maxLength": 8}, ["a@b.de"], ["aaaa@bb.de", "a"]),
+        (
+            {"format": "uri", "minLength": 1, "maxLength": 2083},
+            ["https://a.b/c?d#e"],
+            ["a b", "http://[x", "", f"http://a/{'b' * 2083}"],
+        ),
+        ({"format": "uuid", "pattern": "^[0-9a-f-]*$"}, [str(uuid.UUID(int=7))], ["x"]),
+        (
+            {"format": "date-time", "pattern": "Z$"},
+            ["2024-02-29T00:00:00Z"],
+            ["2024-02-29T00:00:00+01:00"],
+        ),
+        ({"format": "date", "minLength": 10}, ["2024-02-29"], ["2023-02-29", "2024-04-31"]),
+        ({"format": "ipv4", "pattern": r"^10\."}, ["10.0.0.1"], ["11.0.0.1", "10.0.0.256"]),
+        ({"format": "time"}, ["12:30:00-05:00"], ["24:00:00Z", "12:30:60Z"]),
+        ({"format": "hostname"}, ["a-b.example.com"], ["-a", "xn--x", "a..b"]),
+        ({"format": "uri-reference"}, ["/a/b?c#d", "a:b", "//h/p", ""], ["a b", "%zz", "1a:b"]),
+        ({"format": "json-pointer"}, ["", "/a~1b/0"], ["a", "/~2"]),
+        ({"contentEncoding": "base64"}, ["", "YWI=", "YWJj"], ["YWI", "%"]),
+        ({"minLength": 2, "maxLength": 3, "pattern": "^a"}, ["ab", "abc"], ["a", "abcd", "bc"]),
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_formats_beside_patterns_and_lengths(
+    schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    grammar = compiled({"type": "string", **schema})
+    assert [text for text in right if not accepts(grammar, f'"{text}"')] == []
+    assert [text for text in wrong if accepts(grammar, f'"{text}"')] == []
+
+
+def test_dates_are_of_the_calendar() -> None:
+    grammar = compiled({"type": "string", "format": "date"})
+    fresh_seed()
+    years = [1, 4, 100, 400, 1900, 2000, 2023, 2024, 9999, *random.sample(range(1, 10_000), 8)]
+    for year in (0, *years):
+        for month in range(14):
+            for day in (0, 1, 9, 10, 19, 20, 28, 29, 30, 31, 32):
+                text = f"{year:04}-{month:02}-{day:02}"
+                assert accepts(grammar, f'"{text}"') == is_date(text), text
+
+
+def is_date(text: str) -> bool:
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_an_older_draft_reads_references_alone() -> None:
+    schema = {"$schema": DRAFT7, "$ref": "#/definitions/a", "type": "null"}
+    schema["definitions"] = {"a": {"items": [{"type": "integer"}], "additionalItems": False}}
+    grammar = compiled(schema)
+    validator = validators.validator_for(schema)(schema)
+    for text in ("[]", "[1]", '["a"]', "[1,2]"):
+        assert accepts(grammar, text) == validator.is_valid(json.loads(text)), text
