@@ -446,7 +446,7 @@ func TestRefusedMethodsAreToldWhatIsAllowed(t *testing.T) {
 	cases := []struct{ method, path, allow string }{
 		{http.MethodPut, "/healthz", "GET, HEAD"},
 		{http.MethodGet, "/v1/chat/completions", "POST"},
-		{http.MethodPost, "/v1/models/org/name", "GET"},
+		{http.MethodPost, "/v1/models/org/name", "GET, HEAD"},
 		{http.MethodGet, "/nowhere", ""},
 	}
 	for _, c := range cases {
