@@ -717,7 +717,7 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TokenizerInfo(self, request, context):
-        """Describes a model's tokenizer; vLLM's JSON.
+        """Describes a model's tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

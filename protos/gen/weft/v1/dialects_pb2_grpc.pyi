@@ -249,7 +249,7 @@ class ServerServiceStub:
     HealthGenerate: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """200 once every served model has generated one token. Calls share one probe at a time."""
     TokenizerInfo: _grpc.UnaryUnaryMultiCallable[_dialects_pb2.TokenizerInfoRequest, _httpbody_pb2.HttpBody]
-    """Describes a model's tokenizer; vLLM's JSON."""
+    """Describes a model's tokenizer."""
     Metrics: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
     gateway's settings allow it.
@@ -267,7 +267,7 @@ class ServerServiceAsyncStub(ServerServiceStub):
     HealthGenerate: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """200 once every served model has generated one token. Calls share one probe at a time."""
     TokenizerInfo: _aio.UnaryUnaryMultiCallable[_dialects_pb2.TokenizerInfoRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
-    """Describes a model's tokenizer; vLLM's JSON."""
+    """Describes a model's tokenizer."""
     Metrics: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
     gateway's settings allow it.
@@ -306,7 +306,7 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _dialects_pb2.TokenizerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
-        """Describes a model's tokenizer; vLLM's JSON."""
+        """Describes a model's tokenizer."""
 
     @_abc_1.abstractmethod
     def Metrics(

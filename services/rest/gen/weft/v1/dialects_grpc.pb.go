@@ -741,7 +741,7 @@ type ServerServiceClient interface {
 	Ping(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// 200 once every served model has generated one token. Calls share one probe at a time.
 	HealthGenerate(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
-	// Describes a model's tokenizer; vLLM's JSON.
+	// Describes a model's tokenizer.
 	TokenizerInfo(ctx context.Context, in *TokenizerInfoRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
 	// gateway's settings allow it.
@@ -818,7 +818,7 @@ type ServerServiceServer interface {
 	Ping(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// 200 once every served model has generated one token. Calls share one probe at a time.
 	HealthGenerate(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
-	// Describes a model's tokenizer; vLLM's JSON.
+	// Describes a model's tokenizer.
 	TokenizerInfo(context.Context, *TokenizerInfoRequest) (*httpbody.HttpBody, error)
 	// The gateway's metrics and those of its fleet, in Prometheus' text format. Off unless the
 	// gateway's settings allow it.
