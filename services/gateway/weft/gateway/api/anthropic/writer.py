@@ -67,7 +67,7 @@ class MessageWriter:
             reason, sequence = "stop_sequence", reader.stop_reason
         elif reader.has_calls:
             reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
     def _usage(self) -> dict[str, object]:
         usage = self._stream.usage()
