@@ -252,9 +252,7 @@ async def test_failures_are_the_sdks_own_errors(edge: DialectEdge, client: Any) 
     assert unknown.json()["error"]["type"] == "not_found_error"
 
 
-async def test_a_failure_in_mid_stream_is_an_event(
-    rest_binary: Path, tmp_path: Path
-) -> None:
+async def test_a_failure_in_mid_stream_is_an_event(rest_binary: Path, tmp_path: Path) -> None:
     async with dialect_edge(rest_binary, tmp_path, max_attempts=1, resume_timeout_s=0) as edge:
         edge.break_after = 3
         answer = await edge.post("/v1/messages", {**BASIC, "stream": True})
@@ -267,10 +265,9 @@ async def test_a_failure_in_mid_stream_is_an_event(
         async with anthropic.AsyncAnthropic(
             base_url=edge.url, api_key="none", max_retries=0
         ) as client:
+            stream = await client.messages.create(**BASIC, stream=True)
             with pytest.raises(anthropic.APIStatusError):
-                async with client.messages.stream(**BASIC) as stream:
-                    async for _ in stream:
-                        pass
+                [event async for event in stream]
 
 
 async def test_keys_may_come_as_x_api_key(rest_binary: Path, tmp_path: Path) -> None:
