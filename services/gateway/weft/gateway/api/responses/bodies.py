@@ -64,12 +64,6 @@ class ToolBody(StrictPart):
     defer_loading: bool | None = Field(None, description="not supported")
 
 
-class AnyToolBody(PastPart):
-    """A tool of any kind, of which the kind is looked at first."""
-
-    type: str
-
-
 class ToolChoiceBody(StrictPart):
     """The field `tool_choice`, where it is an object."""
 
