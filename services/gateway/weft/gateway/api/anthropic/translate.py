@@ -15,6 +15,7 @@ from weft.gateway.api.anthropic.bodies import (
     PromptBody,
     ToolBody,
 )
+from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
@@ -61,23 +62,12 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
         if (value := getattr(body, name)) is not None
     }
     return GenerateRequest(
-        request_id=facts.request_id,
-        client_request_id=facts.client_request_id,
-        model=body.model or "",
+        **call_fields(body, facts),
         prompts=(prompt,),
         sampling=Sampling(**sampling, constraint=constraint),
         stopping=Stopping(max_tokens=body.max_tokens, stops=tuple(body.stop_sequences or ())),
         calls=use.calls,
         constraint_param=param if constraint is not None else "constraint",
-        timeout_s=facts.timeout_s,
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        routing_key=facts.routing_key or body.session_id or "",
-        session_id=body.session_id or "",
-        ends_session=bool(body.end_session),
-        traceparent=facts.traceparent,
-        targets=facts.targets,
-        tenant=facts.tenant,
     )
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from weft.engine.request import Constraint
+from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts
 from weft.gateway.api.ollama.bodies import (
@@ -121,9 +122,7 @@ def _request(
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     return GenerateRequest(
-        request_id=facts.request_id,
-        client_request_id=facts.client_request_id,
-        model=model_name(body.model),
+        **{**call_fields(body, facts), "model": model_name(body.model)},
         prompts=(prompt,),
         sampling=_sampling(options, constraint),
         stopping=_stopping(options),
@@ -131,15 +130,6 @@ def _request(
         calls=use.calls,
         constraint_param="format" if constraint is not None else "constraint",
         max_tokens_param="options.num_predict",
-        timeout_s=facts.timeout_s,
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        routing_key=facts.routing_key or body.session_id or "",
-        session_id=body.session_id or "",
-        ends_session=bool(body.end_session),
-        traceparent=facts.traceparent,
-        targets=facts.targets,
-        tenant=facts.tenant,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from weft.engine.request import Constraint
+from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts
 from weft.gateway.api.openai.parse import explain
@@ -108,9 +109,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
         template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
     )
     request = GenerateRequest(
-        request_id=facts.request_id,
-        client_request_id=facts.client_request_id,
-        model=body.model or "",
+        **call_fields(body, facts, _routing_key(body, facts)),
         prompts=(prompt,),
         sampling=_sampling(body, constraint),
         stopping=_stopping(body),
@@ -118,21 +117,14 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
         calls=use.calls,
         constraint_param=param if constraint is not None else "constraint",
         max_tokens_param="max_output_tokens",
-        timeout_s=facts.timeout_s,
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        routing_key=body.routing_key
-        or facts.routing_key
-        or body.session_id
-        or body.prompt_cache_key
-        or "",
-        session_id=body.session_id or "",
-        ends_session=bool(body.end_session),
-        traceparent=facts.traceparent,
-        targets=facts.targets,
-        tenant=facts.tenant,
     )
     return AskedResponse(request, len(instructions))
+
+
+def _routing_key(body: ResponsesBody, facts: CallFacts) -> str:
+    """The key of the body or the call; else the session's, else the one for OpenAI's own cache."""
+    given = body.routing_key or facts.routing_key or body.session_id
+    return given or body.prompt_cache_key or ""
 
 
 def continued(asked: AskedResponse, history: Sequence[Message]) -> GenerateRequest:
