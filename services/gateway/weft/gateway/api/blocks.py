@@ -4,6 +4,7 @@ calls of tools, each begun once and ended before the next one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -14,6 +15,10 @@ from weft.gateway.text.answer.formats import END_THINK
 from weft.v1 import common_pb2
 
 Kind = Literal["reasoning", "text", "call"]
+_PIECES = re.compile(r"[^>}\]]*[>}\]]|[^>}\]]+")
+"""Pieces of a text in which nothing follows the end of a call or of reasoning: parsers do not tell
+the order of what one piece adds, which is reasoning, text and calls.
+"""
 
 
 @dataclass(slots=True)
@@ -79,10 +84,19 @@ class BlockReader:
         """Takes a delta."""
         is_last = delta.finish_reason is not None
         self._logprobs += delta.logprobs
-        part = AnswerPart(content=delta.text)
-        if self._parser is not None:
-            part = self._parser.push(delta.text, is_last=is_last)
         steps: list[Step] = []
+        if self._parser is None:
+            self._take(steps, AnswerPart(content=delta.text))
+        else:
+            *pieces, last = _PIECES.findall(delta.text) or [""]
+            for piece in pieces:
+                self._take(steps, self._parser.push(piece))
+            self._take(steps, self._parser.push(last, is_last=is_last))
+        if is_last:
+            self._finish(steps, delta)
+        return steps
+
+    def _take(self, steps: list[Step], part: AnswerPart) -> None:
         if part.reasoning:
             self._logprobs.clear()
             self._add(steps, self._open(steps, "reasoning"), part.reasoning)
@@ -91,9 +105,6 @@ class BlockReader:
         for call in part.calls:
             self._logprobs.clear()
             self._add_call(steps, call)
-        if is_last:
-            self._finish(steps, delta)
-        return steps
 
     def _finish(self, steps: list[Step], delta: Delta) -> None:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
