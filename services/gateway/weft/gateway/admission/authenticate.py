@@ -37,7 +37,7 @@ KEYLESS = frozenset(
     }
 )
 """Methods of the faces that need no key."""
-_FACES = (
+FACES = (
     "/weft.v1.GatewayService/",
     "/weft.v1.OpenAIService/",
     "/weft.v1.ResponsesService/",
@@ -45,6 +45,7 @@ _FACES = (
     "/weft.v1.OllamaService/",
     "/weft.v1.ServerService/",
 )
+"""Beginnings of the methods that need one."""
 _REFUSALS_LOGGED_EVERY_S = 1.0
 
 current_tenant: ContextVar[Tenant | None] = ContextVar("current_tenant", default=None)
@@ -99,7 +100,7 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Checks the call before its method is looked up."""
         method = handler_call_details.method
-        if not method.startswith(_FACES) or method in KEYLESS:
+        if not method.startswith(FACES) or method in KEYLESS:
             return await continuation(handler_call_details)
         tenant = self._keys.find(_bearer(handler_call_details.invocation_metadata))
         if tenant is None:

@@ -91,10 +91,13 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         with field_names(NAMES, PARTS):
             facts = call_facts(context, f"{PREFIX}{self._gateway}")
             tenant = facts.tenant
+            outputs: dict[str, list[Any]] = {}
             body, asked = await self._bodies.parse(
                 ResponsesBody,
                 request.data,
-                lambda body: response_request(body, facts, lambda id_: self._item(tenant, id_)),
+                lambda body: response_request(
+                    body, facts, lambda id_: self._item(tenant, id_, outputs)
+                ),
             )
             history = self._history(tenant, body.previous_response_id)
             generate = continued(asked, history)
@@ -206,12 +209,22 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         history: list[dict[str, Any]] = json.loads(stored.history)
         return history
 
-    def _item(self, tenant: Tenant | None, id_: str) -> Mapping[str, Any]:
-        """The output item of a stored response that an item's id names."""
-        middle = id_.partition("_")[2].rpartition("_")[0]
-        stored = self._store.peek(_name(tenant), f"{PREFIX}{middle}")
-        output = [] if stored is None else json.loads(stored.response)["output"]
-        for item in output:
+    def _item(
+        self, tenant: Tenant | None, id_: str, outputs: dict[str, list[Any]]
+    ) -> Mapping[str, Any]:
+        """The output item of a stored response that an item's id names.
+
+        Args:
+            tenant: Whose response it is.
+            id_: The item's id.
+            outputs: Outputs that were read for this request, by response; gains one.
+        """
+        response_id = f"{PREFIX}{id_.partition('_')[2].rpartition('_')[0]}"
+        if response_id not in outputs:
+            stored = self._store.peek(_name(tenant), response_id)
+            output = [] if stored is None else json.loads(stored.response)["output"]
+            outputs[response_id] = output
+        for item in outputs[response_id]:
             if item["id"] == id_:
                 found: Mapping[str, Any] = item
                 return found
