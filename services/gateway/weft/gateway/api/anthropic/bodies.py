@@ -14,8 +14,7 @@ class BlockBody(PastPart):
     """One block of a message's content."""
 
     type: str = Field(
-        description="text, thinking, redacted_thinking, tool_use or tool_result; others are not "
-        "supported"
+        description="text, thinking, tool_use or tool_result; others are not supported"
     )
     text: str | None = Field(None, description="of a text")
     thinking: str | None = Field(None, description="of a thinking block")
