@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -51,3 +54,12 @@ def test_unknown_requirements_are_refused(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, WEFT_REQUIRE="nonsense")
     assert done.returncode != 0
     assert "nonsense" in done.stderr
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    folders = {folder for file in TESTS.rglob("test_*.py") for folder in file.parents}
+    names = {folder.name for folder in folders if folder.is_relative_to(TESTS)}
+    left_out = [
+        p for p in pytestconfig.getini("norecursedirs") if any(fnmatch(n, p) for n in names)
+    ]
+    assert not left_out

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -19,7 +20,7 @@ NUM_PROMPT, NUM_NEW = 100, 8
 
 @pytest.fixture
 def mesh(tmp_path: Path, rest_binary: Path) -> Iterator[TinyMesh]:
-    mesh = TinyMesh(tmp_path, "--local-prefill-max-tokens", "0")
+    mesh = TinyMesh(tmp_path, "--local-prefill-max-tokens", "0", "--decode-args", PATIENT)
     mesh.wait_ready()
     yield mesh
     assert mesh.stop() == 0, mesh.text

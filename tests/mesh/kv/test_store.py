@@ -16,6 +16,7 @@ import psutil
 import pytest
 from weft.testing.meshes.local_mesh import WEFT, wait_until
 from weft.testing.meshes.mesh_calls import num_fillable
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import VOCAB, Greedy, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -35,7 +36,7 @@ def mesh(
     mesh = TinyMesh(
         tmp_path_factory.mktemp("store"),
         *("--decode", "2", "--kvstore", "1", "--local-prefill-max-tokens", "0"),
-        *(f"--decode-args={args}", f"--prefill-args={args}"),
+        *(f"--decode-args={args} {PATIENT}", f"--prefill-args={args}"),
         "--gateway-args=--decode-policy round_robin",
     )
     mesh.wait_ready()

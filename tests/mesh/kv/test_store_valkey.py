@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from weft.testing.meshes.local_mesh import WEFT, wait_until
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 
 with contextlib.suppress(ImportError):
@@ -40,7 +41,7 @@ def mesh(
         *("--kvstore", "2", "--local-prefill-max-tokens", "0"),
         # For a machine with other work; workers wait for 0.08 s.
         *("--kvstore-args", f"--backend valkey --valkey-url {server.url}"),
-        *("--decode-args", "--load-back-threshold 0"),
+        *("--decode-args", f"--load-back-threshold 0 {PATIENT}"),
         *("--prefill-args", "--load-back-threshold 0"),
     )
     mesh.wait_ready()

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 from weft.testing.meshes.local_mesh import WEFT, wait_until
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 
 pytestmark = pytest.mark.needs("go")
@@ -32,7 +33,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterato
         *("--disk-cache-dir", str(folder / "disk"), "--disk-cache-bytes", str(64 << 20)),
         *("--local-prefill-max-tokens", "0"),
         # These are pages of a few kilobytes: computing them is as fast as anything.
-        *("--decode-args", "--load-back-threshold 0"),
+        *("--decode-args", f"--load-back-threshold 0 {PATIENT}"),
         *("--prefill-args", "--load-back-threshold 0"),
     )
     mesh.wait_ready()

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from weft.testing.meshes.local_mesh import WEFT, wait_until
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.metric_names import Metric, documented, exposed
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
 from weft.testing.services.otlp_collector import Collected, Collector, collector
@@ -31,7 +32,7 @@ class TracedMesh(TinyMesh):
 
     def __init__(self, folder: Path, spans: Collector) -> None:
         self.collector = spans
-        dumps = f"--stall-dump-after-s {STALL_S} --crash-dump-tokens"
+        dumps = f"--stall-dump-after-s {STALL_S} --crash-dump-tokens {PATIENT}"
         super().__init__(
             folder,
             *("--kvstore", "1", "--local-prefill-max-tokens", "0"),

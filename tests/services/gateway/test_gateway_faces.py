@@ -190,10 +190,10 @@ async def test_the_last_request_of_a_session_ends_it_on_all_workers(tmp_path: Pa
 async def test_seed_is_drawn_when_absent(mesh: Harness) -> None:
     for _ in range(2):
         await mesh.json("ChatCompletions", {"messages": USER})
-    await mesh.json("ChatCompletions", {"messages": USER, "seed": -1, "temperature": None})
+    await mesh.json("ChatCompletions", {"messages": USER, "seed": -2, "temperature": None})
     seeds = [submit.sampling.seed for submit in mesh.workers[0].submits]
     assert seeds[0] != seeds[1]
-    assert seeds[2] == 2**64 - 1
+    assert seeds[2] == 2**64 - 2
     assert all(submit.sampling.HasField("seed") for submit in mesh.workers[0].submits)
 
 
@@ -557,3 +557,59 @@ async def test_long_prompt_is_split_and_put_together(tmp_path) -> None:  # type:
         await mesh.json("Completions", {"prompt": ids, "max_tokens": 2})
         assert worker.prompts == [ids]
         assert worker.submits[0].ByteSize() < 256 << 10
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "ChatCompletions": {"messages": USER},
+    "Completions": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("method", PROMPTS)
+async def test_each_chunk_tells_the_usage_so_far(mesh: Harness, method: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": MODEL, **PROMPTS[method], "max_tokens": 20, "stream_options": options}
+    events = await mesh.events(method, body)
+    counts = [event["usage"]["completion_tokens"] for event in events if event["choices"]]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == events[-1]["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("method", PROMPTS)
+async def test_nothing_that_ends_a_line_is_in_an_answer(tmp_path: Path, method: str) -> None:
+    text = "one\u2028two\u2029three\x85four"
+
+    def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+        tokenizer = byte_level_bpe()
+        end = tokenizer.token_to_id("<|im_end|>")
+        return Script(tokens=[[*tokenizer.encode(text, add_special_tokens=False).ids, end]])
+
+    body = {"model": MODEL, "max_tokens": 50, **PROMPTS[method]}
+    async with gateway(tmp_path, script) as harness:
+        for stream in (False, True):
+            messages = await harness.post(method, {**body, "stream": stream})
+            data = b"".join(message.data for message in messages).decode()
+            assert not {"\u2028", "\u2029", "\x85"} & set(data)
+            events = [line.removeprefix("data: ") for line in data.splitlines() if line]
+            answers = [json.loads(event) for event in events if event != "[DONE]"]
+            choices = [choice for answer in answers for choice in answer["choices"]]
+            pieces = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+            found = "".join(piece.get("content") or piece.get("text") or "" for piece in pieces)
+            assert found == text
+
+
+async def test_fields_of_other_servers_that_are_off_ask_for_nothing(mesh: Harness) -> None:
+    off = {
+        **{"typical_p": 1.0, "mirostat": 0, "dry_multiplier": 0.0, "repeat_penalty": 1, "tfs_z": 1},
+        **{"json_schema": None, "return_hidden_states": False, "n_predict": -1, "mirostat_tau": 5},
+        **{"cache_prompt": True, "store": True, "metadata": {"a": "b"}},
+    }
+    answer = await mesh.json("ChatCompletions", {"model": MODEL, "messages": USER, **off})
+    assert answer["choices"][0]["message"]["content"] == TEXT
+
+
+async def test_a_seed_of_minus_one_is_a_random_one(mesh: Harness) -> None:
+    for _ in range(2):
+        await mesh.json("ChatCompletions", {"model": MODEL, "messages": USER, "seed": -1})
+    first, second = (submit.sampling.seed for submit in mesh.workers[0].submits)
+    assert first != second

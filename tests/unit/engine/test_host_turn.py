@@ -68,10 +68,12 @@ def test_work_stands_still_while_the_host_computes(host: HostTurn, worker: Worke
 
 
 def test_work_goes_on_beside_a_host_that_never_rests(
-    host: HostTurn, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    host: HostTurn, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    assert reaches(lambda: worker.num_pieces > 10)
+    # Before the thread starts: it may be about to wait for as long as was allowed before.
     monkeypatch.setattr(host_turn, "MAX_WAIT_S", 0.001)
+    worker: Worker = request.getfixturevalue("worker")
+    assert reaches(lambda: worker.num_pieces > 10)
     host.begin()
     assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from weft.engine.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.errors import ModelError
+from weft.engine.models.architectures import config_reader
 from weft.engine.models.fields import Fields
 
 MAX_POSITIONS = 1 << 24
@@ -148,14 +149,21 @@ class ModelConfig:
     def load(cls, model_dir: Path) -> ModelConfig:
         """Reads `config.json` and, if present, `generation_config.json` of a directory.
 
+        An architecture of another distribution may read them itself (`config_reader`).
+
         Raises:
-            ModelError: A file is missing or malformed, or asks for what is not supported; the
-                message names the field.
+            ModelError: A file is missing or malformed, the architecture is not supported, or a
+                field asks for what is not supported; the message names the field.
         """
         raw = read_json_file(model_dir / "config.json")
         generation_file = model_dir / "generation_config.json"
         generation = read_json_file(generation_file) if generation_file.exists() else {}
-        config = cls.from_dict(raw, generation, where=str(model_dir))
+        where = str(model_dir)
+        read = config_reader(_architecture(Fields(raw, where)), where)
+        if read is None:
+            config = cls.from_dict(raw, generation, where=where)
+        else:
+            config = read(raw, generation, where)
         if config.eos_token_ids:
             return config
         return replace(config, eos_token_ids=tokenizer_end_token(model_dir))

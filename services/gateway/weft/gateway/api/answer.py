@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -10,6 +9,7 @@ from typing import Protocol
 from google.api.httpbody_pb2 import HttpBody
 from weft.engine.errors import WeftError
 from weft.gateway.api.edge import Context, begin_answer
+from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest
@@ -17,24 +17,16 @@ from weft.gateway.request import GenerateRequest
 JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
 LINES = "application/x-ndjson"
-_SEPARATORS = {ord("\u2028"): "\\u2028", ord("\u2029"): "\\u2029", ord("\x85"): "\\u0085"}
-"""Line ends to some readers of streams, and so escaped. They stand in JSON within strings alone."""
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def to_text(value: object) -> str:
-    """A value as one line of compact JSON."""
-    return _encode(value).translate(_SEPARATORS)
 
 
 def json_body(value: object) -> HttpBody:
     """An answer that is one JSON value."""
-    return HttpBody(content_type=JSON, data=to_text(value).encode())
+    return HttpBody(content_type=JSON, data=to_json(value))
 
 
 def named_event(name: str, value: Mapping[str, object]) -> bytes:
     """A server-sent event with a name."""
-    return f"event: {name}\ndata: {to_text(value)}\n\n".encode()
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(value))
 
 
 class DialectWriter(Protocol):
@@ -93,7 +85,7 @@ async def run_answer(
             if is_streamed and data:
                 await context.write(HttpBody(content_type=kind, data=data))
         await stream.settle()
-        last = writer.end() if is_streamed else to_text(writer.whole()).encode()
+        last = writer.end() if is_streamed else to_json(writer.whole())
     await context.write(HttpBody(content_type=kind, data=last))
 
 

@@ -1,16 +1,19 @@
 """Compiles the GPU's kernels for compute capability 9.0 on a machine without a GPU.
 
-    python -m weft.testing.kernels.sm90_kernels
+    python -m weft.testing.kernels.sm90_kernels [--all]
 
-It prints a line for each group of operations: its name, then its kernels. The operations run on CPU
+With --all it compiles all variants of each kernel, without it one or two. It prints a line for each
+group of operations: its name, then its kernels. The operations run on CPU
 tensors, and each launch only compiles: results are not computed. Triton's interpreter, which
 computes them in other tests, takes much that the compiler does not.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -151,9 +154,9 @@ SMALL, WIDE = (576, 1536, 8, 64), (1024, 3072, 16, 128)
 """Hidden and inner size, heads and their width."""
 
 
-def compile_layers() -> None:
+def compile_layers(is_full: bool) -> None:
     """Dense layers: few rows, more, prompts, trees."""
-    for q_lens in ([1], [4, 4]):
+    for q_lens in ([1], [4, 4]) if is_full else ([1],):
         run_layers(SMALL, q_lens)
     for q_lens in ([1] * 32, [40, 1]):
         run_layers(WIDE, q_lens)
@@ -173,7 +176,7 @@ def compile_fixed() -> None:
     run_layers((1024, 768, 16, 128), [1] * 3, experts=8, is_fixed=True)
 
 
-def compile_adapters() -> None:
+def compile_adapters(is_full: bool) -> None:
     """Layers with adapters: rows that decode, and prompts; those of small layers and of large.
 
     And an embedding and an LM head of their own."""
@@ -182,7 +185,8 @@ def compile_adapters() -> None:
         case = make_layers(sizes, rows, [0, 8, 16, 40], BF16, "cpu")
         # Kernels for few rows read early what is given before the step.
         later = replace(case.lora, are_given=False)
-        for lora in (case.lora, later) if rows < 200 else (case.lora,):
+        has_both = rows < 200 if is_full else (sizes, rows) == (small, 1)
+        for lora in (case.lora, later) if has_both else (case.lora,):
             decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
     matrices, places = torch.zeros(2, 900, 576, dtype=BF16), torch.tensor([-1, 0, 1]).int()
     for rows in (3, 30):
@@ -314,19 +318,21 @@ def compile_steps() -> None:
     slot_rows.put_rows(states, numbers[:2], states.clone(), numbers[:2])
 
 
-GROUPS: dict[str, Callable[[], None]] = {
-    "layers": compile_layers,
-    "experts": compile_experts,
-    "fixed": compile_fixed,
-    "adapters": compile_adapters,
-    "adapters of experts": compile_expert_adapters,
-    "drafts": compile_drafts,
-    "drawing": compile_drawing,
-    "steps": compile_steps,
-}
+def groups(is_full: bool) -> dict[str, Callable[[], None]]:
+    """What compiles each group of operations; with `is_full` in all variants that are launched."""
+    return {
+        "layers": partial(compile_layers, is_full),
+        "experts": compile_experts,
+        "fixed": compile_fixed,
+        "adapters": partial(compile_adapters, is_full),
+        "adapters of experts": compile_expert_adapters,
+        "drafts": compile_drafts,
+        "drawing": compile_drawing,
+        "steps": compile_steps,
+    }
 
 
-def main() -> None:
+def main(is_full: bool) -> None:
     """Compiles each group, and prints the kernels of it."""
     launch = JITFunction.run
     compiled: set[str] = set()
@@ -349,11 +355,11 @@ def main() -> None:
         mock.patch.object(dependent_launch, "is_dependent", return_value=True),
         mock.patch.object(copied_tiles, "is_dependent", return_value=True),
     ):
-        for name, compile_group in GROUPS.items():
+        for name, compile_group in groups(is_full).items():
             compiled.clear()
             compile_group()
             print(name, *sorted(compiled), sep="\t", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main("--all" in sys.argv)

@@ -14,16 +14,18 @@ DRAFTED_TOKENS = 48
 """Length of answers in which drafts are looked at."""
 _FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
-_PATIENT = "--fill-progress-timeout-s 30"
-"""Generous limits, since a step on a busy machine can take longer than a fill may stall."""
+PATIENT = "--fill-progress-timeout-s 30"
+"""For decode workers whose prompts a test wants to be shipped: on a busy machine a step can take
+longer than a fill may stall, and the prompt runs where it is decoded.
+"""
 _DRAFT = str(Path(__file__).parents[5] / "drafts" / "smollm2-135m-eagle3")
 KINDS: dict[str, tuple[str, ...]] = {
     "nixl": (
         *_FLOAT32,
         *_SHIP_ALWAYS,
-        *("--transport", "nixl", "--draft-dir", _DRAFT, "--decode-args", _PATIENT),
+        *("--transport", "nixl", "--draft-dir", _DRAFT, "--decode-args", PATIENT),
     ),
-    "data": (*_FLOAT32, *_SHIP_ALWAYS, "--transport", "data", "--decode-args", _PATIENT),
+    "data": (*_FLOAT32, *_SHIP_ALWAYS, "--transport", "data", "--decode-args", PATIENT),
     # Prompts run where they are decoded, one at a time, and the more urgent one has the place.
     "local": (
         *_FLOAT32,
@@ -37,11 +39,11 @@ KINDS: dict[str, tuple[str, ...]] = {
         # Tests look into the quarantine of owners, however long a killed filler is not vouched for.
         *("--prefill", "2", "--decode", "2", "--prefill-args", "--prefill-chunk-tokens 128"),
         *("--max-restart-delay-s", "0.5", "--enable-faults"),
-        *("--decode-args", f"{_PATIENT} --max-quarantine-fraction 1"),
+        *("--decode-args", f"{PATIENT} --max-quarantine-fraction 1"),
         # A lost decode worker fails its requests; test_resumption.py has it otherwise.
         *("--gateway-args", "--decode-policy round_robin --max-attempts 1"),
     ),
-    "bfloat16": ("--dtype", "bfloat16", *_SHIP_ALWAYS, "--decode-args", _PATIENT),
+    "bfloat16": ("--dtype", "bfloat16", *_SHIP_ALWAYS, "--decode-args", PATIENT),
 }
 """Flags of `weft up` by kind of mesh."""
 TINY_KINDS = ("pairs",)

@@ -61,6 +61,8 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
         for name in ("temperature", "top_p", "top_k", "seed")
         if (value := getattr(body, name)) is not None
     }
+    if sampling.get("seed") == -1:
+        del sampling["seed"]
     return GenerateRequest(
         **call_fields(body, facts),
         prompts=(prompt,),

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
-from weft.gateway.api.answer import LINES, field_names, json_body, run_answer, to_text
+from weft.gateway.api.answer import LINES, field_names, json_body, run_answer
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, GenerationBody, ShowBody
 from weft.gateway.api.ollama.translate import (
@@ -16,6 +16,7 @@ from weft.gateway.api.ollama.translate import (
     model_name,
 )
 from weft.gateway.api.ollama.writer import LineWriter, loaded
+from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.server.version import version
 from weft.gateway.catalogue import Catalogue, ResolvedModel
@@ -69,10 +70,10 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
             raise invalid("think", f"the model `{resolved.name}` does not reason; leave it out")
         named = body.model or resolved.name
         if request is None:
-            line = to_text(loaded(named, is_chat=is_chat))
+            line = to_json(loaded(named, is_chat=is_chat)) + b"\n"
             kind = LINES if is_streamed else "application/json"
             await begin_answer(context, "load", kind)
-            await context.write(HttpBody(content_type=kind, data=f"{line}\n".encode()))
+            await context.write(HttpBody(content_type=kind, data=line))
             return
         await run_answer(
             self._pipeline,

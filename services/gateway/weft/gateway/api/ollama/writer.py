@@ -6,8 +6,9 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from weft.gateway.api.answer import LINES, to_text
+from weft.gateway.api.answer import LINES
 from weft.gateway.api.blocks import Block, BlockReader, Step
+from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.logprobs import chat_logprobs
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest
@@ -105,7 +106,7 @@ class LineWriter:
         return self._encode({**gained, **self._logprobs(step.logprobs), "done": False})
 
     def _encode(self, fields: dict[str, object]) -> bytes:
-        return f"{to_text({**self._frame(), **fields})}\n".encode()
+        return to_json({**self._frame(), **fields}) + b"\n"
 
     def _frame(self) -> dict[str, object]:
         return {"model": self._model, "created_at": now()}

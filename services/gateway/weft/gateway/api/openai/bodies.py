@@ -76,7 +76,9 @@ class StreamOptions(BaseModel):
     model_config = _CONFIG
 
     include_usage: bool | None = Field(None, description="send a last chunk with the usage")
-    continuous_usage_stats: bool | None = Field(None, description="not supported")
+    continuous_usage_stats: bool | None = Field(
+        None, description="send the usage so far with each chunk; with include_usage"
+    )
 
 
 class ContentPart(BaseModel):
@@ -195,6 +197,9 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="with type json_schema")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="with type json_object: as llama.cpp takes a schema"
+    )
 
 
 class StructuredOutputs(BaseModel):
@@ -223,7 +228,7 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
     n: int | None = Field(None, description="choices per prompt, 1 to 128, default 1")
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
-    seed: int | None = Field(None, description="64-bit; same seed, same text")
+    seed: int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
     presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
     frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
     logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")

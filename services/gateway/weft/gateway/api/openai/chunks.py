@@ -28,9 +28,17 @@ _FINISH = {
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+_LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
+"""Characters at which some clients cut lines, as JSON may spell them."""
+
+
 def to_json(value: object) -> bytes:
-    """Serialises a value as compact JSON in UTF-8."""
-    return _encode(value).encode()
+    """Serialises a value as compact JSON in UTF-8, without any character that may end a line."""
+    text = _encode(value)
+    if not text.isascii() and any(end in text for end in _LINE_ENDS):
+        for end, spelled in _LINE_ENDS.items():
+            text = text.replace(end, spelled)
+    return text.encode()
 
 
 def large_to_json(value: object) -> bytes:
@@ -112,8 +120,15 @@ class AnswerWriter(ABC):
             "model": self._model,
         }
 
-    def events(self, deltas: Sequence[Delta]) -> bytes:
-        """Encodes deltas as consecutive events."""
+    def events(self, deltas: Sequence[Delta], usage: Mapping[str, object] | None = None) -> bytes:
+        """Encodes deltas as consecutive events.
+
+        Args:
+            deltas: What samples have gained.
+            usage: Shown in each of these events; None: none is, or a null.
+        """
+        if usage is not None:
+            self._tail = b'],"usage":' + to_json(usage) + b"}\n\n"
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod
@@ -178,7 +193,10 @@ class ChatWriter(AnswerWriter):
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
-        self._suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    @property
+    def _suffix(self) -> bytes:
+        return b'},"logprobs":null,"finish_reason":null}' + self._tail
 
     def _event(self, delta: Delta) -> bytes:
         prefix = self._prefixes.get(delta.sample)
@@ -190,7 +208,7 @@ class ChatWriter(AnswerWriter):
         elif self._has_rare(delta):
             body = self._whole_event(delta, {"content": delta.text})
         elif delta.text:
-            body = prefix + b'"content":' + _encode(delta.text).encode() + self._suffix
+            body = prefix + b'"content":' + to_json(delta.text) + self._suffix
         else:
             body = b""
         if delta.finish_reason is None:
@@ -282,7 +300,7 @@ class ChatWriter(AnswerWriter):
 
 def _end(finish_reason: str, delta: Delta) -> bytes:
     """What a choice's last event has more than others, and the end of the choice."""
-    reasons = (_encode(finish_reason).encode(), _encode(delta.stop_reason).encode())
+    reasons = (to_json(finish_reason), to_json(delta.stop_reason))
     return b'"finish_reason":%b,"stop_reason":%b}' % reasons
 
 
@@ -338,7 +356,7 @@ class CompletionWriter(AnswerWriter):
             (
                 self._head,
                 b'{"index":%d,"text":' % delta.sample,
-                _encode(delta.text).encode(),
+                to_json(delta.text),
                 b',"logprobs":null,',
                 end,
                 self._tail,

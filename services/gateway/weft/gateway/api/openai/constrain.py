@@ -45,7 +45,12 @@ def _response_format(given: ResponseFormat | None) -> Iterator[GivenConstraint]:
     if given is None or given.type == "text":
         return
     if given.type == "json_object":
-        yield _schema("response_format", _ANY_OBJECT)
+        if given.schema_ is None:
+            yield _schema("response_format", _ANY_OBJECT)
+        else:
+            yield _schema("response_format.schema", given.schema_)
+    elif given.schema_ is not None:
+        raise invalid("response_format.schema", "is for type json_object; give json_schema.schema")
     elif given.json_schema is None:
         raise invalid("response_format.json_schema", "is needed with type json_schema")
     else:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 from weft.engine.errors import InvalidRequest
-from weft.gateway.api.openai.bodies import Body
+from weft.gateway.api.openai.bodies import Body, GenerationBody
+from weft.gateway.api.openai.foreign import refuse_foreign
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
         max_bytes: Larger bodies are refused.
 
     Raises:
-        InvalidRequest: The body is too large, is not JSON, or a field has a wrong type.
+        InvalidRequest: The body is too large, is not JSON, a field has a wrong type, or is one of
+            another server that would change the answer.
     """
     if len(data) > max_bytes:
         raise BodyTooLarge(
@@ -102,9 +104,12 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
         raise InvalidRequest(f"the body is not valid JSON: {error}", stage="validate") from None
     try:
         # Not model_validate_json: its own tree of nested lists is several times as large.
-        return cls.model_validate(value)
+        body = cls.model_validate(value)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)) from None
+    if issubclass(cls, GenerationBody):
+        refuse_foreign(value)
+    return body
 
 
 def explain(errors: list[ErrorDetails], where: str = "") -> InvalidRequest:

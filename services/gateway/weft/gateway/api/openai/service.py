@@ -54,7 +54,7 @@ from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
 _JSON = "application/json"
-_EVENTS = "text/event-stream"
+_EVENTS = "text/event-stream; charset=utf-8"
 _READY_RETRY_S = 1.0
 _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
@@ -146,8 +146,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter, context: Context
     ) -> HttpBody:
         """Sends the deltas as they come; returns the last message."""
+        options = body.stream_options
+        is_counting = _includes_usage(body) and bool(options and options.continuous_usage_stats)
         while deltas := await stream.next_deltas():
-            if data := writer.events(deltas):
+            usage = usage_json(stream.usage()) if is_counting else None
+            if data := writer.events(deltas, usage):
                 await context.write(HttpBody(content_type=_EVENTS, data=data))
         fields = {}
         if _includes_usage(body) or body.weft_timeline:

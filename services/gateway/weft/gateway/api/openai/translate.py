@@ -270,6 +270,8 @@ def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
     }
     if given.get("top_k") == -1:
         given["top_k"] = 0
+    if given.get("seed") == -1:  # as vLLM's
+        del given["seed"]
     bias = logit_bias(body.logit_bias or {})
     return Sampling(**given, logit_bias=bias, constraint=constraint)
 
@@ -373,5 +375,3 @@ def _refuse_unsupported(body: GenerationBody) -> None:
         raise unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
     if body.thinking_token_budget is not None:
         raise unsupported("thinking_token_budget", "a limit of the reasoning")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options.continuous_usage_stats", "usage in each chunk")

@@ -18,9 +18,9 @@ from weft.gateway.api.answer import (
     field_names,
     json_body,
     run_answer,
-    to_text,
 )
 from weft.gateway.api.edge import Context, call_facts
+from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.responses.bodies import ItemBody, ResponsesBody
 from weft.gateway.api.responses.store import ResponseStore, StoredResponse
@@ -247,7 +247,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         for item in output:
             answer.add(ItemBody.model_validate(item), "output")
         messages = [*history, *asked.stored_messages, *answer.messages]
-        stored = StoredResponse(to_text(response).encode(), to_text(messages).encode())
+        stored = StoredResponse(to_json(response), to_json(messages))
         self._store.put(_name(request.tenant), request.request_id, stored)
 
 

@@ -159,6 +159,8 @@ def _sampling(body: ResponsesBody, constraint: Constraint | None) -> Sampling:
     }
     if given.get("top_k") == -1:
         given["top_k"] = 0
+    if given.get("seed") == -1:
+        del given["seed"]
     return Sampling(**given, logit_bias=logit_bias(body.logit_bias or {}), constraint=constraint)
 
 

@@ -33,15 +33,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compiled(cache: Path) -> dict[str, set[str]]:
+def compiled(cache: Path, pytestconfig: pytest.Config) -> dict[str, set[str]]:
     """Names of the kernels that each group launched; all are compiled in one process, and what
     groups have in common is compiled once.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     # That it is set decides what a kernel is when its module is imported.
     del environment["TRITON_INTERPRET"]
+    variants = ["--all"] if pytestconfig.getoption("--full") else []
     done = subprocess.run(
-        [sys.executable, sm90_kernels.__file__],
+        [sys.executable, sm90_kernels.__file__, *variants],
         env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
@@ -53,7 +54,7 @@ def compiled(cache: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("group", sm90_kernels.GROUPS)
+@pytest.mark.parametrize("group", sm90_kernels.groups(is_full=False))
 def test_kernels_compile(group: str, compiled: dict[str, set[str]], cache: Path) -> None:
     names = compiled[group]
     print(names)
