@@ -6,15 +6,30 @@ from typing import Any
 
 from google.api import annotations_pb2
 from weft.gateway.api.openai.document import openapi_document
-from weft.v1 import openai_pb2
+from weft.v1 import dialects_pb2, openai_pb2
 
 METHODS = {"get", "put", "post", "delete", "patch"}
 
 
-def declared_routes() -> set[tuple[str, str]]:
-    """(method, path) of every google.api.http rule of OpenAIService."""
-    service = openai_pb2.DESCRIPTOR.services_by_name["OpenAIService"]
-    rules = [method.GetOptions().Extensions[annotations_pb2.http] for method in service.methods]
+def declared_routes(*, with_body: bool = False) -> set[tuple[str, str]]:
+    """(method, path) of every google.api.http rule of the services that have some.
+
+    Args:
+        with_body: Only those that take a body.
+    """
+    services = [
+        service
+        for file in (openai_pb2, dialects_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+    ]
+    rules = [
+        rule
+        for service in services
+        for method in service.methods
+        for main in [method.GetOptions().Extensions[annotations_pb2.http]]
+        for rule in (main, *main.additional_bindings)
+        if rule.body or not with_body
+    ]
     kinds = [str(rule.WhichOneof("pattern")) for rule in rules]
     return {
         (kind, re.sub(r"\{(\w+)=[^}]*\}", r"{\1}", getattr(rule, kind)))
@@ -63,7 +78,7 @@ def test_operations_answer_and_are_named() -> None:
         for method in operations.keys() & METHODS:
             operation = operations[method]
             assert "200" in operation["responses"], path
-            if method == "post":
+            if (method, path) in declared_routes(with_body=True):
                 assert "application/json" in operation["requestBody"]["content"], path
             names.append(operation["operationId"])
     assert len(set(names)) == len(names)

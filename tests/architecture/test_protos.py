@@ -1,5 +1,6 @@
 """The contract's style, and that the committed stubs are what the protos say."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 from google.protobuf import descriptor_pb2
+from weft.gateway.admission.authenticate import FACES
+from weft.v1 import dialects_pb2, openai_pb2
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GO_PACKAGE = "weft.dev/weft/services/rest/gen/weft/v1;weftv1"
@@ -142,6 +145,18 @@ def test_rpcs_have_messages_of_their_own(
                     assert name == f"weft.v1.{method.name}{suffix}", method.name
                     assert name not in used, f"{name} serves {used[name]} and {method.name}"
                     used[name] = method.name
+
+
+def test_clients_services_ask_for_keys_and_forward_their_streams() -> None:
+    """What a new service with routes is easily left out of."""
+    forwarders = (ROOT / "services" / "rest" / "gen" / "weft" / "v1" / "forward.go").read_text()
+    for file in (openai_pb2, dialects_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
+            assert f"/{service.full_name}/" in FACES, service.full_name
+            for method in service.methods:
+                if method.server_streaming:
+                    name = f"forward_{service.name}_{method.name}_0"
+                    assert re.search(rf"{name}\s+= forward\.Stream", forwarders), name
 
 
 def test_committed_stubs_are_fresh() -> None:

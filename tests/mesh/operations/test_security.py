@@ -212,6 +212,10 @@ def test_a_tenants_key_opens_no_operators_port(mesh: SecureMesh) -> None:
 OF_SERVICE = {
     "GatewayService": "gateway",
     "OpenAIService": "gateway",
+    "ResponsesService": "gateway",
+    "AnthropicService": "gateway",
+    "OllamaService": "gateway",
+    "ServerService": "gateway",
     "TraceService": "gateway",
     "DecodeService": "decode-0",
     "PrefillService": "prefill-0",

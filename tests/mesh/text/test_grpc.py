@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(600), on("nix
 CHAT = BY_NAME["turns"]
 RAW = BY_NAME["chinese"]
 SERVICES = {
-    "gateway": {"weft.v1.GatewayService", "weft.v1.OpenAIService"},
+    "gateway": {
+        *("weft.v1.GatewayService", "weft.v1.OpenAIService", "weft.v1.ResponsesService"),
+        *("weft.v1.AnthropicService", "weft.v1.OllamaService", "weft.v1.ServerService"),
+    },
     "decode-0": {"weft.v1.DecodeService", "weft.v1.WorkerService"},
     "prefill-0": {"weft.v1.PrefillService", "weft.v1.WorkerService"},
 }

@@ -105,6 +105,10 @@ async def test_each_service_may_call_what_the_table_says_and_nothing_else(
                     assert code.name == expected, (caller, method)
 
 
+FACES = ("Gateway", "OpenAI", "Responses", "Anthropic", "Ollama", "Server")
+"""What clients may call."""
+
+
 def test_what_matters_most_in_the_table() -> None:
     """Spelled out once more by hand, so that a slip in the table shows."""
     assert CALLERS["/weft.v1.DecodeService/Session"] == {"gateway"}
@@ -117,8 +121,9 @@ def test_what_matters_most_in_the_table() -> None:
     for method, callers in CALLERS.items():
         if "AdminService" in method:
             assert callers == {"cli"}
-        if not method.startswith(("/weft.v1.GatewayService/", "/weft.v1.OpenAIService/")):
+        if not method.startswith(tuple(f"/weft.v1.{name}Service/" for name in FACES)):
             assert ANYONE not in callers
+    assert ANYONE not in CALLERS["/weft.v1.ServerService/Metrics"]
 
 
 class Decode(decode_pb2_grpc.DecodeServiceServicer):

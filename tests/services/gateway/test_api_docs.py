@@ -12,6 +12,8 @@ from weft.common.adapters.manifest import AdapterExists, AdaptersOff
 from weft.engine import errors
 from weft.engine.errors import WeftError
 from weft.gateway.api.openai.parse import BodyTooLarge
+from weft.gateway.api.responses.service import ResponseNotFound
+from weft.gateway.api.server.service import MetricsNotServed
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
 from weft.v1 import (
@@ -43,7 +45,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_table_of_errors_is_complete() -> None:
     found = {value for value in vars(errors).values() if isinstance(value, type)}
     kinds = {cls for cls in found if issubclass(cls, WeftError)} - NEVER_SENT
-    kinds |= {BodyTooLarge, AdapterExists, AdaptersOff}
+    kinds |= {BodyTooLarge, AdapterExists, AdaptersOff, ResponseNotFound, MetricsNotServed}
     expected = {
         (f"`{cls.reason}`", str(cls.http_status), cls.grpc_code, "yes" if cls.retryable else "no")
         for cls in kinds

@@ -25,6 +25,7 @@ from weft.gateway.admission.slo import LatencyGate
 from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.admission.tenants import Tenants
 from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.dialects import add_dialects
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.catalogue import Catalogue, ServedModel
@@ -56,7 +57,14 @@ _LOOK_EVERY_S = 0.02
 _FIND_WORKERS_S = 10.0
 _EDGES_FACE = "weft.v1.OpenAIService"
 """Health service name whose NOT_SERVING keeps edges from sending requests."""
-SERVICES = ("weft.v1.GatewayService", _EDGES_FACE)
+SERVICES = (
+    "weft.v1.GatewayService",
+    _EDGES_FACE,
+    "weft.v1.ResponsesService",
+    "weft.v1.AnthropicService",
+    "weft.v1.OllamaService",
+    "weft.v1.ServerService",
+)
 
 
 def _connection_ages(settings: GatewaySettings) -> tuple[tuple[str, int], ...]:
@@ -234,6 +242,15 @@ class GatewayApp:
             add_operators_calls(typed, adapters, operators)
         self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
+        add_dialects(
+            self.server.grpc,
+            self._settings,
+            pipeline=self.pipeline,
+            models=self.catalogue,
+            openai=self._openai,
+            registry=self.metrics.registry,
+            gateway=self._gateway_id.removeprefix("gateway-"),
+        )
 
     def _add_gauges(self) -> None:
         admission, fleet = self._admission, self.fleet

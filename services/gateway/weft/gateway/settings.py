@@ -282,6 +282,20 @@ class GatewaySettings(ServiceSettings):
         "gateways again; its open calls continue, in seconds",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes")
+    response_store_bytes: int = Field(
+        64 << 20,
+        ge=0,
+        description="memory for responses of /v1/responses that can be read and continued, in "
+        "bytes; 0 = none are kept",
+    )
+    max_stored_responses: int = Field(
+        4096, ge=1, description="responses that are kept at most, in responses"
+    )
+    rest_metrics: bool = Field(
+        False,
+        description="serve the gateway's metrics as /metrics on the REST port; with API keys only "
+        "to those that may load adapters",
+    )
     max_unsent_bytes: int = Field(
         1 << 20,
         ge=1024,

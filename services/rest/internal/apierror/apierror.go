@@ -1,4 +1,4 @@
-// Package apierror turns gRPC failures into OpenAI's error shape.
+// Package apierror turns gRPC failures into the error shape of the API that was called.
 package apierror
 
 import (
@@ -36,7 +36,7 @@ func IsDraining(ctx context.Context) bool {
 	return context.Cause(ctx) == ErrDraining
 }
 
-// Error is one failure as an OpenAI client sees it.
+// Error is one failure as a client sees it.
 type Error struct {
 	// Status is the HTTP status code.
 	Status int
@@ -50,6 +50,8 @@ type Error struct {
 	RetryAfter time.Duration
 	// Cause is the text that Message replaced because it may name hosts; for logs only.
 	Cause string
+
+	shaped shaped
 }
 
 // New makes a failure of the edge itself.
@@ -133,6 +135,9 @@ type payload struct {
 
 // JSON is the body of the answer.
 func (e Error) JSON() []byte {
+	if template := e.shaped.shape.Body; template != "" {
+		return e.render(template)
+	}
 	var body payload
 	body.Error.Message, body.Error.Type = e.Message, e.kind()
 	body.Error.Param, body.Error.Code = orNull(e.Param), orNull(e.Code)
@@ -141,6 +146,14 @@ func (e Error) JSON() []byte {
 	encoder.SetEscapeHTML(false)
 	_ = encoder.Encode(body) // strings always encode
 	return bytes.TrimRight(buffer.Bytes(), "\n")
+}
+
+// Event is the failure within a stream that has begun, framed.
+func (e Error) Event() []byte {
+	if template := e.shaped.shape.Event; template != "" {
+		return e.render(template)
+	}
+	return append(append([]byte("data: "), e.JSON()...), "\n\n"...)
 }
 
 // Write sends the failure as a whole response.

@@ -26,8 +26,7 @@ func answerProbes(next runtime.HandlerFunc) runtime.HandlerFunc {
 func (e *edge) allowed(r *http.Request) string {
 	var methods []string
 	for _, method := range []string{
-		http.MethodDelete, http.MethodGet, http.MethodHead,
-		http.MethodPatch, http.MethodPost, http.MethodPut,
+		http.MethodDelete, http.MethodGet, http.MethodPatch, http.MethodPost, http.MethodPut,
 	} {
 		var isRouted bool
 		probe := r.Clone(context.WithValue(r.Context(), probeKey{}, &isRouted))
@@ -35,6 +34,9 @@ func (e *edge) allowed(r *http.Request) string {
 		e.mux.ServeHTTP(nil, probe)
 		if isRouted {
 			methods = append(methods, method)
+			if method == http.MethodGet {
+				methods = append(methods, http.MethodHead)
+			}
 		}
 	}
 	return strings.Join(methods, ", ")

@@ -1,9 +1,11 @@
-// Package edge is the REST face of the gateway: it routes by the google.api.http rules of
-// OpenAIService, passes bodies through unparsed and speaks errors in OpenAI's shape.
+// Package edge is the REST face of the gateway: it routes by the google.api.http rules of the
+// gateway's services, passes bodies through unparsed and writes errors in the shape that each
+// service declares.
 package edge
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -44,11 +46,16 @@ type edge struct {
 	config  Config
 	mux     *runtime.ServeMux
 	origins origins
+	shapes  shapes
 }
 
 // New builds the handler.
 func New(ctx context.Context, config Config) (http.Handler, error) {
-	e := &edge{config: config, origins: newOrigins(config.AllowedOrigins)}
+	e := &edge{
+		config:  config,
+		origins: newOrigins(config.AllowedOrigins),
+		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
+	}
 	middlewares := []runtime.Middleware{answerProbes, recordRoute}
 	if config.Tracing != nil {
 		middlewares = append(middlewares, config.Tracing.wrap)
@@ -65,18 +72,33 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 		runtime.WithWriteContentLength(),
 		runtime.WithMiddlewares(middlewares...),
 	)
-	client := weftv1.NewOpenAIServiceClient(config.Backend)
-	if err := weftv1.RegisterOpenAIServiceHandlerClient(ctx, e.mux, client); err != nil {
+	if err := register(ctx, e.mux, config.Backend); err != nil {
 		return nil, fmt.Errorf("registering the REST routes: %w", err)
 	}
 	for _, path := range []string{"/healthz", "/health"} {
-		for _, method := range []string{http.MethodGet, http.MethodHead} {
-			if err := e.mux.HandlePath(method, path, alive); err != nil {
-				return nil, fmt.Errorf("registering %s: %w", path, err)
-			}
+		if err := e.mux.HandlePath(http.MethodGet, path, alive); err != nil {
+			return nil, fmt.Errorf("registering %s: %w", path, err)
 		}
 	}
 	return e.origins.allow(e), nil
+}
+
+// register adds the routes of every service that has some.
+func register(
+	ctx context.Context, mux *runtime.ServeMux, backend grpc.ClientConnInterface,
+) error {
+	return errors.Join(
+		weftv1.RegisterOpenAIServiceHandlerClient(
+			ctx, mux, weftv1.NewOpenAIServiceClient(backend)),
+		weftv1.RegisterResponsesServiceHandlerClient(
+			ctx, mux, weftv1.NewResponsesServiceClient(backend)),
+		weftv1.RegisterAnthropicServiceHandlerClient(
+			ctx, mux, weftv1.NewAnthropicServiceClient(backend)),
+		weftv1.RegisterOllamaServiceHandlerClient(
+			ctx, mux, weftv1.NewOllamaServiceClient(backend)),
+		weftv1.RegisterServerServiceHandlerClient(
+			ctx, mux, weftv1.NewServerServiceClient(backend)),
+	)
 }
 
 // ServeHTTP gives the request its id, bounds its body and hands it to the router.
@@ -86,7 +108,8 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	r.Header.Del("Grpc-Timeout") // time limits are fields of the request
 	w.Header().Set(requestIDHeader, info.ID)
 	ctx := forward.WithLimits(reqinfo.With(r.Context(), info), e.config.Streams)
-	r = r.WithContext(ctx)
+	trimSlashes(r)
+	r = r.WithContext(apierror.WithShape(ctx, e.shapes.of(r.URL.Path), info.ID))
 
 	recorder := &statusRecorder{ResponseWriter: w}
 	defer e.config.Metrics.observe(recorder, info)()
@@ -96,20 +119,22 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	if !utf8.ValidString(r.URL.Path) {
 		apierror.New(http.StatusBadRequest, "invalid_path", "The path is not valid UTF-8.").
-			Write(recorder)
+			For(r.Context()).Write(recorder)
 		return
 	}
-	trimSlashes(r)
 	if encoding := r.Header.Get("Content-Encoding"); encoding != "" && encoding != "identity" {
 		apierror.New(http.StatusUnsupportedMediaType, "unsupported_encoding",
 			"The body is encoded as "+strconv.Quote(encoding)+"; send it without Content-Encoding.").
-			Write(recorder)
+			For(r.Context()).Write(recorder)
 		return
 	}
 	if r.Body != nil && r.Body != http.NoBody {
 		body := newLimitedBody(w, r, e.config.MaxBodyBytes)
 		defer body.ended()
 		r.Body = body
+	}
+	if r.Method == http.MethodHead {
+		r.Method = http.MethodGet // the server sends the header of the answer alone
 	}
 	e.mux.ServeHTTP(recorder, r)
 	if info.Failure != nil {
@@ -159,11 +184,11 @@ func (e *edge) handleError(
 	// Reading a body ends with the edge, and is then no failure of the client.
 	if body, ok := r.Body.(*limitedBody); ok && !apierror.IsDraining(r.Context()) {
 		if failure, failed := body.problem(); failed {
-			failure.Write(w)
+			failure.For(r.Context()).Write(w)
 			return
 		}
 	}
-	failure := apierror.From(apierror.Reason(r.Context(), err))
+	failure := apierror.From(apierror.Reason(r.Context(), err)).For(r.Context())
 	if failure.Status >= http.StatusInternalServerError && failure.Cause != "" {
 		e.warn("call to the gateway failed", r, failure, failure.Cause)
 	}
@@ -182,7 +207,7 @@ func (e *edge) handleRoutingError(
 	if probeOf(ctx) != nil {
 		return
 	}
-	failure := apierror.New(httpStatus, "invalid_path", "The path is malformed.")
+	failure := apierror.New(httpStatus, "invalid_path", "The path is malformed.").For(r.Context())
 	switch httpStatus {
 	case http.StatusNotFound:
 		failure.Code, failure.Message = "unknown_url", "Unknown URL: "+r.Method+" "+r.URL.Path
@@ -210,12 +235,12 @@ func alive(w http.ResponseWriter, _ *http.Request, _ map[string]string) {
 	_, _ = io.WriteString(w, `{"status":"ok"}`)
 }
 
-// incomingHeader lists the request headers that the gateway sees. `authorization`,
-// `x-forwarded-for` and `x-forwarded-host` always pass.
+// incomingHeader lists the request headers that the gateway sees, those of all APIs on all paths.
+// `authorization`, `x-forwarded-for` and `x-forwarded-host` always pass.
 func incomingHeader(key string) (string, bool) {
 	switch key {
 	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms", "Traceparent",
-		"Tracestate":
+		"Tracestate", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta":
 		return strings.ToLower(key), true
 	default:
 		return "", false

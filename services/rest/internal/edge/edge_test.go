@@ -39,6 +39,8 @@ const maxBody = 1 << 16
 type fakeGateway struct {
 	weftv1.UnimplementedOpenAIServiceServer
 	chat func(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// dialects may be nil.
+	dialects *fakeDialects
 }
 
 func (g *fakeGateway) ChatCompletions(
@@ -90,6 +92,10 @@ func handler(t *testing.T, gateway *fakeGateway, config edge.Config) http.Handle
 	listener := bufconn.Listen(1 << 20)
 	server := grpc.NewServer()
 	weftv1.RegisterOpenAIServiceServer(server, gateway)
+	if gateway.dialects != nil {
+		weftv1.RegisterAnthropicServiceServer(server, gateway.dialects)
+		weftv1.RegisterOllamaServiceServer(server, gateway.dialects)
+	}
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
 
@@ -446,7 +452,7 @@ func TestRefusedMethodsAreToldWhatIsAllowed(t *testing.T) {
 	cases := []struct{ method, path, allow string }{
 		{http.MethodPut, "/healthz", "GET, HEAD"},
 		{http.MethodGet, "/v1/chat/completions", "POST"},
-		{http.MethodPost, "/v1/models/org/name", "GET"},
+		{http.MethodPost, "/v1/models/org/name", "GET, HEAD"},
 		{http.MethodGet, "/nowhere", ""},
 	}
 	for _, c := range cases {

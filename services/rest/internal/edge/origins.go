@@ -23,9 +23,11 @@ func newOrigins(allowed []string) origins {
 	if len(allowed) > 0 {
 		made.cors = cors.New(cors.Options{
 			AllowedOrigins: allowed,
-			AllowedMethods: []string{http.MethodGet, http.MethodHead, http.MethodPost},
+			AllowedMethods: []string{
+				http.MethodGet, http.MethodHead, http.MethodPost, http.MethodDelete,
+			},
 			AllowedHeaders: []string{"*"},
-			ExposedHeaders: []string{"*", "Retry-After", requestIDHeader},
+			ExposedHeaders: []string{"*", "Retry-After", requestIDHeader, "Request-Id"},
 			MaxAge:         originsMaxAge,
 		})
 	}
@@ -53,6 +55,6 @@ func (o origins) refuse(w http.ResponseWriter, r *http.Request) bool {
 	apierror.New(http.StatusForbidden, "cross_origin",
 		"This request is from a web page of another origin. To allow that, list the page's origin "+
 			"in --allowed-origins of the REST edge.").
-		Write(w)
+		For(r.Context()).Write(w)
 	return true
 }

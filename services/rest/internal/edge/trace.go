@@ -15,7 +15,10 @@ import (
 )
 
 // Probes come every few seconds, and tell nothing of requests.
-var untraced = map[string]bool{"/healthz": true, "/health": true, "/readyz": true}
+var untraced = map[string]bool{
+	"/healthz": true, "/health": true, "/readyz": true, "/ping": true, "/health_generate": true,
+	"/metrics": true,
+}
 
 // Tracing makes one span of each request that a route takes; the gateway's is its child.
 type Tracing struct {

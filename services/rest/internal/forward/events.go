@@ -3,6 +3,7 @@ package forward
 import (
 	"context"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 )
@@ -77,7 +78,7 @@ func (e *eventStream) begin(kind string) {
 		return
 	}
 	e.kind = kind
-	if e.limits.CommentAfter > 0 {
+	if e.limits.CommentAfter > 0 && strings.HasPrefix(kind, eventStreamType) {
 		e.timer = time.AfterFunc(e.limits.CommentAfter, e.comment)
 	}
 }

@@ -23,6 +23,7 @@ import (
 
 const (
 	eventStreamType = "text/event-stream"
+	linesType       = "application/x-ndjson"
 	// announceKey is metadata in which a gateway that has taken a request tells the content type of
 	// its answer, before there is any of it.
 	announceKey = "weft-content-type"
@@ -30,10 +31,10 @@ const (
 
 // Stream sends the first message's content type, then the bytes of every message.
 //
-// Server-sent events are flushed one message at a time, with comments in long pauses; a failure
-// among them becomes an error event and the stream ends without `[DONE]`. Any other answer is
-// collected first, so that its failure still has a status code. A failure before anything was sent
-// goes to the mux's error handler.
+// Server-sent events and lines of JSON are flushed one message at a time, events with comments in
+// long pauses; a failure among them becomes an event or a line of the API's error shape, and nothing
+// follows it. Any other answer is collected first, so that its failure still has a status code. A
+// failure before anything was sent goes to the mux's error handler.
 func Stream(
 	ctx context.Context,
 	mux *runtime.ServeMux,
@@ -46,7 +47,7 @@ func Stream(
 	limits := limitsOf(r.Context())
 	CopyHeader(ctx, w)
 	events := newEventStream(w, limits)
-	if kind := announced(ctx); strings.HasPrefix(kind, eventStreamType) {
+	if kind := announced(ctx); isStream(kind) {
 		events.begin(kind)
 	}
 	err := answer(w, limits, events, receive)
@@ -56,8 +57,7 @@ func Stream(
 	case isOpen:
 		err = apierror.Reason(r.Context(), err)
 		reqinfo.From(r.Context()).Failure = err
-		event := append([]byte("data: "), apierror.From(err).JSON()...)
-		limits.write(w, append(event, "\n\n"...))
+		limits.write(w, apierror.From(err).For(r.Context()).Event())
 	default:
 		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
 	}
@@ -76,7 +76,7 @@ func answer(
 		return status.Error(codes.Internal, "the gateway sent no answer")
 	case err != nil:
 		return err
-	case strings.HasPrefix(first.GetContentType(), eventStreamType):
+	case isStream(first.GetContentType()):
 		events.begin(first.GetContentType())
 		return sendEvents(events, first, receive)
 	case events.end():
@@ -140,6 +140,12 @@ func sendEvents(
 	return nil
 }
 
+// isStream says whether messages of a content type are passed on as they come.
+func isStream(contentType string) bool {
+	return strings.HasPrefix(contentType, eventStreamType) ||
+		strings.HasPrefix(contentType, linesType)
+}
+
 // announced is the content type that the gateway has announced; empty when it has not.
 func announced(ctx context.Context) string {
 	md, _ := runtime.ServerMetadataFromContext(ctx)
@@ -148,7 +154,8 @@ func announced(ctx context.Context) string {
 
 // ClientHeader lets metadata made for clients through, under its own name.
 func ClientHeader(key string) (string, bool) {
-	return key, strings.HasPrefix(key, "x-weft-") || strings.HasPrefix(key, "x-ratelimit-")
+	return key, key == "request-id" || strings.HasPrefix(key, "x-weft-") ||
+		strings.HasPrefix(key, "x-ratelimit-")
 }
 
 // CopyHeader puts what a call brought for the client into its answer.

@@ -26,13 +26,26 @@ KEYLESS = frozenset(
         # What probes, load balancers and documentation need; it tells nothing of anybody.
         "/weft.v1.OpenAIService/Ready",
         "/weft.v1.OpenAIService/OpenApi",
+        "/weft.v1.OllamaService/GetVersion",
+        "/weft.v1.ServerService/ShowVersion",
+        "/weft.v1.ServerService/Ping",
+        # Bounded by itself: one probe at a time, whoever asks.
+        "/weft.v1.ServerService/HealthGenerate",
         # Operators': with TLS, `weft.common.rpc.authorize` lets in nobody else.
         "/weft.v1.GatewayService/GetFleet",
         "/weft.v1.GatewayService/ListAdapters",
     }
 )
 """Methods of the faces that need no key."""
-_FACES = ("/weft.v1.GatewayService/", "/weft.v1.OpenAIService/")
+FACES = (
+    "/weft.v1.GatewayService/",
+    "/weft.v1.OpenAIService/",
+    "/weft.v1.ResponsesService/",
+    "/weft.v1.AnthropicService/",
+    "/weft.v1.OllamaService/",
+    "/weft.v1.ServerService/",
+)
+"""Beginnings of the methods that need one."""
 _REFUSALS_LOGGED_EVERY_S = 1.0
 
 current_tenant: ContextVar[Tenant | None] = ContextVar("current_tenant", default=None)
@@ -87,7 +100,7 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Checks the call before its method is looked up."""
         method = handler_call_details.method
-        if not method.startswith(_FACES) or method in KEYLESS:
+        if not method.startswith(FACES) or method in KEYLESS:
             return await continuation(handler_call_details)
         tenant = self._keys.find(_bearer(handler_call_details.invocation_metadata))
         if tenant is None:
@@ -135,20 +148,18 @@ def tenant_session(tenant: Tenant | None, session_id: str) -> str:
 
 
 def _bearer(metadata: Any) -> str:
-    given = ""
-    for key, value in metadata or ():
-        if key == "authorization" and isinstance(value, str):
-            given = value
-    scheme, _, key = given.partition(" ")
-    return key if scheme.lower() == "bearer" else ""
+    """The API key that a call brings: that of a bearer token, else of `x-api-key`."""
+    given = {key: value for key, value in metadata or () if isinstance(value, str)}
+    scheme, _, key = given.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else given.get("x-api-key", "")
 
 
 async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await abort(
         context,
         InvalidApiKey(
-            "Incorrect API key provided, or none: send the header `Authorization: Bearer KEY` with "
-            "a key that the operators gave you.",
+            "Incorrect API key provided, or none: send the header `Authorization: Bearer KEY` (or "
+            "`x-api-key: KEY`) with a key that the operators gave you.",
             stage="authenticate",
         ),
     )

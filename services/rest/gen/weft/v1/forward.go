@@ -7,4 +7,8 @@ import "weft.dev/weft/services/rest/internal/forward"
 func init() {
 	forward_OpenAIService_ChatCompletions_0 = forward.Stream
 	forward_OpenAIService_Completions_0 = forward.Stream
+	forward_ResponsesService_CreateResponse_0 = forward.Stream
+	forward_AnthropicService_CreateMessage_0 = forward.Stream
+	forward_OllamaService_Chat_0 = forward.Stream
+	forward_OllamaService_Generate_0 = forward.Stream
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from weft.gateway.api.document import dialect_paths
 from weft.gateway.api.openai import answers, bodies
+from weft.gateway.api.server.version import version
 
 _REF = "#/components/schemas/{model}"
 
@@ -86,11 +87,12 @@ def openapi_document() -> dict[str, Any]:
             ]
         paths[path] = {"get": operation}
     _, schemas = models_json_schema(modes, ref_template=_REF)
+    more_paths, more_schemas = dialect_paths()
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Weft", "version": _version()},
-        "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
+        "info": {"title": "Weft", "version": version()},
+        "paths": paths | more_paths,
+        "components": {"schemas": schemas["$defs"] | more_schemas},
     }
 
 
@@ -109,10 +111,3 @@ def _responses(content: dict[str, Any]) -> dict[str, Any]:
         "200": {"description": "Success.", "content": content},
         "default": {"description": "Failure.", "content": failure},
     }
-
-
-def _version() -> str:
-    try:
-        return version("weft")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "0"

@@ -106,10 +106,23 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
         # Not model_validate_json: its own tree of nested lists is several times as large.
         body = cls.model_validate(value)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False)) from None
+        raise explain(error.errors(include_url=False)) from None
     if issubclass(cls, GenerationBody):
         refuse_foreign(value)
     return body
+
+
+def explain(errors: list[ErrorDetails], where: str = "") -> InvalidRequest:
+    """The error that tells of what pydantic found.
+
+    Args:
+        errors: At least one.
+        where: Beginning of the names of fields, for a part of a body.
+    """
+    error = _explain(errors)
+    if where and error.param is not None:
+        error.message, error.param = where + error.message, where + error.param
+    return error
 
 
 def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
@@ -122,6 +135,8 @@ def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
             return _failure(item, f"at most {item['ctx']['max_length']} are accepted")
         if item["type"] == "string_too_short":
             return _failure(item, "is empty")
+        if item["type"] == "extra_forbidden":
+            return _failure(item, "this server knows no such field; leave it out")
     # Of the alternatives that a union tried, the one that got furthest says the most.
     deepest = max(len(_path(item)) for item in same_field)
     told = [item for item in same_field if len(_path(item)) == deepest]

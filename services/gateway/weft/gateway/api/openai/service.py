@@ -77,7 +77,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
-        self._bodies = BodyParser(max_body_bytes)
+        self.bodies = self._bodies = BodyParser(max_body_bytes)
+        """Parses the bodies of all dialects."""
 
     def close(self) -> None:
         """Stops the threads."""
@@ -262,6 +263,14 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""
+        return await self.check_ready()
+
+    async def check_ready(self) -> HttpBody:
+        """The answer to probes of readiness.
+
+        Raises:
+            PeerUnavailable: No model can be served now.
+        """
         if self._pipeline.is_draining:
             raise Draining("not ready: shutting down", stage="queue", retry_after_s=_READY_RETRY_S)
         problems = {one.model.name: one.problem() for one in self._models}

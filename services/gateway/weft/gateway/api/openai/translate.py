@@ -272,11 +272,16 @@ def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
         given["top_k"] = 0
     if given.get("seed") == -1:  # as vLLM's
         del given["seed"]
-    bias = _logit_bias(body.logit_bias or {})
+    bias = logit_bias(body.logit_bias or {})
     return Sampling(**given, logit_bias=bias, constraint=constraint)
 
 
-def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+def logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    """The biases by token id.
+
+    Raises:
+        InvalidRequest: A key is no token id.
+    """
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:

@@ -1,0 +1,110 @@
+"""The way of an answer that dialects of one sample share, from the pipeline to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+from google.api.httpbody_pb2 import HttpBody
+from weft.engine.errors import WeftError
+from weft.gateway.api.edge import Context, begin_answer
+from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.request import GenerateRequest
+
+JSON = "application/json"
+EVENTS = "text/event-stream; charset=utf-8"
+LINES = "application/x-ndjson"
+
+
+def json_body(value: object) -> HttpBody:
+    """An answer that is one JSON value."""
+    return HttpBody(content_type=JSON, data=to_json(value))
+
+
+def named_event(name: str, value: Mapping[str, object]) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(value))
+
+
+class DialectWriter(Protocol):
+    """Writes one answer of one sample; `push` takes every delta, whether streamed or not."""
+
+    content_type: str
+    """Content type of a streamed answer."""
+
+    def begin(self) -> bytes:
+        """The first bytes of a streamed answer, before there is any text."""
+        ...
+
+    def push(self, delta: Delta) -> bytes:
+        """Takes a delta; returns the bytes that a streamed answer gains."""
+        ...
+
+    def end(self) -> bytes:
+        """The last bytes of a streamed answer, once its usage is known."""
+        ...
+
+    def whole(self) -> Mapping[str, object]:
+        """The whole answer, once its usage is known."""
+        ...
+
+
+async def run_answer(
+    pipeline: RequestPipeline,
+    request: GenerateRequest,
+    make_writer: Callable[[TokenStream], DialectWriter],
+    context: Context,
+    *,
+    is_streamed: bool,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> None:
+    """Runs a request and sends its answer.
+
+    Args:
+        pipeline: Runs it.
+        request: One prompt and one sample.
+        make_writer: Makes the dialect's writer.
+        context: The call to be answered.
+        is_streamed: Send the answer as it comes.
+        headers: More that the client is told ahead of the answer.
+
+    Raises:
+        WeftError: The request was refused or failed.
+    """
+    async with pipeline.open(request) as stream:
+        writer = make_writer(stream)
+        kind = writer.content_type if is_streamed else JSON
+        await begin_answer(context, request.request_id, kind, (*stream.headers, *headers))
+        if is_streamed and (data := writer.begin()):
+            await context.write(HttpBody(content_type=kind, data=data))
+        while deltas := await stream.next_deltas():
+            data = b"".join([writer.push(delta) for delta in deltas])
+            if is_streamed and data:
+                await context.write(HttpBody(content_type=kind, data=data))
+        await stream.settle()
+        last = writer.end() if is_streamed else to_json(writer.whole())
+    await context.write(HttpBody(content_type=kind, data=last))
+
+
+@contextmanager
+def field_names(names: Mapping[str, str], parts: Mapping[str, str]) -> Iterator[None]:
+    """Names a field at fault as the dialect does.
+
+    Args:
+        names: Names of the dialect by those of the internal request.
+        parts: Parts of names, such as ".function." of a tool's fields.
+    """
+    try:
+        yield
+    except WeftError as error:
+        if error.param:
+            named = names.get(error.param, error.param)
+            for part, replacement in parts.items():
+                named = named.replace(part, replacement)
+            if error.message.startswith(error.param):
+                error.message = named + error.message[len(error.param) :]
+            error.param = named
+        raise

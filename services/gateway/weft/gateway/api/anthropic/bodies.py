@@ -1,0 +1,145 @@
+"""Request bodies of Anthropic's Messages API, as far as supported."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+
+Hint = dict[str, Any]
+
+
+class BlockBody(PastPart):
+    """One block of a message's content."""
+
+    type: str = Field(
+        description="text, thinking, tool_use or tool_result; others are not supported"
+    )
+    text: str | None = Field(None, description="of a text")
+    thinking: str | None = Field(None, description="of a thinking block")
+    id: str | None = Field(None, description="of a tool_use")
+    name: str | None = Field(None, description="of a tool_use: the tool's")
+    input: dict[str, Any] | str | None = Field(
+        None, description="of a tool_use: its arguments; a text, as of a call that was cut off"
+    )
+    tool_use_id: str | None = Field(None, description="of a tool_result: the call's")
+    content: str | Many[BlockBody] | None = Field(
+        None, description="of a tool_result: a text, or text blocks"
+    )
+    is_error: bool | None = Field(None, description="of a tool_result; accepted, not used")
+    cache_control: Hint | None = Field(None, description="accepted, without effect")
+
+
+class MessageBody(StrictPart):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"] = Field(
+        description="an assistant's last message is continued"
+    )
+    content: str | Many[BlockBody]
+
+
+class ToolBody(StrictPart):
+    """A tool that the model may call."""
+
+    type: str | None = Field(None, description="`custom`; tools of other types are not supported")
+    name: str = Field(description="1 to 64 letters, digits, `_`, `-`, `.`")
+    description: str | None = Field(None, description="for the model")
+    input_schema: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
+    cache_control: Hint | None = Field(None, description="accepted, without effect")
+    strict: bool | None = Field(
+        None, description="not used: demanded calls are always valid, others never enforced"
+    )
+    eager_input_streaming: bool | None = Field(None, description="accepted, without effect")
+    input_examples: Any = Field(None, description="not supported")
+    defer_loading: bool | None = Field(None, description="not supported")
+    allowed_callers: list[str] | None = Field(None, description="only `direct`")
+
+
+class ToolChoiceBody(StrictPart):
+    """The field `tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="with type tool")
+    disable_parallel_tool_use: bool | None = Field(None, description="true: at most one call")
+
+
+class ThinkingBody(StrictPart):
+    """The field `thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(
+        None, description="a hint without effect: max_tokens alone bounds an answer"
+    )
+    display: str | None = Field(None, description="not supported but for `summarized`")
+
+
+class MetadataBody(StrictPart):
+    """The field `metadata`."""
+
+    user_id: str | None = Field(None, description="accepted, not used")
+
+
+class OutputFormatBody(StrictPart):
+    """The field `format` of `output_config`."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="what the text must be valid under")
+
+
+class OutputConfigBody(StrictPart):
+    """The field `output_config`."""
+
+    format: OutputFormatBody | None = None
+    effort: str | None = Field(None, description="a variable for the chat template")
+    task_budget: Any = Field(None, description="not supported")
+
+
+class PromptBody(DialectBody):
+    """Fields common to messages and the count of their tokens."""
+
+    messages: Many[MessageBody] = Field(description="the conversation, at least one message")
+    system: str | Many[BlockBody] | None = Field(None, description="a text, or text blocks")
+    tools: Few[ToolBody] | None = Field(None, description="tools that the model may call")
+    tool_choice: ToolChoiceBody | None = Field(
+        None, description="auto, the default; any, or a tool: the answer is such calls; none"
+    )
+    thinking: ThinkingBody | None = Field(
+        None, description="reasoning, for models that reason; absent: disabled"
+    )
+    output_config: OutputConfigBody | None = Field(None, description="the form of the text")
+    output_format: OutputFormatBody | None = Field(
+        None, description="older name of output_config.format"
+    )
+    cache_control: Hint | None = Field(None, description="accepted, without effect")
+    context_management: Any = Field(None, description="not supported")
+    mcp_servers: Any = Field(None, description="not supported")
+    speed: str | None = Field(None, description="only `standard`")
+
+
+class MessagesBody(PromptBody):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int = Field(description="most tokens generated")
+    metadata: MetadataBody | None = Field(None)
+    service_tier: str | None = Field(None, description="accepted, without effect")
+    stop_sequences: Stops | None = Field(None, description="at most 16 strings of 256 bytes")
+    stream: bool | None = Field(None, description="answer as server-sent events")
+    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
+    top_k: int | None = Field(None, description="candidates kept; 0 = all, the default")
+    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
+    container: Any = Field(None, description="not supported")
+    diagnostics: Any = Field(None, description="not supported")
+    inference_geo: str | None = Field(None, description="not supported")
+    fallbacks: Any = Field(None, description="not supported")
+    # Weft's own, the same as in other dialects.
+    seed: int | None = Field(None, description="64-bit; same seed, same text")
+    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
+    priority: int | None = Field(None, description="less is more urgent")
+    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
+    end_session: bool | None = Field(None, description="the chat is over with this request")
+
+
+class CountTokensBody(PromptBody):
+    """Body of POST /v1/messages/count_tokens."""

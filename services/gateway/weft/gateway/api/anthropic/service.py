@@ -1,0 +1,50 @@
+"""The Messages API over gRPC: weft.v1.AnthropicService."""
+
+from __future__ import annotations
+
+from google.api.httpbody_pb2 import HttpBody
+from weft.gateway.api.answer import field_names, json_body, run_answer
+from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
+from weft.gateway.api.anthropic.translate import NAMES, PARTS, messages_prompt, messages_request
+from weft.gateway.api.anthropic.writer import MessageWriter
+from weft.gateway.api.edge import Context, call_facts
+from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.catalogue import Catalogue
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.v1 import dialects_pb2_grpc
+
+
+class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
+    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
+
+    def __init__(self, pipeline: RequestPipeline, models: Catalogue, bodies: BodyParser) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._bodies = bodies
+
+    async def CreateMessage(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+        with field_names(NAMES, PARTS):
+            facts = call_facts(context, "msg")
+            body, generate = await self._bodies.parse(
+                MessagesBody, request.data, lambda body: messages_request(body, facts)
+            )
+            await run_answer(
+                self._pipeline,
+                generate,
+                lambda stream: MessageWriter(generate, stream),
+                context,
+                is_streamed=bool(body.stream),
+                headers=(("request-id", facts.request_id),),
+            )
+
+    async def CountTokens(self, request: HttpBody, context: Context) -> HttpBody:
+        """See dialects.proto."""
+        with field_names(NAMES, PARTS):
+            body, (prompt, _) = await self._bodies.parse(
+                CountTokensBody, request.data, messages_prompt
+            )
+            resolved = await self._models.find(body.model or "")
+            card = await self._models.card(resolved)
+            ids = await resolved.served.preparer.tokenize(card, prompt)
+        return json_body({"input_tokens": len(ids)})

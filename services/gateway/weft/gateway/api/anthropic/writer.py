@@ -1,0 +1,129 @@
+"""Writes answers as Anthropic's messages, whole and as named events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.gateway.api.answer import EVENTS, named_event
+from weft.gateway.api.blocks import Block, BlockReader, Step, num_reasoning_tokens
+from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.request import GenerateRequest
+from weft.gateway.text.answer.call_reader import parse_json
+from weft.gateway.text.answer.make import parser_maker
+from weft.v1 import common_pb2
+
+
+class MessageWriter:
+    """Writes one message. See `DialectWriter`."""
+
+    content_type = EVENTS
+
+    def __init__(self, request: GenerateRequest, stream: TokenStream) -> None:
+        self._stream = stream
+        make_parser = parser_maker(request, stream.card, stream.generations[0].prompt)
+        self._reader = BlockReader(make_parser)
+        self._frame: dict[str, object] = {
+            "id": request.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": stream.model,
+        }
+
+    def begin(self) -> bytes:
+        """See `DialectWriter`."""
+        message = {
+            **self._frame,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+        return named_event("message_start", {"type": "message_start", "message": message})
+
+    def push(self, delta: Delta) -> bytes:
+        """See `DialectWriter`."""
+        return b"".join([_event(step) for step in self._reader.push(delta)])
+
+    def end(self) -> bytes:
+        """See `DialectWriter`."""
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        return named_event("message_delta", delta) + named_event(
+            "message_stop", {"type": "message_stop"}
+        )
+
+    def whole(self) -> dict[str, object]:
+        """See `DialectWriter`."""
+        content = [_whole(block) for block in self._reader.blocks]
+        return {**self._frame, "content": content, **self._stop(), "usage": self._usage()}
+
+    def _stop(self) -> dict[str, object]:
+        reader, sequence = self._reader, None
+        reason = "end_turn"
+        if reader.finish_reason == common_pb2.FINISH_REASON_LENGTH:
+            reason = "max_tokens"
+        elif reader.finish_reason == common_pb2.FINISH_REASON_CANCELLED:
+            reason = "abort"
+        elif isinstance(reader.stop_reason, str):
+            reason, sequence = "stop_sequence", reader.stop_reason
+        elif reader.has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+
+    def _usage(self) -> dict[str, object]:
+        usage = self._stream.usage()
+        reasoning = num_reasoning_tokens(self._stream, self._reader.blocks)
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": reasoning},
+        }
+
+
+def _event(step: Step) -> bytes:
+    index = step.block.number
+    if step.what == "begin":
+        event: dict[str, Any] = {"content_block": _empty(step.block)}
+        return named_event(
+            "content_block_start", {"type": "content_block_start", "index": index, **event}
+        )
+    if step.what == "end":
+        return named_event("content_block_stop", {"type": "content_block_stop", "index": index})
+    kinds = {
+        "reasoning": ("thinking_delta", "thinking"),
+        "text": ("text_delta", "text"),
+        "call": ("input_json_delta", "partial_json"),
+    }
+    kind, field = kinds[step.block.kind]
+    delta = {"type": kind, field: step.text}
+    return named_event(
+        "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+    )
+
+
+def _empty(block: Block) -> dict[str, object]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+def _whole(block: Block) -> dict[str, object]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    call = {"type": "tool_use", "id": block.call_id, "name": block.name}
+    return {**call, "input": object_or_text(block.text)}
+
+
+def object_or_text(arguments: str) -> object:
+    """The object that a call's arguments are; their text where the model wrote none, as in a call
+    that was cut off.
+    """
+    try:
+        return parse_json(arguments or "{}")
+    except ValueError:
+        return arguments

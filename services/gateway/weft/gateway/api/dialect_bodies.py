@@ -1,0 +1,57 @@
+"""Bases and bounds of the bodies of dialects.
+
+As those of `weft.gateway.api.openai.bodies`: `null` is the same as absent, types are strict, lists
+are bounded. But a field that is not listed is refused by name, as the dialects' own servers do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from weft.gateway.api.openai.bodies import Body
+from weft.gateway.validate import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, unsupported
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+LENIENT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+MAX_PARTS = 1024
+
+T = TypeVar("T")
+Few = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Many = Annotated[list[T], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
+
+
+class DialectBody(Body):
+    """Base of all bodies of dialects: unknown fields are refused."""
+
+    model_config = STRICT
+
+
+class StrictPart(BaseModel):
+    """Part of a body that decides what is generated: unknown fields are refused."""
+
+    model_config = STRICT
+
+
+class PastPart(BaseModel):
+    """Part of a conversation, as clients send back what they got: unknown fields are ignored."""
+
+    model_config = LENIENT
+
+
+def refuse(body: BaseModel, fields: dict[str, str], prefix: str = "") -> None:
+    """Refuses fields that ask for what there is not. What is empty or off asks for nothing.
+
+    Args:
+        body: What may have them.
+        fields: What they ask for, by name.
+        prefix: Of the names in errors.
+
+    Raises:
+        InvalidRequest: One of them is given.
+    """
+    for name, what in fields.items():
+        value: Any = getattr(body, name)
+        if value or (value is not None and not isinstance(value, (bool, list, dict, str))):
+            raise unsupported(f"{prefix}{name}", what)

@@ -1,0 +1,56 @@
+"""Adds the faces of all dialects but OpenAI's completions to a server."""
+
+from __future__ import annotations
+
+import grpc
+from prometheus_client import CollectorRegistry
+from weft.gateway.api.anthropic.service import AnthropicFace
+from weft.gateway.api.ollama.service import OllamaFace
+from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.responses.service import ResponsesFace
+from weft.gateway.api.responses.store import ResponseStore
+from weft.gateway.api.server.service import ServerFace
+from weft.gateway.catalogue import Catalogue
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.settings import GatewaySettings
+from weft.v1 import dialects_pb2_grpc
+
+
+def add_dialects(
+    server: grpc.aio.Server,
+    settings: GatewaySettings,
+    *,
+    pipeline: RequestPipeline,
+    models: Catalogue,
+    openai: OpenAIFace,
+    registry: CollectorRegistry,
+    gateway: str,
+) -> None:
+    """Wires the faces.
+
+    Args:
+        server: What they are added to.
+        settings: Of the gateway.
+        pipeline: Runs their requests.
+        models: What is served.
+        openai: The face whose parser of bodies and whose readiness they share.
+        registry: Metrics of the gateway.
+        gateway: Name of this gateway in ids of responses: letters and digits.
+    """
+    bodies = openai.bodies
+    store = ResponseStore(settings.response_store_bytes, settings.max_stored_responses)
+    responses = ResponsesFace(pipeline, bodies, store, gateway)
+    dialects_pb2_grpc.add_ResponsesServiceServicer_to_server(responses, server)
+    anthropic = AnthropicFace(pipeline, models, bodies)
+    dialects_pb2_grpc.add_AnthropicServiceServicer_to_server(anthropic, server)
+    ollama = OllamaFace(pipeline, models, bodies)
+    dialects_pb2_grpc.add_OllamaServiceServicer_to_server(ollama, server)
+    other = ServerFace(
+        pipeline,
+        models,
+        registry,
+        openai.check_ready,
+        serves_metrics=settings.rest_metrics,
+        asks_for_keys=settings.has_api_keys,
+    )
+    dialects_pb2_grpc.add_ServerServiceServicer_to_server(other, server)

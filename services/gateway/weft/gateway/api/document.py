@@ -1,0 +1,202 @@
+"""The part of the OpenAPI document that describes the dialects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from weft.gateway.api.anthropic import answers as anthropic
+from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
+from weft.gateway.api.ollama import answers as ollama
+from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, ShowBody
+from weft.gateway.api.openai.answers import ErrorAnswer
+from weft.gateway.api.responses import answers as responses
+from weft.gateway.api.responses.bodies import ResponsesBody
+from weft.gateway.api.server import answers as server
+
+_EVENTS, _LINES, _JSON = "text/event-stream", "application/x-ndjson", "application/json"
+_REF = "#/components/schemas/{name}"
+_PARAMETER = re.compile(r"\{(\w+)\}")
+
+Model = type[BaseModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Model
+    body: Model | None = None
+    event: Model | None = None
+    """What a streamed answer consists of; None: it is never streamed."""
+    event_kind: str = _EVENTS
+    answer_kind: str = _JSON
+    query: tuple[str, ...] = ()
+    """Names of its query parameters, all of them texts that may be absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The routes that share names of schemas and the shape of failures."""
+
+    name: str
+    failure: Model
+    routes: Sequence[Route]
+
+
+_RESPONSE = "/v1/responses/{response_id}"
+_DIALECTS = (
+    Dialect(
+        "Responses",
+        ErrorAnswer,
+        (
+            Route(
+                "post",
+                "/v1/responses",
+                "Answers a conversation, given as items or continued.",
+                responses.ResponseAnswer,
+                ResponsesBody,
+                responses.ResponseEvent,
+            ),
+            Route("get", _RESPONSE, "Returns a stored response.", responses.ResponseAnswer),
+            Route("delete", _RESPONSE, "Forgets a stored response.", responses.DeletedAnswer),
+            Route(
+                "post",
+                f"{_RESPONSE}/cancel",
+                "Ends a response that is being generated.",
+                responses.ResponseAnswer,
+            ),
+        ),
+    ),
+    Dialect(
+        "Anthropic",
+        anthropic.ErrorAnswer,
+        (
+            Route(
+                "post",
+                "/v1/messages",
+                "Answers a conversation, as Anthropic's API does.",
+                anthropic.MessageAnswer,
+                MessagesBody,
+                anthropic.MessageEvent,
+            ),
+            Route(
+                "post",
+                "/v1/messages/count_tokens",
+                "Counts the tokens of a conversation.",
+                anthropic.CountAnswer,
+                CountTokensBody,
+            ),
+        ),
+    ),
+    Dialect(
+        "Ollama",
+        ollama.ErrorAnswer,
+        (
+            Route(
+                "post",
+                "/api/chat",
+                "Answers a conversation, as Ollama does.",
+                ollama.ChatAnswer,
+                ChatBody,
+                ollama.ChatAnswer,
+                _LINES,
+            ),
+            Route(
+                "post",
+                "/api/generate",
+                "Answers one prompt, or continues a text.",
+                ollama.GenerateAnswer,
+                GenerateBody,
+                ollama.GenerateAnswer,
+                _LINES,
+            ),
+            Route("get", "/api/tags", "Lists the served models.", ollama.ModelsAnswer),
+            Route("get", "/api/ps", "Lists the models that are ready.", ollama.ModelsAnswer),
+            Route("post", "/api/show", "Describes a model.", ollama.ShowAnswer, ShowBody),
+            Route("get", "/api/version", "This server's version.", ollama.VersionAnswer),
+        ),
+    ),
+    Dialect(
+        "Server",
+        ErrorAnswer,
+        (
+            Route("get", "/version", "This server's version.", server.VersionAnswer),
+            Route("get", "/ping", "200 when requests can be served.", server.PingAnswer),
+            Route("post", "/ping", "200 when requests can be served.", server.PingAnswer),
+            Route(
+                "get",
+                "/health_generate",
+                "200 once every model has generated a token.",
+                server.HealthAnswer,
+            ),
+            Route(
+                "get",
+                "/tokenizer_info",
+                "Describes a model's tokenizer.",
+                server.TokenizerAnswer,
+                query=("model",),
+            ),
+            Route(
+                "get",
+                "/metrics",
+                "The gateway's metrics, if its settings allow it.",
+                server.MetricsAnswer,
+                answer_kind="text/plain",
+            ),
+        ),
+    ),
+)
+
+
+def dialect_paths() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The paths of all dialects, and the schemas that they refer to."""
+    paths: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, Any] = {}
+    for dialect in _DIALECTS:
+        modes: list[tuple[Model, JsonSchemaMode]] = [(dialect.failure, "serialization")]
+        for route in dialect.routes:
+            modes += [(one, "serialization") for one in (route.answer, route.event) if one]
+            if route.body is not None:
+                modes.append((route.body, "validation"))
+            paths.setdefault(route.path, {})[route.method] = _operation(dialect, route)
+        template = _REF.format(name=f"{dialect.name}.{{model}}")
+        _, made = models_json_schema(list(dict.fromkeys(modes)), ref_template=template)
+        schemas |= {f"{dialect.name}.{name}": value for name, value in made["$defs"].items()}
+    return paths, schemas
+
+
+def _operation(dialect: Dialect, route: Route) -> dict[str, Any]:
+    def content(model: Model, kind: str = _JSON) -> dict[str, Any]:
+        return {kind: {"schema": {"$ref": _REF.format(name=f"{dialect.name}.{model.__name__}")}}}
+
+    answers = content(route.answer, route.answer_kind)
+    if route.event is not None:
+        answers |= content(route.event, route.event_kind)
+    words = [word.strip("{}") for word in route.path.replace("/v1", "").split("/") if word]
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": "_".join([route.method, *words]),
+        "responses": {
+            "200": {"description": "Success.", "content": answers},
+            "default": {"description": "Failure.", "content": content(dialect.failure)},
+        },
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": content(route.body)}
+    text = {"schema": {"type": "string"}}
+    parameters = [
+        {"name": name, "in": "path", "required": True, **text}
+        for name in _PARAMETER.findall(route.path)
+    ]
+    parameters += [{"name": name, "in": "query", **text} for name in route.query]
+    if parameters:
+        operation["parameters"] = parameters
+    return operation

@@ -1,0 +1,220 @@
+"""Conversion of Ollama's bodies to the gateway's own request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weft.engine.request import Constraint
+from weft.gateway.api.call_fields import call_fields
+from weft.gateway.api.dialect_bodies import refuse
+from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.ollama.bodies import (
+    ChatBody,
+    GenerateBody,
+    GenerationBody,
+    MessageBody,
+    OptionsBody,
+    ToolBody,
+)
+from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
+from weft.gateway.request import (
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    Stopping,
+    TextPrompt,
+)
+from weft.gateway.validate import invalid, unsupported
+
+_TAG = ":latest"
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Options by their names in the internal request."""
+NAMES = {
+    **{name: f"options.{option}" for name, option in _SAMPLING.items()},
+    "stop": "options.stop",
+}
+"""Ollama's names of fields, by those of the internal request."""
+_OF_GENERATIONS = {
+    "suffix": "text behind the completion",
+    "images": "content other than text",
+    "template": "a chat template of the request's own",
+    "context": "a conversation as tokens; use /api/chat",
+    "width": "images",
+    "height": "images",
+    "steps": "images",
+}
+_OF_OPTIONS = {
+    "mirostat": "Mirostat sampling",
+    "embedding_only": "embeddings",
+    "vocab_only": "a vocabulary without a model",
+}
+
+
+def model_name(name: str | None) -> str:
+    """A model's name without the tag that Ollama's clients append."""
+    return (name or "").removesuffix(_TAG)
+
+
+def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest | None:
+    """Translates a chat; None: it only asks for the model to be loaded.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    tools = check_tools([_tool(number, tool) for number, tool in enumerate(body.tools or ())])
+    messages = [_message(number, one) for number, one in enumerate(body.messages or ())]
+    if not messages:
+        return None
+    is_continued = messages[-1]["role"] == "assistant"
+    prompt = ChatPrompt(
+        messages=tuple(messages),
+        tools=tools,
+        add_generation_prompt=not is_continued,
+        continue_final_message=is_continued,
+        template_variables=_thinking(body),
+    )
+    return _request(body, facts, prompt, use_tools(tools, "auto"))
+
+
+def generation_request(body: GenerateBody, facts: CallFacts) -> GenerateRequest | None:
+    """Translates a generation; None: it only asks for the model to be loaded.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    refuse(body, _OF_GENERATIONS)
+    if not body.prompt:
+        return None
+    if body.raw:
+        if body.system:
+            raise invalid("system", "contradicts raw: write it into the prompt")
+        if body.think is not None:
+            raise invalid("think", "contradicts raw: write it into the prompt")
+        return _request(body, facts, TextPrompt(text=body.prompt), NO_TOOLS)
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt})
+    prompt = ChatPrompt(messages=tuple(messages), template_variables=_thinking(body))
+    return _request(body, facts, prompt, NO_TOOLS)
+
+
+def _request(
+    body: GenerationBody, facts: CallFacts, prompt: Prompt, use: ToolUse
+) -> GenerateRequest:
+    options = body.options or OptionsBody.model_validate({})
+    constraint = _constraint(body)
+    if constraint is not None and use.calls is not None:
+        raise invalid("format", "contradicts tools; give one of them")
+    if body.truncate is not None and body.truncate:
+        raise unsupported("truncate", "cutting the prompt")
+    if body.shift is not None and body.shift:
+        raise unsupported("shift", "going on past the context")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    return GenerateRequest(
+        **{**call_fields(body, facts), "model": model_name(body.model)},
+        prompts=(prompt,),
+        sampling=_sampling(options, constraint),
+        stopping=_stopping(options),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        calls=use.calls,
+        constraint_param="format" if constraint is not None else "constraint",
+        max_tokens_param="options.num_predict",
+    )
+
+
+def _sampling(options: OptionsBody, constraint: Constraint | None) -> Sampling:
+    refuse(options, {k: v for k, v in _OF_OPTIONS.items() if getattr(options, k)}, "options.")
+    for name in ("typical_p", "tfs_z"):
+        if getattr(options, name) not in (None, 1):
+            raise unsupported(f"options.{name}", "this kind of sampling")
+    if options.penalize_newline is False:
+        raise unsupported("options.penalize_newline", "penalties without those of line breaks")
+    given: dict[str, Any] = {
+        name: value
+        for name, option in _SAMPLING.items()
+        if (value := getattr(options, option)) is not None
+    }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    if given.get("seed") == -1:
+        del given["seed"]
+    if options.repeat_last_n == 0:
+        given.pop("repetition_penalty", None)
+    elif options.repeat_last_n not in (None, -1) and given.get("repetition_penalty", 1) != 1:
+        raise unsupported("options.repeat_last_n", "a penalty over a part of the text")
+    return Sampling(**given, constraint=constraint)
+
+
+def _stopping(options: OptionsBody) -> Stopping:
+    most, stop = options.num_predict, options.stop
+    return Stopping(
+        max_tokens=None if most in (None, -1, -2) else most,
+        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+    )
+
+
+def _constraint(body: GenerationBody) -> Constraint | None:
+    given = body.format
+    if given is None or given == "":
+        return None
+    if given == "json":
+        given = {"type": "object", "additionalProperties": True}
+    if isinstance(given, str):
+        raise invalid("format", f'must be "json" or a JSON schema, not {given[:80]!r}')
+    return Constraint(kind="json_schema", text=json.dumps(given, ensure_ascii=False))
+
+
+def _thinking(body: GenerationBody) -> dict[str, Any]:
+    """What a chat template is told of reasoning."""
+    think = body.think
+    if think is None:
+        return {}
+    effort = {} if isinstance(think, bool) else {"reasoning_effort": think}
+    return {"enable_thinking": bool(think), **effort}
+
+
+def _message(number: int, message: MessageBody) -> dict[str, Any]:
+    where = f"messages[{number}]"
+    if message.images:
+        raise unsupported(f"{where}.images", "content other than text")
+    content = message.content
+    if content is None and not message.tool_calls:
+        raise invalid(f"{where}.content", "is missing; give a text")
+    translated: dict[str, Any] = {"role": message.role, "content": content or ""}
+    named = {
+        "reasoning_content": message.thinking,
+        "name": message.tool_name,
+        "tool_call_id": message.tool_call_id,
+    }
+    translated |= {name: value for name, value in named.items() if value}
+    if message.tool_calls:
+        translated["tool_calls"] = [
+            past_call(
+                call.id or "",
+                call.function.name,
+                json.dumps(call.function.arguments or {}, ensure_ascii=False),
+            )
+            for call in message.tool_calls
+        ]
+    return translated
+
+
+def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    if tool.type not in (None, "function"):
+        raise unsupported(f"tools[{number}].type", f"tools of type `{tool.type[:80]}`")
+    function = tool.function
+    given = {"description": function.description, "parameters": function.parameters}
+    described = {name: value for name, value in given.items() if value is not None}
+    return {"type": "function", "function": {"name": function.name, **described}}

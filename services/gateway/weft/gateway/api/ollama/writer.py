@@ -1,0 +1,160 @@
+"""Writes answers as Ollama's objects, whole and as lines."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from weft.gateway.api.answer import LINES
+from weft.gateway.api.blocks import Block, BlockReader, Step
+from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.api.openai.logprobs import chat_logprobs
+from weft.gateway.generation.stream import Delta, TokenStream
+from weft.gateway.request import GenerateRequest
+from weft.gateway.text.answer.call_reader import parse_json
+from weft.gateway.text.answer.make import parser_maker
+from weft.v1 import common_pb2
+
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "abort",
+}
+
+
+def now() -> str:
+    """The time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def loaded(model: str, *, is_chat: bool) -> dict[str, object]:
+    """The answer to a request that only asks for the model to be loaded."""
+    empty: dict[str, object] = (
+        {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    )
+    return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+
+
+class LineWriter:
+    """Writes one answer. See `DialectWriter`."""
+
+    content_type = LINES
+
+    def __init__(
+        self, request: GenerateRequest, stream: TokenStream, model: str, *, is_chat: bool
+    ) -> None:
+        """Prepares the writer.
+
+        Args:
+            request: What is answered.
+            stream: Its deltas.
+            model: The model as the client named it.
+            is_chat: Answer with a message, not with a text.
+        """
+        self._stream = stream
+        self._model = model or stream.model
+        self._is_chat = is_chat
+        is_raw = not is_chat and not hasattr(request.prompts[0], "messages")
+        self._reader = BlockReader(
+            None if is_raw else parser_maker(request, stream.card, stream.generations[0].prompt)
+        )
+        self._begin_ns = time.monotonic_ns()
+        self._first_ns = self._last_ns = 0
+
+    def begin(self) -> bytes:
+        """See `DialectWriter`."""
+        return b""
+
+    def push(self, delta: Delta) -> bytes:
+        """See `DialectWriter`."""
+        self._last_ns = time.monotonic_ns()
+        self._first_ns = self._first_ns or self._last_ns
+        return b"".join([self._line(step) for step in self._reader.push(delta)])
+
+    def end(self) -> bytes:
+        """See `DialectWriter`."""
+        return self._encode({**self._gained("", ""), **self._closing()})
+
+    def whole(self) -> dict[str, object]:
+        """See `DialectWriter`."""
+        blocks = self._reader.blocks
+        texts = {
+            kind: "".join([block.text for block in blocks if block.kind == kind])
+            for kind in ("text", "reasoning")
+        }
+        calls = [block for block in blocks if block.kind == "call"]
+        entries = [entry for block in blocks for entry in block.logprobs]
+        text = texts["text"] + "".join([one.text for one in calls if not _is_whole(one)])
+        answer = self._gained(text, texts["reasoning"], [one for one in calls if _is_whole(one)])
+        return {**self._frame(), **answer, **self._logprobs(entries), **self._closing()}
+
+    def _line(self, step: Step) -> bytes:
+        block = step.block
+        if block.kind == "call":
+            if step.what != "end":
+                return b""
+            # A call that was cut off is shown as the text that it is.
+            gained = (
+                self._gained("", "", [block]) if _is_whole(block) else self._gained(block.text, "")
+            )
+            return self._encode({**gained, "done": False})
+        if step.what != "add" or not (step.text or step.logprobs):
+            return b""
+        is_text = block.kind == "text"
+        gained = self._gained(step.text if is_text else "", "" if is_text else step.text)
+        return self._encode({**gained, **self._logprobs(step.logprobs), "done": False})
+
+    def _encode(self, fields: dict[str, object]) -> bytes:
+        return to_json({**self._frame(), **fields}) + b"\n"
+
+    def _frame(self) -> dict[str, object]:
+        return {"model": self._model, "created_at": now()}
+
+    def _gained(
+        self, text: str, reasoning: str, calls: list[Block] | None = None
+    ) -> dict[str, Any]:
+        told: dict[str, Any] = {"thinking": reasoning} if reasoning else {}
+        if not self._is_chat:
+            return {"response": text, **told}
+        if calls:
+            told["tool_calls"] = [_call(number, call) for number, call in enumerate(calls)]
+        return {"message": {"role": "assistant", "content": text, **told}}
+
+    def _logprobs(self, entries: Any) -> dict[str, object]:
+        if not entries:
+            return {}
+        return {"logprobs": chat_logprobs(self._stream.card.vocabulary, entries)["content"]}
+
+    def _closing(self) -> dict[str, object]:
+        usage = self._stream.usage()
+        reader = self._reader
+        reason = reader.finish_reason or common_pb2.FINISH_REASON_STOP
+        now_ns = time.monotonic_ns()
+        first_ns = self._first_ns or now_ns
+        (timeline,) = self._stream.timelines()[:1]
+        queued_ns = timeline.queued_time.ToNanoseconds()
+        return {
+            "done": True,
+            "done_reason": _REASONS.get(reason, "stop"),
+            "total_duration": now_ns - self._begin_ns + queued_ns,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": max(0, first_ns - self._begin_ns),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": max(0, (self._last_ns or now_ns) - first_ns),
+        }
+
+
+def _is_whole(block: Block) -> bool:
+    """Whether a call's arguments are an object."""
+    try:
+        return isinstance(parse_json(block.text or "{}"), dict)
+    except ValueError:
+        return False
+
+
+def _call(number: int, block: Block) -> dict[str, object]:
+    arguments = parse_json(block.text or "{}")
+    function = {"index": number, "name": block.name, "arguments": arguments}
+    return {"id": block.call_id, "function": function}

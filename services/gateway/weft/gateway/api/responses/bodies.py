@@ -1,0 +1,182 @@
+"""Request bodies of OpenAI's Responses API, as far as supported."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from weft.gateway.api.dialect_bodies import DialectBody, Few, Many, PastPart, Stops, StrictPart
+from weft.gateway.api.openai.bodies import LogitBias
+
+_MAX_METADATA = 16
+_MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=_MAX_KEY_CHARS)],
+        Annotated[str, Field(max_length=_MAX_VALUE_CHARS)],
+    ],
+    Field(max_length=_MAX_METADATA),
+]
+
+
+class PartBody(PastPart):
+    """One part of an item's content."""
+
+    type: str = Field(
+        description="input_text, output_text, text, refusal, reasoning_text or summary_text; "
+        "others are not supported"
+    )
+    text: str | None = Field(None, description="of all but a refusal")
+    refusal: str | None = Field(None, description="of a refusal")
+
+
+class ItemBody(PastPart):
+    """One item of the input."""
+
+    type: str | None = Field(
+        None,
+        description="message, the default; function_call, function_call_output, reasoning, "
+        "item_reference; others are not supported",
+    )
+    id: str | None = Field(None, description="of an item_reference: the item's")
+    role: str | None = Field(None, description="of a message: system, developer, user, assistant")
+    content: str | Many[PartBody] | None = Field(
+        None, description="of a message or a reasoning item"
+    )
+    summary: Many[PartBody] | None = Field(None, description="of a reasoning item")
+    call_id: str | None = Field(None, description="of a function_call and of its output")
+    name: str | None = Field(None, description="of a function_call")
+    arguments: str | None = Field(None, description="of a function_call: a JSON object, as text")
+    output: str | Many[PartBody] | None = Field(None, description="of a function_call_output")
+
+
+class ToolBody(StrictPart):
+    """A function that the model may call."""
+
+    type: str = Field(description="`function`; others are not supported")
+    name: str | None = Field(None, description="1 to 64 letters, digits, `_`, `-`, `.`")
+    description: str | None = Field(None, description="for the model")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
+    strict: bool | None = Field(
+        None, description="not used: demanded calls are always valid, others never enforced"
+    )
+    defer_loading: bool | None = Field(None, description="not supported")
+
+
+class ToolChoiceBody(StrictPart):
+    """The field `tool_choice`, where it is an object."""
+
+    type: str = Field(description="`function` or `allowed_tools`; others are not supported")
+    name: str | None = Field(None, description="with type function")
+    mode: Literal["auto", "required"] | None = Field(None, description="with allowed_tools")
+    tools: Few[dict[str, Any]] | None = Field(None, description="with allowed_tools")
+
+
+class FormatBody(StrictPart):
+    """The field `format` of `text`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, description="not used")
+    description: str | None = Field(None, description="not used")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="what the text must be valid under"
+    )
+    strict: bool | None = Field(None, description="always strict: the text is valid")
+
+
+class TextBody(StrictPart):
+    """The field `text`."""
+
+    format: FormatBody | None = None
+    verbosity: str | None = Field(None, description="not supported but for `medium`")
+
+
+class ReasoningBody(StrictPart):
+    """The field `reasoning`."""
+
+    effort: str | None = Field(
+        None,
+        description="a variable for the chat template; `none` sets enable_thinking to false",
+    )
+    summary: str | None = Field(
+        None, description="accepted, without effect: the reasoning itself is shown"
+    )
+    generate_summary: str | None = Field(None, description="as summary")
+
+
+class StreamOptionsBody(StrictPart):
+    """The field `stream_options`."""
+
+    include_obfuscation: bool | None = Field(None, description="accepted, without effect")
+
+
+class ResponsesBody(DialectBody):
+    """Body of POST /v1/responses."""
+
+    input: str | Many[ItemBody] | None = Field(
+        None, description="a text, or the items of a conversation"
+    )
+    instructions: str | None = Field(None, description="the system message; it is not stored")
+    previous_response_id: str | None = Field(
+        None, description="the response whose conversation this one continues"
+    )
+    store: bool | None = Field(None, description="keep it, so that it can be continued; default")
+    max_output_tokens: int | None = Field(None, description="most tokens generated")
+    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
+    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
+    top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
+    tools: Few[dict[str, Any]] | None = Field(None, description="functions that may be called")
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody | None = Field(
+        None, description="as in chats, with type and name of the function side by side"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    text: TextBody | None = Field(None, description="the form of the text")
+    reasoning: ReasoningBody | None = Field(None, description="for models that reason")
+    include: Few[str] | None = Field(
+        None, description="`message.output_text.logprobs`; what is for other tools has no effect"
+    )
+    stream: bool | None = Field(None, description="answer as server-sent events")
+    stream_options: StreamOptionsBody | None = Field(None)
+    metadata: Metadata | None = Field(None, description="returned with the response")
+    truncation: str | None = Field(None, description="only `disabled`")
+    background: bool | None = Field(None, description="only false")
+    max_tool_calls: int | None = Field(
+        None, description="accepted, without effect: it is of tools that the server calls"
+    )
+    service_tier: str | None = Field(None, description="accepted, without effect")
+    user: str | None = Field(None, description="accepted, not used")
+    safety_identifier: str | None = Field(None, description="accepted, not used")
+    prompt_cache_key: str | None = Field(
+        None, description="the routing key, where none is given: see routing_key"
+    )
+    prompt_cache_retention: str | None = Field(None, description="accepted, without effect")
+    prompt_cache_options: dict[str, Any] | None = Field(
+        None, description="accepted, without effect"
+    )
+    conversation: Any = Field(None, description="not supported; see previous_response_id")
+    prompt: Any = Field(None, description="not supported")
+    context_management: Any = Field(None, description="not supported")
+    background_options: Any = Field(None, description="not supported")
+    moderation: Any = Field(None, description="not supported")
+    image: Any = Field(None, description="not supported")
+    access_programs: Any = Field(None, description="not supported")
+    # Those of chats that the Responses API does not have itself.
+    stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
+    seed: int | None = Field(None, description="64-bit; same seed, same text")
+    top_k: int | None = Field(None, description="candidates kept; 0 or -1 = all, the default")
+    min_p: float | None = Field(None, description="0 to 1, default 0")
+    presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
+    frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
+    repetition_penalty: float | None = Field(None, description="0.001 to 100, default 1")
+    logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
+    min_tokens: int | None = Field(None, description="no stop before so many tokens")
+    ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="more variables for the chat template"
+    )
+    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
+    priority: int | None = Field(None, description="less is more urgent")
+    routing_key: str | None = Field(None, description="keeps requests of one key on one worker")
+    session_id: str | None = Field(None, description="names the chat, see docs/api.md")
+    end_session: bool | None = Field(None, description="the chat is over with this request")

@@ -1,0 +1,255 @@
+"""The Responses API over gRPC: weft.v1.ResponsesService."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+from weft.engine.errors import WeftError
+from weft.gateway.admission.authenticate import current_tenant
+from weft.gateway.admission.keys import Tenant
+from weft.gateway.api.answer import (
+    EVENTS,
+    JSON,
+    field_names,
+    json_body,
+    run_answer,
+)
+from weft.gateway.api.edge import Context, call_facts
+from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.responses.bodies import ItemBody, ResponsesBody
+from weft.gateway.api.responses.store import ResponseStore, StoredResponse
+from weft.gateway.api.responses.translate import (
+    NAMES,
+    PARTS,
+    AskedResponse,
+    Conversation,
+    continued,
+    response_request,
+)
+from weft.gateway.api.responses.writer import PREFIX, ResponseWriter
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.generation.stream import TokenStream
+from weft.gateway.request import GenerateRequest
+from weft.gateway.validate import invalid, unsupported
+from weft.v1 import dialects_pb2, dialects_pb2_grpc
+
+_CANCEL_S = 5.0
+"""Seconds to wait for the end of a cancelled response."""
+_SHOWN_CHARS = 80
+
+
+class ResponseNotFound(WeftError):
+    """This gateway keeps no such response of the calling tenant."""
+
+    reason = "RESPONSE_NOT_FOUND"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+@dataclass(slots=True)
+class _Running:
+    """A response that is being generated."""
+
+    tenant: Tenant | None
+    writer: ResponseWriter | None = None
+    """What writes it; None: it has not begun."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
+    """Parses bodies, converts them, writes answers, and keeps them for later ones."""
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        bodies: BodyParser,
+        store: ResponseStore,
+        gateway: str,
+    ) -> None:
+        """Wires the face.
+
+        Args:
+            pipeline: Runs requests.
+            bodies: Parses bodies.
+            store: Keeps responses.
+            gateway: Name of this gateway in ids of responses: letters and digits.
+        """
+        self._pipeline = pipeline
+        self._bodies = bodies
+        self._store = store
+        self._gateway = gateway
+        self._running: dict[str, _Running] = {}
+
+    async def CreateResponse(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+        with field_names(NAMES, PARTS):
+            facts = call_facts(context, f"{PREFIX}{self._gateway}")
+            tenant = facts.tenant
+            outputs: dict[str, list[Any]] = {}
+            body, asked = await self._bodies.parse(
+                ResponsesBody,
+                request.data,
+                lambda body: response_request(
+                    body, facts, lambda id_: self._item(tenant, id_, outputs)
+                ),
+            )
+            history = self._history(tenant, body.previous_response_id)
+            generate = continued(asked, history)
+            running = self._running[facts.request_id] = _Running(tenant)
+            try:
+                await self._answer(running, generate, body, asked, history, context)
+            finally:
+                del self._running[facts.request_id]
+                running.ended.set()
+
+    async def _answer(
+        self,
+        running: _Running,
+        request: GenerateRequest,
+        body: ResponsesBody,
+        asked: AskedResponse,
+        history: Sequence[Mapping[str, Any]],
+        context: Context,
+    ) -> None:
+        def keep(response: Mapping[str, object]) -> None:
+            if body.store is not False:
+                self._keep(request, asked, history, response)
+
+        def make_writer(stream: TokenStream) -> ResponseWriter:
+            running.writer = ResponseWriter(request, body, stream, keep)
+            return running.writer
+
+        try:
+            await run_answer(
+                self._pipeline, request, make_writer, context, is_streamed=bool(body.stream)
+            )
+        except WeftError as error:
+            writer = running.writer
+            if writer is None or not writer.has_begun:
+                raise
+            # The last event tells it, with the number that is its turn.
+            await context.write(HttpBody(content_type=EVENTS, data=writer.failed(error)))
+
+    async def RetrieveResponse(
+        self, request: dialects_pb2.RetrieveResponseRequest, context: Context
+    ) -> HttpBody:
+        """See dialects.proto."""
+        if request.stream:
+            raise unsupported("stream", "events of a stored response")
+        tenant = current_tenant.get()
+        running = self._running_of(tenant, request.response_id)
+        if running is not None and running.writer is not None:
+            return json_body(running.writer.response("in_progress"))
+        stored = self._stored(tenant, request.response_id, "response_id")
+        return HttpBody(content_type=JSON, data=stored.response)
+
+    async def DeleteResponse(
+        self, request: dialects_pb2.DeleteResponseRequest, context: Context
+    ) -> HttpBody:
+        """See dialects.proto."""
+        tenant, id_ = current_tenant.get(), request.response_id
+        self._stored(tenant, id_, "response_id")
+        self._store.delete(_name(tenant), id_)
+        return json_body({"id": id_, "object": "response", "deleted": True})
+
+    async def CancelResponse(
+        self, request: dialects_pb2.CancelResponseRequest, context: Context
+    ) -> HttpBody:
+        """See dialects.proto."""
+        tenant, id_ = current_tenant.get(), request.response_id
+        running = self._running_of(tenant, id_)
+        if running is None:
+            stored = self._stored(tenant, id_, "response_id")
+            if json.loads(stored.response)["status"] != "cancelled":
+                raise invalid("response_id", "this response has ended; nothing is left to cancel")
+            return HttpBody(content_type=JSON, data=stored.response)
+        self._pipeline.cancel(id_, tenant)
+        try:
+            async with asyncio.timeout(_CANCEL_S):
+                await running.ended.wait()
+        except TimeoutError:
+            pass  # It is cancelled; its client only has not taken the end of it.
+        if running.writer is None:
+            raise self._missing(id_, "response_id")
+        return json_body(running.writer.response("cancelled"))
+
+    def _running_of(self, tenant: Tenant | None, id_: str) -> _Running | None:
+        running = self._running.get(id_)
+        return running if running is not None and running.tenant == tenant else None
+
+    def _stored(self, tenant: Tenant | None, id_: str, param: str) -> StoredResponse:
+        stored = self._store.get(_name(tenant), id_)
+        if stored is None:
+            raise self._missing(id_, param)
+        return stored
+
+    def _missing(self, id_: str, param: str) -> ResponseNotFound:
+        maker, _, _ = id_.removeprefix(PREFIX).partition("-")
+        why = "it was not stored, or the room for it was needed"
+        if id_.startswith(PREFIX) and maker != self._gateway:
+            why = "another gateway made it, or this one before a restart; they share no responses"
+        return ResponseNotFound(
+            f"{param}: there is no response `{id_[:_SHOWN_CHARS]}` here: {why}; send the whole "
+            "conversation as input",
+            stage="validate",
+            param=param,
+        )
+
+    def _history(self, tenant: Tenant | None, id_: str | None) -> list[dict[str, Any]]:
+        """The conversation that a response ended; none without an id."""
+        if id_ is None:
+            return []
+        stored = self._stored(tenant, id_, "previous_response_id")
+        history: list[dict[str, Any]] = json.loads(stored.history)
+        return history
+
+    def _item(
+        self, tenant: Tenant | None, id_: str, outputs: dict[str, list[Any]]
+    ) -> Mapping[str, Any]:
+        """The output item of a stored response that an item's id names.
+
+        Args:
+            tenant: Whose response it is.
+            id_: The item's id.
+            outputs: Outputs that were read for this request, by response; gains one.
+        """
+        response_id = f"{PREFIX}{id_.partition('_')[2].rpartition('_')[0]}"
+        if response_id not in outputs:
+            stored = self._store.peek(_name(tenant), response_id)
+            output = [] if stored is None else json.loads(stored.response)["output"]
+            outputs[response_id] = output
+        for item in outputs[response_id]:
+            if item["id"] == id_:
+                found: Mapping[str, Any] = item
+                return found
+        raise ResponseNotFound(
+            f"input: there is no item `{id_[:_SHOWN_CHARS]}` here; send the item itself",
+            stage="validate",
+            param="input",
+        )
+
+    def _keep(
+        self,
+        request: GenerateRequest,
+        asked: AskedResponse,
+        history: Sequence[Mapping[str, Any]],
+        response: Mapping[str, object],
+    ) -> None:
+        """Stores a response with the conversation that it ends."""
+        answer = Conversation()
+        output: Any = response["output"]
+        for item in output:
+            answer.add(ItemBody.model_validate(item), "output")
+        messages = [*history, *asked.stored_messages, *answer.messages]
+        stored = StoredResponse(to_json(response), to_json(messages))
+        self._store.put(_name(request.tenant), request.request_id, stored)
+
+
+def _name(tenant: Tenant | None) -> str:
+    return "" if tenant is None else tenant.name

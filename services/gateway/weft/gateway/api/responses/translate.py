@@ -1,0 +1,359 @@
+"""Conversion of Responses bodies to the gateway's own request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from weft.engine.request import Constraint
+from weft.gateway.api.call_fields import call_fields
+from weft.gateway.api.dialect_bodies import refuse
+from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.openai.parse import explain
+from weft.gateway.api.openai.translate import logit_bias
+from weft.gateway.api.responses.bodies import (
+    FormatBody,
+    ItemBody,
+    PartBody,
+    ResponsesBody,
+    ToolBody,
+    ToolChoiceBody,
+)
+from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
+from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
+from weft.gateway.validate import invalid, unsupported
+
+NAMES = {"messages": "input"}
+"""Names of fields in the Responses API, by those of the internal request."""
+PARTS = {".function.": "."}
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+    }
+)
+_UNSUPPORTED = {
+    "background": "answers that nobody waits for",
+    "conversation": "conversations that are stored apart; use previous_response_id",
+    "prompt": "prompts that are stored",
+    "context_management": "edits of the context",
+    "background_options": "answers that nobody waits for",
+    "moderation": "moderation",
+    "image": "images",
+    "access_programs": "access programs",
+}
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_ROLES = frozenset({"system", "developer", "user", "assistant"})
+_TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+
+Message = Mapping[str, Any]
+
+
+class AskedResponse(NamedTuple):
+    """What a body asks for, but for the conversation that it continues."""
+
+    request: GenerateRequest
+    """Its prompt has the instructions and the input alone."""
+    num_instructions: int
+    """Messages of the prompt that are not stored."""
+
+    @property
+    def stored_messages(self) -> tuple[Message, ...]:
+        """The input's messages."""
+        (prompt,) = self.request.prompts
+        assert isinstance(prompt, ChatPrompt)
+        return prompt.messages[self.num_instructions :]
+
+
+FindItem = Callable[[str], Mapping[str, Any]]
+"""Finds an output item of a stored response by its id; raises where there is none."""
+
+
+def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> AskedResponse:
+    """Translates a body.
+
+    Args:
+        body: The body.
+        facts: Of the call.
+        find: Finds items that the input refers to.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    _refuse_unsupported(body)
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = input_messages(body.input, find)
+    if not messages and body.previous_response_id is None:
+        raise invalid("input", "is missing; give a text or items")
+    tools = _allowed(body, _tools(body))
+    use = _use_of(body, tools)
+    constraint, param = use.constraint, use.param
+    wanted = _format(None if body.text is None else body.text.format)
+    if wanted is not None:
+        if use.calls is not None:
+            raise invalid("text.format", "contradicts tools; set tool_choice to none")
+        constraint, param = wanted, "text.format.schema"
+    prompt = ChatPrompt(
+        messages=(*instructions, *messages),
+        tools=() if body.tool_choice == "none" else tools,
+        template_variables={**_effort(body), **(body.chat_template_kwargs or {})},
+    )
+    request = GenerateRequest(
+        **call_fields(body, facts, _routing_key(body, facts)),
+        prompts=(prompt,),
+        sampling=_sampling(body, constraint),
+        stopping=_stopping(body),
+        top_logprobs=_top_logprobs(body),
+        calls=use.calls,
+        constraint_param=param if constraint is not None else "constraint",
+        max_tokens_param="max_output_tokens",
+    )
+    return AskedResponse(request, len(instructions))
+
+
+def _routing_key(body: ResponsesBody, facts: CallFacts) -> str:
+    """The key of the body or the call; else the session's, else the one for OpenAI's own cache."""
+    given = body.routing_key or facts.routing_key or body.session_id
+    return given or body.prompt_cache_key or ""
+
+
+def continued(asked: AskedResponse, history: Sequence[Message]) -> GenerateRequest:
+    """The request with the conversation that it continues, behind its own instructions."""
+    (prompt,) = asked.request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    instructions = prompt.messages[: asked.num_instructions]
+    messages = (*instructions, *history, *asked.stored_messages)
+    return replace(asked.request, prompts=(replace(prompt, messages=messages),))
+
+
+def _refuse_unsupported(body: ResponsesBody) -> None:
+    refuse(body, _UNSUPPORTED)
+    if body.truncation not in (None, "disabled"):
+        raise unsupported("truncation", "cutting the conversation")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise unsupported("text.verbosity", "answers of another length")
+    for number, name in enumerate(body.include or ()):
+        if name not in _INCLUDABLE:
+            raise unsupported(f"include[{number}]", f"`{name[:80]}`")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
+
+
+def _sampling(body: ResponsesBody, constraint: Constraint | None) -> Sampling:
+    names = (
+        *("temperature", "top_p", "top_k", "min_p", "seed"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+    given: dict[str, Any] = {
+        name: value for name in names if (value := getattr(body, name)) is not None
+    }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    if given.get("seed") == -1:
+        del given["seed"]
+    return Sampling(**given, logit_bias=logit_bias(body.logit_bias or {}), constraint=constraint)
+
+
+def _stopping(body: ResponsesBody) -> Stopping:
+    stop = body.stop
+    return Stopping(
+        max_tokens=body.max_output_tokens,
+        min_tokens=body.min_tokens or 0,
+        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _top_logprobs(body: ResponsesBody) -> int | None:
+    if LOGPROBS in (body.include or ()):
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid("top_logprobs", f'needs include: ["{LOGPROBS}"]')
+    return None
+
+
+def _effort(body: ResponsesBody) -> dict[str, Any]:
+    """What a chat template is told of how much to reason."""
+    effort = None if body.reasoning is None else body.reasoning.effort
+    told = {} if effort is None else {"reasoning_effort": effort}
+    return {"enable_thinking": False, **told} if effort == "none" else told
+
+
+def _format(given: FormatBody | None) -> Constraint | None:
+    if given is None or given.type == "text":
+        return None
+    schema = _ANY_OBJECT
+    if given.type == "json_schema":
+        if given.schema_ is None:
+            raise invalid("text.format.schema", "is needed with type json_schema")
+        schema = given.schema_
+    return Constraint(kind="json_schema", text=json.dumps(schema, ensure_ascii=False))
+
+
+def _tools(body: ResponsesBody) -> tuple[Mapping[str, Any], ...]:
+    return check_tools([_tool(number, tool) for number, tool in enumerate(body.tools or ())])
+
+
+def _tool(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    where = f"tools[{number}]"
+    kind = given.get("type")
+    if not isinstance(kind, str):
+        raise invalid(f"{where}.type", "this field is required")
+    if kind != "function":
+        raise unsupported(f"{where}.type", f"tools of type `{kind[:80]}`")
+    try:
+        tool = ToolBody.model_validate(given)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False), f"{where}.") from None
+    refuse(tool, {"defer_loading": "tools that are searched for"}, f"{where}.")
+    described = {"description": tool.description, "parameters": tool.parameters}
+    more = {name: value for name, value in described.items() if value is not None}
+    return {"type": "function", "function": {"name": tool.name or "", **more}}
+
+
+def _use_of(body: ResponsesBody, tools: Sequence[Mapping[str, Any]]) -> ToolUse:
+    most = 1 if body.parallel_tool_calls is False else None
+    choice = body.tool_choice
+    if not isinstance(choice, ToolChoiceBody):
+        return use_tools(tools, choice or "auto", most=most)
+    if choice.type == "function":
+        if not choice.name:
+            raise invalid("tool_choice.name", "is needed with type function")
+        return use_tools(tools, choice.name, is_named=True, most=most)
+    return use_tools(tools, choice.mode or "auto", most=most)
+
+
+def _allowed(
+    body: ResponsesBody, tools: tuple[Mapping[str, Any], ...]
+) -> tuple[Mapping[str, Any], ...]:
+    """The tools that the model is shown: all, or those that `allowed_tools` names."""
+    choice = body.tool_choice
+    if not isinstance(choice, ToolChoiceBody) or choice.type == "function":
+        return tools
+    if choice.type != "allowed_tools":
+        raise unsupported("tool_choice.type", f"a choice of type `{choice.type[:80]}`")
+    known = {tool["function"]["name"]: tool for tool in tools}
+    allowed = []
+    for number, one in enumerate(choice.tools or ()):
+        if one.get("type") != "function" or one.get("name") not in known:
+            raise invalid(f"tool_choice.tools[{number}]", "is none of the functions in tools")
+        allowed.append(known[one["name"]])
+    if not allowed:
+        raise invalid("tool_choice.tools", "allows no tool; set tool_choice to none")
+    return tuple(allowed)
+
+
+def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> list[dict[str, Any]]:
+    """The messages that input items are for chat templates: what the assistant thought, said and
+    called in one turn is one message.
+
+    Raises:
+        InvalidRequest: An item is of a kind that is not supported, or lacks what it needs.
+    """
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    conversation = Conversation()
+    for number, item in enumerate(given):
+        where = f"input[{number}]"
+        if item.type == "item_reference" or (item.type is None and item.role is None):
+            if not item.id:
+                raise invalid(f"{where}.id", "is missing")
+            item = ItemBody.model_validate(find(item.id))
+        conversation.add(item, where)
+    return conversation.messages
+
+
+class Conversation:
+    """Collects items as messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        """All messages so far."""
+        self._turn: dict[str, Any] | None = None
+        """The assistant's message that its next items join; None: a new one begins."""
+
+    def add(self, item: ItemBody, where: str) -> None:
+        """Adds one item.
+
+        Raises:
+            InvalidRequest: It is of a kind that is not supported, or lacks what it needs.
+        """
+        kind = item.type or "message"
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "reasoning":
+            text = _text(item.content or "", f"{where}.content")
+            text = text or _text(item.summary or "", f"{where}.summary")
+            if text:
+                self._join("reasoning_content", text)
+        elif kind == "function_call":
+            if not item.name:
+                raise invalid(f"{where}.name", "is missing")
+            turn = self._open()
+            call = past_call(item.call_id or "", item.name, item.arguments or "")
+            turn.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            if not item.call_id:
+                raise invalid(f"{where}.call_id", "is missing")
+            content = _text(item.output or "", f"{where}.output")
+            self._close({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        else:
+            raise unsupported(f"{where}.type", f"items of type `{kind[:80]}`")
+
+    def _message(self, item: ItemBody, where: str) -> None:
+        if item.role not in _ROLES:
+            raise invalid(f"{where}.role", "must be system, developer, user or assistant")
+        if item.content is None:
+            raise invalid(f"{where}.content", "is missing; give a text")
+        content = _text(item.content, f"{where}.content")
+        if item.role != "assistant":
+            self._close({"role": item.role, "content": content})
+            return
+        if self._turn is not None and (self._turn["content"] or self._turn.get("tool_calls")):
+            self._turn = None
+        self._join("content", content)
+
+    def _open(self) -> dict[str, Any]:
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": ""}
+            self.messages.append(self._turn)
+        return self._turn
+
+    def _join(self, name: str, text: str) -> None:
+        if name == "reasoning_content" and self._turn is not None and self._turn["content"]:
+            self._turn = None
+        turn = self._open()
+        turn[name] = f"{turn[name]}\n{text}" if turn.get(name) else text
+
+    def _close(self, message: dict[str, Any]) -> None:
+        self._turn = None
+        self.messages.append(message)
+
+
+def _text(content: str | Sequence[PartBody], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        if part.type == "refusal":
+            texts.append(part.refusal or "")
+        elif part.type not in _TEXTS:
+            raise unsupported(f"{where}[{number}].type", f"content `{part.type[:80]}`")
+        elif part.text is None:
+            raise invalid(f"{where}[{number}].text", "is missing")
+        else:
+            texts.append(part.text)
+    return "\n".join(texts)

@@ -1,0 +1,1 @@
+"""What tools, probes and load balancers made for other servers ask for."""

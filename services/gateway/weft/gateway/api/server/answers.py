@@ -1,0 +1,39 @@
+"""Answers of the server's endpoints, as pydantic models: the documented shape of what is sent."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, RootModel
+
+
+class VersionAnswer(BaseModel):
+    """Answer to GET /version."""
+
+    version: str
+
+
+class PingAnswer(BaseModel):
+    """Answer to /ping: empty."""
+
+
+class HealthAnswer(BaseModel):
+    """Answer to GET /health_generate."""
+
+    status: Literal["ok"]
+
+
+class TokenizerAnswer(BaseModel):
+    """Answer to GET /tokenizer_info."""
+
+    tokenizer_class: str
+    model: str
+    model_max_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    added_tokens_decoder: dict[str, dict[str, Any]]
+    has_chat_template: bool
+
+
+class MetricsAnswer(RootModel[str]):
+    """Answer to GET /metrics: Prometheus' text format."""

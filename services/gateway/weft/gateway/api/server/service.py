@@ -1,0 +1,160 @@
+"""What tools, probes and load balancers made for other servers ask for: weft.v1.ServerService."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+
+from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from weft.engine.errors import PermissionDenied, WeftError
+from weft.gateway.admission.authenticate import current_tenant
+from weft.gateway.api.answer import JSON, json_body
+from weft.gateway.api.edge import Context
+from weft.gateway.api.server.version import version
+from weft.gateway.catalogue import Catalogue
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.request import GenerateRequest, Sampling, Stopping, TokenPrompt
+from weft.v1 import dialects_pb2, dialects_pb2_grpc
+
+_PROBE_S = 10.0
+"""Time limit of one probe."""
+_PROBE_AGE_S = 1.0
+"""A probe that ended well is the answer to calls that come within this time."""
+
+
+class MetricsNotServed(WeftError):
+    """The settings do not allow metrics on the REST port."""
+
+    reason = "METRICS_NOT_SERVED"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
+class GenerationProbe:
+    """Generates one token of every model; calls share one probe at a time, and its result."""
+
+    def __init__(self, pipeline: RequestPipeline, models: Catalogue) -> None:
+        self._pipeline = pipeline
+        self._models = models
+        self._task: asyncio.Task[None] | None = None
+        self._good_until = 0.0
+
+    async def check(self) -> None:
+        """Returns once every model has generated a token within the last second or now.
+
+        Raises:
+            WeftError: One of them could not.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._good_until:
+            return
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._probe())
+            # Nobody may be left to hear of its failure.
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._task)
+
+    async def _probe(self) -> None:
+        current_tenant.set(None)  # Not at the cost of the tenant who happened to ask.
+        for served in self._models:
+            request = GenerateRequest(
+                request_id=f"health-{secrets.token_hex(16)}",
+                model=served.model.name,
+                prompts=(TokenPrompt(ids=(0,)),),
+                sampling=Sampling(temperature=0.0),
+                stopping=Stopping(max_tokens=1, ignore_eos=True),
+                timeout_s=_PROBE_S,
+            )
+            async with self._pipeline.open(request) as stream:
+                while await stream.next_deltas():
+                    pass
+        self._good_until = asyncio.get_running_loop().time() + _PROBE_AGE_S
+
+
+class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
+    """Has no logic of its own."""
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        models: Catalogue,
+        registry: CollectorRegistry,
+        ready: Callable[[], Awaitable[object]],
+        *,
+        serves_metrics: bool,
+        asks_for_keys: bool,
+    ) -> None:
+        """Wires the face.
+
+        Args:
+            pipeline: Runs probes.
+            models: What is served.
+            registry: Metrics.
+            ready: Raises WeftError unless requests can be served.
+            serves_metrics: The settings allow metrics on the REST port.
+            asks_for_keys: Callers bring API keys; not every key may read metrics.
+        """
+        self._models = models
+        self._registry = registry
+        self._ready = ready
+        self._serves_metrics = serves_metrics
+        self._asks_for_keys = asks_for_keys
+        self._probe = GenerationProbe(pipeline, models)
+
+    async def ShowVersion(self, request: Empty, context: Context) -> HttpBody:
+        """See dialects.proto."""
+        return json_body({"version": version()})
+
+    async def Ping(self, request: Empty, context: Context) -> HttpBody:
+        """See dialects.proto."""
+        await self._ready()
+        return HttpBody(content_type=JSON, data=b"{}")
+
+    async def HealthGenerate(self, request: Empty, context: Context) -> HttpBody:
+        """See dialects.proto."""
+        await self._probe.check()
+        return json_body({"status": "ok"})
+
+    async def TokenizerInfo(
+        self, request: dialects_pb2.TokenizerInfoRequest, context: Context
+    ) -> HttpBody:
+        """See dialects.proto."""
+        resolved = await self._models.find(request.model)
+        card = await self._models.card(resolved)
+        added = card.tokenizer.get_added_tokens_decoder()
+        return json_body(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model": resolved.name,
+                "model_max_length": resolved.served.context_tokens,
+                "vocab_size": card.tokenizer.get_vocab_size(),
+                "eos_token_ids": sorted(card.eos_ids),
+                "added_tokens_decoder": {
+                    str(id_): {"content": token.content, "special": token.special}
+                    for id_, token in sorted(added.items())
+                },
+                "has_chat_template": card.template is not None,
+            }
+        )
+
+    async def Metrics(self, request: Empty, context: Context) -> HttpBody:
+        """See dialects.proto."""
+        if not self._serves_metrics:
+            raise MetricsNotServed(
+                "metrics are not served here: see --metrics-port, or set --rest-metrics of the "
+                "gateway",
+                stage="authorize",
+            )
+        tenant = current_tenant.get()
+        if self._asks_for_keys and (tenant is None or not tenant.manages_adapters):
+            raise PermissionDenied(
+                "this API key may not read metrics; one made by `weft keys add TENANT --adapters` "
+                "may",
+                stage="authorize",
+            )
+        text = await asyncio.to_thread(generate_latest, self._registry)
+        return HttpBody(content_type=CONTENT_TYPE_LATEST, data=text)

@@ -1,0 +1,13 @@
+"""The version of this server."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version() -> str:
+    """Weft's version; "0" where it runs from sources that are not installed."""
+    try:
+        return metadata.version("weft")
+    except metadata.PackageNotFoundError:
+        return "0"

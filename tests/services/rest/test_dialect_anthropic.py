@@ -1,0 +1,289 @@
+"""Anthropic's Messages API: the `anthropic` SDK, unmodified, through the Go edge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from weft.gateway.admission.keys import new_key, write_keys
+from weft.testing.services.dialect_edge import DialectEdge, dialect_edge
+from weft.testing.services.gateway_harness import MODEL
+
+pytestmark = pytest.mark.needs("go")
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+TOOLS: list[Any] = [{"name": "get_weather", "description": "Tells it.", "input_schema": SCHEMA}]
+ARGUMENTS = '{"city": "Köln"}'
+CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
+BASIC: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "messages": USER}
+
+
+@pytest.fixture
+async def edge(rest_binary: Path, tmp_path: Path) -> AsyncIterator[DialectEdge]:
+    async with dialect_edge(rest_binary, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(edge: DialectEdge) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(
+        base_url=edge.url, api_key="none", max_retries=0, timeout=30
+    ) as made:
+        yield made
+
+
+async def both(client: anthropic.AsyncAnthropic, **fields: Any) -> anthropic.types.Message:
+    """The whole answer, which is what the SDK makes of the streamed one too."""
+    whole = await client.messages.create(**{**BASIC, **fields})
+    anthropic.types.Message.model_validate(whole.to_dict(), strict=True)
+    async with client.messages.stream(**{**BASIC, **fields}) as stream:
+        kinds = [event.type async for event in stream]
+        streamed = await stream.get_final_message()
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    for message in (whole, streamed):
+        message.id = ""
+        for block in message.content:
+            if block.type == "tool_use":
+                assert block.id
+                block.id = ""
+    told, found = whole.to_dict(), streamed.to_dict()
+    for one in (told, found):
+        one.pop("usage", None)
+        for block in one["content"]:  # type: ignore[attr-defined]
+            block.pop("parsed_output", None)
+    assert told == found
+    return whole
+
+
+async def test_a_text_whole_and_streamed(edge: DialectEdge, client: Any) -> None:
+    edge.text = "Weft antwortet: déjà vu 你好 🎉\u2028done"
+    message = await both(client, system=[{"type": "text", "text": "Be\nkind."}])
+    (block,) = message.content
+    assert (block.type, block.text) == ("text", edge.text)
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.model == MODEL
+    usage = message.usage
+    assert usage.output_tokens == len(edge.mesh.ids(edge.text)) + 1
+    assert usage.cache_read_input_tokens is not None
+    prompt = edge.mesh.workers[0].prompts[-1]
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(prompt)
+    assert edge.prompt == "thinking:False\nsystem: Be\nkind.\nuser: hi\nassistant:"
+    counted = await client.messages.count_tokens(model=MODEL, messages=USER, system="Be\nkind.")
+    assert counted.input_tokens == len(prompt)
+    raw = await client.messages.with_raw_response.create(**BASIC)
+    assert raw.headers["request-id"] == (await raw.parse()).id
+
+
+async def test_events_come_in_order_with_their_names(edge: DialectEdge) -> None:
+    edge.text = f"<think>\nhm\n</think>\n\nI look.\n{CALL}"
+    answer = await edge.post("/v1/messages", {**BASIC, "tools": TOOLS, "stream": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    parsed = []
+    for event in events:
+        first, second = event.split("\n")
+        data = json.loads(second.removeprefix("data: "))
+        assert first == f"event: {data['type']}"
+        parsed.append(data)
+    kinds = [data["type"] for data in parsed]
+    starts = [i for i, kind in enumerate(kinds) if kind == "content_block_start"]
+    assert [parsed[i]["content_block"]["type"] for i in starts] == ["thinking", "text", "tool_use"]
+    for number, place in enumerate(starts):
+        mine = [data for data in parsed if data.get("index") == number]
+        assert parsed[place : place + len(mine)] == mine
+        assert mine[-1]["type"] == "content_block_stop"
+    deltas = [data["delta"]["type"] for data in parsed if data["type"] == "content_block_delta"]
+    assert list(dict.fromkeys(deltas)) == ["thinking_delta", "text_delta", "input_json_delta"]
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    assert parsed[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_thinking_in_and_out(edge: DialectEdge, client: Any) -> None:
+    edge.text = "<think>\nhm\n</think>\n\nSo it is."
+    message = await both(client, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[0].thinking.strip() == "hm"
+    assert message.content[1].text == "So it is."
+    assert edge.prompt.startswith("thinking:True\n")
+    assert message.usage.output_tokens_details is not None
+    assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+    again = [*USER, {"role": "assistant", "content": message.content}, *USER]
+    await client.messages.create(**{**BASIC, "messages": again})
+    assert "assistant: (" in edge.prompt
+    assert "hm" in edge.prompt
+
+
+async def test_tools_are_called_and_their_results_read(edge: DialectEdge, client: Any) -> None:
+    edge.text = f"I look.\n{CALL}\n{CALL}"
+    message = await both(client, tools=TOOLS)
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+    assert message.content[1].input == {"city": "Köln"}
+    assert message.stop_reason == "tool_use"
+    one = await both(
+        client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+    )
+    assert [block.type for block in one.content] == ["text", "tool_use"]
+    results = [
+        {
+            "type": "tool_result",
+            "tool_use_id": "call_1",
+            "content": [{"type": "text", "text": "rain", "cache_control": {"type": "ephemeral"}}],
+        },
+        {"type": "text", "text": "and now?"},
+    ]
+    use = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {"city": "Köln"}}
+    history = [
+        *USER,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": results},
+    ]
+    await client.messages.create(**{**BASIC, "messages": history, "tools": TOOLS})
+    assert edge.prompt.endswith(
+        'assistant: <tool_call>get_weather {"city": "Köln"} call_1</tool_call>\n'
+        "tool: rain #call_1\nuser: and now?\nassistant:"
+    )
+
+
+async def test_a_tool_may_be_forced(edge: DialectEdge, client: Any) -> None:
+    edge.text = ARGUMENTS
+    named = {"type": "tool", "name": "get_weather"}
+    message = await both(client, tools=TOOLS, tool_choice=named)
+    (block,) = message.content
+    assert (block.type, block.name, block.input) == ("tool_use", "get_weather", {"city": "Köln"})
+    assert message.stop_reason == "tool_use"
+    assert "Köln" not in edge.submit.sampling.constraint.json_schema
+    assert edge.submit.sampling.HasField("constraint")
+    edge.text = f'[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'
+    message = await both(client, tools=TOOLS, tool_choice={"type": "any"})
+    assert [block.type for block in message.content] == ["tool_use"]
+    edge.text = "no"
+    message = await both(client, tools=TOOLS, tool_choice={"type": "none"})
+    assert "tools:" not in edge.prompt
+    assert message.stop_reason == "end_turn"
+
+
+async def test_stops_and_limits(edge: DialectEdge, client: Any) -> None:
+    edge.text = "one two three"
+    message = await both(client, stop_sequences=["never", " thr"])
+    assert message.content[0].text == "one two"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " thr")
+    message = await both(client, max_tokens=2)
+    assert message.stop_reason == "max_tokens"
+    assert message.usage.output_tokens == 2
+
+
+async def test_sampling_reaches_the_worker(edge: DialectEdge, client: Any) -> None:
+    await client.messages.create(
+        **BASIC, extra_body={"temperature": 0.25, "top_p": 0.5, "top_k": 7}
+    )
+    sampling = edge.submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, 7)
+
+
+async def test_a_last_message_of_the_assistant_is_continued(edge: DialectEdge, client: Any) -> None:
+    history = [*USER, {"role": "assistant", "content": "I am"}]
+    await client.messages.create(**{**BASIC, "messages": history})
+    assert edge.prompt.endswith("assistant: I am")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"surprise": 1}, "surprise"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "no spaces"}]}, "tools[0].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        (
+            {
+                "tools": [{"name": "x", "input_schema": {"type": "array"}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools[0].input_schema.type",
+        ),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"container": "x"}, "container"),
+        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
+    ],
+)
+async def test_what_is_refused_is_named(
+    edge: DialectEdge, fields: dict[str, Any], named: str
+) -> None:
+    body = {name: value for name, value in {**BASIC, **fields}.items() if value is not None}
+    answer = await edge.post("/v1/messages", body)
+    assert answer.status_code == 400, answer.text
+    told = answer.json()
+    assert told.keys() == {"type", "error", "request_id"}
+    assert told["type"] == "error"
+    assert told["error"]["type"] == "invalid_request_error"
+    assert told["error"]["message"].startswith(f"{named}:"), told
+    assert told["request_id"] == answer.headers["x-request-id"]
+
+
+async def test_failures_are_the_sdks_own_errors(edge: DialectEdge, client: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.messages.create(**{**BASIC, "model": "other"})
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="context"):
+        await client.messages.create(**{**BASIC, "max_tokens": 10**6})
+    for method, status in (("GET", 405), ("POST", 413)):
+        content = bytes(9 << 20) if method == "POST" else None
+        answer = await edge.http.request(method, f"{edge.url}/v1/messages", content=content)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+    unknown = await edge.http.get(f"{edge.url}/v1/messages/batches")
+    assert unknown.json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_failure_in_mid_stream_is_an_event(rest_binary: Path, tmp_path: Path) -> None:
+    async with dialect_edge(rest_binary, tmp_path, max_attempts=1, resume_timeout_s=0) as edge:
+        edge.break_after = 3
+        answer = await edge.post("/v1/messages", {**BASIC, "stream": True})
+        assert answer.status_code == 200
+        last = answer.text.rstrip().split("\n\n")[-1]
+        assert last.startswith("event: error\ndata: ")
+        told = json.loads(last.partition("data: ")[2])
+        assert told["type"] == "error"
+        assert told["error"]["type"] in ("overloaded_error", "api_error")
+        async with anthropic.AsyncAnthropic(
+            base_url=edge.url, api_key="none", max_retries=0
+        ) as client:
+            stream = await client.messages.create(**BASIC, stream=True)
+            with pytest.raises(anthropic.APIStatusError):
+                [event async for event in stream]
+
+
+async def test_keys_may_come_as_x_api_key(rest_binary: Path, tmp_path: Path) -> None:
+    key, entry = new_key("tenant")
+    write_keys(tmp_path / "keys.json", [entry])
+    async with dialect_edge(
+        rest_binary, tmp_path, wait=False, api_keys_file=tmp_path / "keys.json"
+    ) as edge:
+        await edge.mesh.ready()
+        async with anthropic.AsyncAnthropic(
+            base_url=edge.url, api_key=key, max_retries=0
+        ) as client:
+            assert (await client.messages.create(**BASIC)).role == "assistant"
+        async with anthropic.AsyncAnthropic(
+            base_url=edge.url, api_key="wrong", max_retries=0
+        ) as client:
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                await client.messages.create(**BASIC)
+        assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
