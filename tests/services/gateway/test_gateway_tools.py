@@ -116,7 +116,7 @@ async def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
         yield mesh
 
 
-def call(arguments: str = ARGUMENTS, name: str = "get_weather") -> dict[str, Any]:
+def call(arguments: Any = ARGUMENTS, name: str = "get_weather") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -217,10 +217,17 @@ async def test_what_clients_send_back_reaches_the_template(mesh: Mesh) -> None:
     """Also calls that were cut off, or have halves of characters."""
     mesh.text = "x"
     for arguments, shown in (
-        ('{"a": 1', '"{\\"a\\": 1"'),
-        ("[1]", '"[1]"'),
-        ('{"a": "\\ud83d"}', '"{\\"a\\": \\"\\\\ud83d\\"}"'),
+        ('{"a": 1', '{"a": 1}'),
+        ('{"a": "b', '{"a": "b"}'),
+        ("[1]", '{"arguments": [1]}'),
+        ('{"a": 1}{"b": {"c": [2', '{"a": 1, "b": {"c": [2]}}'),
+        ('{"a": "\\ud83d"}', '{"a": "\ufffd"}'),
+        ("not JSON", '{"arguments": "not JSON"}'),
+        ("null", "{}"),
         ("", "{}"),
+        (None, "{}"),
+        ({"a": 1}, '{"a": 1}'),
+        ([1], '{"arguments": [1]}'),
     ):
         history = [*USER, {"role": "assistant", "tool_calls": [{"id": "1", **call(arguments)}]}]
         body = {"messages": history, "function_call": "none", "functions": []}
@@ -325,12 +332,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-        "tool_choice",
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [NAMED, {**NAMED, "function": {"name": "x"}}],
+                },
+            },
+        },
+        "tool_choice.allowed_tools.tools[1].function.name",
     ),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.function"),
     (
-        {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
-        "messages[1].tool_calls[0].function.arguments",
+        {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[1].tool_calls[0].function.name",
     ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": NAMED}, "tool_choice"),

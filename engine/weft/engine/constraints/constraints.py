@@ -15,6 +15,7 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
     import xgrammar
+    from weft.engine.constraints.after_reasoning import AfterReasoning
     from weft.engine.constraints.masks import ConstraintState, MaskMaker, Masks
 
 MAX_REFUSED = 64
@@ -58,7 +59,7 @@ class Constraints:
         self._waiting: dict[Constraint, list[RequestKey]] = {}
         self._grammars: dict[RequestKey, xgrammar.CompiledGrammar] = {}
         """Compiled grammars of the unfinished requests."""
-        self._states: dict[tuple[RequestKey, int], ConstraintState] = {}
+        self._states: dict[tuple[RequestKey, int], ConstraintState | AfterReasoning] = {}
         """Grammar states by request and sample, from the sample's first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
@@ -190,17 +191,20 @@ class Constraints:
         self._maker.begin(jobs, is_awaited=is_awaited)
         self._masked = [request for request, _, _ in masked]
 
-    def _state(self, request: Request) -> ConstraintState:
+    def _state(self, request: Request) -> ConstraintState | AfterReasoning:
         """The grammar state of a sample; built by replay if the sample is new here."""
+        from weft.engine.constraints.after_reasoning import AfterReasoning
         from weft.engine.constraints.masks import ConstraintState
 
         key = request.key, request.sample
-        state = self._states.get(key)
+        state: ConstraintState | AfterReasoning | None = self._states.get(key)
         if state is None:
             grammar = self._grammars[request.key]
             constraint = request.params.constraint
             is_tame = constraint is not None and _is_tame(constraint)
             state = ConstraintState(grammar, self._vocab_size, is_tame=is_tame)
+            if constraint is not None and (constraint.reasoning or constraint.alternatives):
+                state = AfterReasoning(state, constraint.reasoning, constraint.alternatives)
             self._states[key] = state
         return state
 

@@ -316,9 +316,10 @@ def _translate(
 ) -> GenerateRequest:
     """Converts the requests of this face."""
     sampling = _sampling(request.sampling)
-    if sampling.constraint is not None and use.calls is not None:
+    if sampling.constraint is not None and use.constraint is not None:
         raise invalid(
-            "sampling.constraint", "contradicts tools; set the mode of tool_choice to NONE"
+            "sampling.constraint",
+            "contradicts the tool_choice, under which the answer is calls; set its mode to AUTO",
         )
     if use.constraint is not None:
         sampling = replace(sampling, constraint=use.constraint)
@@ -368,6 +369,9 @@ def _sampling(given: common_pb2.SamplingParams) -> Sampling:
 
 def _constraint(given: common_pb2.Constraint) -> Constraint:
     kind = given.WhichOneof("kind")
+    for name in ("reasoning", "alternatives"):
+        if any(field.name == name for field, _ in given.ListFields()):
+            raise invalid(f"sampling.constraint.{name}", "is the gateway's own; leave it out")
     if kind is None:
         raise invalid("sampling.constraint", "give json_schema, regex, ebnf or choice")
     if kind == "choice":
