@@ -161,10 +161,16 @@ class HarmonyParser:
             part.content += text
 
     def _add_arguments(self, part: AnswerPart, text: str) -> None:
+        if self._is_complete:  # What follows the object is none of its arguments.
+            part.content += text.strip(_BLANKS)
+            return
         if not self._is_announced:
             text = text.lstrip(_BLANKS)
-        if self._end.push(text) is not None:
+        end = self._end.push(text)
+        if end is not None:
             self._is_complete = True
+            part.content += text[end:].strip(_BLANKS)
+            text = text[:end]
         if self._max_calls is not None and self._num_calls > self._max_calls:
             return
         index = self._num_calls - 1
