@@ -302,7 +302,7 @@ async def test_any_past_arguments_can_be_iterated(mesh: Mesh) -> None:
         if shown is None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await mesh.harness.json("ChatCompletions", body)
-            assert from_rpc_error(raised.value).reason == "CONTEXT_TOO_LONG"
+            assert from_rpc_error(raised.value).reason == "CONTEXT_LENGTH_EXCEEDED"
         else:
             await mesh.harness.json("ChatCompletions", body)
             assert mesh.prompt == shown
