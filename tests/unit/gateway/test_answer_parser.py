@@ -9,18 +9,20 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from weft.gateway.text.answer import NamedCallParser, TextParser, joined
+from weft.gateway.text.answer import AnswerParser, NamedCallParser, TextParser, joined
 from weft.gateway.text.answer.formats import (
     CALLS_ONLY,
+    FORMATS,
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
     QWEN3,
     QWEN3_CODER,
-    ToolFormat,
     find_reasoning,
     find_tool_format,
 )
+from weft.gateway.text.answer.harmony import HarmonyParser
 
 HARD = {"a": 'x</tool_call>"}{][', "b": [1, {"c": None}], "é": "\\", "": {"deep": [[["{"]]]}}
 ARGUMENTS = json.dumps(HARD, ensure_ascii=False)
@@ -262,17 +264,30 @@ def test_arguments_come_as_they_are_written() -> None:
         "[TOOL_CALLS]" + "a" * 60_000,
         "[TOOL_CALLS]" * 6_000,
         "[TOOL_CALLS]a[ARGS]" * 4_000,
+        "<minimax:tool_call><invoke name=" * 2_000,
+        "<tool_call>f<arg_key>" + "a</arg_key>" * 5_000 + "</tool_call>",
+        "<|tool_call>call:f{" + "a:{" * 20_000 + "<tool_call|>",
+        "<|channel|>" * 6_000,
+        "<|channel|>analysis<|message|>" * 3_000,
+        "<|channel|>" + "to=functions.f " * 4_000,
+        "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 4_000,
     ],
-    ids=range(14),
+    ids=range(21),
 )
-@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER])
 @pytest.mark.timeout(60)
-def test_the_time_of_long_texts_is_that_of_their_length(text: str, tools: ToolFormat) -> None:
-    """Each piece is looked at a few times: minutes, were it all that is held."""
-    parser = TextParser(tools, reasoning=QWEN3)
-    for at in range(0, len(text), 2):
-        parser.push(text[at : at + 2])
-    assert len(parser._held) < 1000
+def test_the_time_of_long_texts_is_that_of_their_length(text: str) -> None:
+    """Each piece is looked at a few times: minutes, were it all that is held. By all formats that
+    find a mark of theirs in it.
+    """
+    for tools in {id(one): one for one in FORMATS.values()}.values():
+        if tools.tokens and not any(mark in text for mark in (*tools.tokens, "aaaa", "\n\n")):
+            continue
+        parser: AnswerParser = TextParser(tools, reasoning=QWEN3)
+        if tools is HARMONY:
+            parser = HarmonyParser(shows_calls=True)
+        for at in range(0, len(text), 2):
+            parser.push(text[at : at + 2])
+        assert len(parser._held) < 1000  # type: ignore[attr-defined]
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_tag() -> None:

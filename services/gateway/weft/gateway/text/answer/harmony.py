@@ -67,6 +67,8 @@ class HarmonyParser:
         self._is_open = self._is_announced = False
         """Whether the current message is a call, and whether it has been passed on."""
         self._end = ObjectEnd()
+        self._has_more = False
+        """Whether the current message goes on behind the arguments of its call."""
         self._is_complete = True
         self._num_calls = 0
 
@@ -95,7 +97,8 @@ class HarmonyParser:
         begins = text.startswith((*_OPENERS, _BARE_RECIPIENT))
         if not begins:
             marks = (*_OPENERS, _BARE_RECIPIENT, *_ENDS)
-            if not is_last and any(mark.startswith(text) for mark in marks):
+            is_open = any(mark.startswith(text) for mark in marks)
+            if is_open and not is_last and len(self._held) <= _MAX_HEADER:
                 return False
             self._open("", "")
             return bool(self._held)
@@ -122,7 +125,7 @@ class HarmonyParser:
         if found is not None:
             self._end, self._is_open, self._is_complete = ObjectEnd(), True, False
             self._num_calls += 1
-            self._is_announced = False
+            self._is_announced = self._has_more = False
 
     def _body(self, part: AnswerPart, is_last: bool) -> bool:
         found = _MARK.search(self._held)
@@ -161,15 +164,15 @@ class HarmonyParser:
             part.content += text
 
     def _add_arguments(self, part: AnswerPart, text: str) -> None:
-        if self._is_complete:  # What follows the object is none of its arguments.
-            part.content += text.strip(_BLANKS)
+        if self._is_complete:
+            self._show_behind(part, text)
             return
         if not self._is_announced:
             text = text.lstrip(_BLANKS)
         end = self._end.push(text)
         if end is not None:
             self._is_complete = True
-            part.content += text[end:].strip(_BLANKS)
+            self._show_behind(part, text[end:])
             text = text[:end]
         if self._max_calls is not None and self._num_calls > self._max_calls:
             return
@@ -179,6 +182,12 @@ class HarmonyParser:
             part.calls.append(CallPart(index, new_id(self._id_length), self._function, text))
         elif text:
             part.calls.append(CallPart(index, "", "", text))
+
+    def _show_behind(self, part: AnswerPart, text: str) -> None:
+        """What follows the object of a call is none of its arguments, but content."""
+        shown = text if self._has_more else text.lstrip(_BLANKS)
+        self._has_more = self._has_more or bool(shown)
+        part.content += shown
 
     def _end_call(self, part: AnswerPart) -> None:
         """A call without arguments has `{}`."""
