@@ -278,6 +278,27 @@ async def test_past_reasoning_and_refusals_reach_the_template(mesh: Mesh) -> Non
 
 
 @templates(
+    "{{ tools | length }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + '<｜tool▁sep｜>' + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+async def test_a_template_that_joins_arguments_gets_them_as_text(mesh: Mesh) -> None:
+    mesh.text = "x"
+    past = {"role": "assistant", "tool_calls": [{"id": "1", **call()}]}
+    await mesh.harness.json("ChatCompletions", {"messages": [*USER, past], "tools": TOOLS})
+    assert mesh.prompt == f"2get_weather<｜tool▁sep｜>{ARGUMENTS}"
+
+
+@templates("{% for m in messages %}{{ m.thinking }}|{% endfor %}{{ tools | length }}")
+async def test_a_template_that_says_thinking_gets_the_reasoning_so(mesh: Mesh) -> None:
+    mesh.text = "x"
+    past = {"role": "assistant", "reasoning": "Hm."}
+    calls = {"tool_calls": [{"id": "1", **call()}]}
+    messages = [{**past, "content": "a"}, {**past, **calls}, {**past, **calls, "content": "a"}]
+    await mesh.harness.json("ChatCompletions", {"messages": messages, "tools": TOOLS})
+    assert mesh.prompt == "Hm.|Hm.||2"
+
+
+@templates(
     "{% if tools %}{% endif %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
     "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }};{% endfor %}"
     "{% endfor %}{% endfor %}."

@@ -148,7 +148,7 @@ def test_masks_are_a_function_of_the_tokens(setting: tuple[Any, tuple[int, ...]]
     print(f"seed {seed}")
     random.seed(seed)
     for _ in range(200):
-        state = AfterReasoning(cast(Any, FakeState()), *setting)
+        state = AfterReasoning(cast(Any, FakeState()), VOCAB, *setting)
         tokens: tuple[int, ...] = ()
         check(state.next_masks(()), [tokens], setting)
         while len(tokens) < 14:
@@ -180,7 +180,7 @@ def test_masks_are_a_function_of_the_tokens(setting: tuple[Any, tuple[int, ...]]
             ]
             masks = spread(masks, len(paths))
             check([masks[row] for row in right_rows], [paths[row] for row in right_rows], setting)
-        resumed = AfterReasoning(cast(Any, FakeState()), *setting)
+        resumed = AfterReasoning(cast(Any, FakeState()), VOCAB, *setting)
         check(resumed.next_masks(tokens), [tokens], setting)
 
 
@@ -196,7 +196,7 @@ def is_right(
 
 def test_it_joins_a_group_only_once_it_is_constrained() -> None:
     inner = FakeState()
-    state = AfterReasoning(cast(Any, inner), Reasoning(end=(7,)))
+    state = AfterReasoning(cast(Any, inner), VOCAB, Reasoning(end=(7,)))
     assert spread(state.next_masks([1, 9]), 1) == [None]
     assert state.is_alone
     state.next_masks([7])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -171,6 +172,13 @@ EXAMPLES: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
         'to=functions.get_weather <|constrain|>json<|message|>{"city": "Köln", "days": 2}<|call|>'
         "<|start|>assistant to=functions.stop<|channel|>commentary<|message|>{}<|call|>",
         "I look.",
+        TWO,
+    ),
+    (
+        "openai",
+        ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Köln", "days": 2}'
+        "<|call|><|start|>assistant<|channel|>commentary to=functions.stop json<|message|>{}",
+        "",
         TWO,
     ),
     # Without tags that models leave out.
@@ -424,12 +432,17 @@ def test_no_word_is_lost_of_harmony() -> None:
         )
         part = parse(HarmonyParser(shows_calls=True), text, [])
         told = part.content + part.reasoning + "".join(one.arguments for one in part.calls)
+        headers = "".join(found[1] for found in _HEADERS.finditer(text))
         for number in range(12):
             word = f"w{number}w"
-            if word in text and word not in told:
-                # It stands in a header, in front of its mark.
-                behind = text[text.index(word) :]
-                assert "<|message|>" in behind, (seed, text)
+            assert word not in text or word in told + headers, (seed, text)
+
+
+_HEADERS = re.compile(
+    r"(?=((?:<\|(?:start|channel)\|>| to=)[^<]*"
+    r"(?:<\|(?:channel|constrain)\|>[^<]*){0,2}<\|message\|>))"
+)
+"""What may be a header, with the mark of the text behind it."""
 
 
 @pytest.mark.parametrize(

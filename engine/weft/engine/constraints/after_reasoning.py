@@ -56,6 +56,7 @@ class AfterReasoning:
 
     Args:
         state: Of the constraint, at its beginning.
+        vocab_size: Vocabulary size of the model.
         reasoning: With which the sample may begin; None: with none.
         alternatives: Tokens that may come in place of the constrained text and lift the constraint.
     """
@@ -63,10 +64,12 @@ class AfterReasoning:
     def __init__(
         self,
         state: ConstraintState,
+        vocab_size: int,
         reasoning: Reasoning | None = None,
         alternatives: Sequence[int] = (),
     ) -> None:
         self._state = state
+        self.vocab_size = vocab_size
         self._reasoning = reasoning
         self._alternatives = frozenset(alternatives)
         self._num_before = 0
@@ -83,8 +86,8 @@ class AfterReasoning:
 
     @property
     def is_alone(self) -> bool:
-        """See `ConstraintState.is_alone`: only of constrained tokens there are groups."""
-        return self._place.phase is not Phase.CONSTRAINED or self._state.is_alone
+        """See `ConstraintState.is_alone`."""
+        return self.is_lost or self.num_alone > 0
 
     @property
     def is_quick(self) -> bool:
@@ -102,11 +105,6 @@ class AfterReasoning:
         return self._state.matcher
 
     @property
-    def vocab_size(self) -> int:
-        """Vocabulary size of the model."""
-        return self._state.vocab_size
-
-    @property
     def last_s(self) -> float:
         """See `ConstraintState`."""
         return self._state.last_s
@@ -117,8 +115,9 @@ class AfterReasoning:
 
     @property
     def num_alone(self) -> int:
-        """See `ConstraintState`."""
-        return self._state.num_alone
+        """See `ConstraintState`: there are groups only of samples whose tokens are constrained."""
+        is_before = self._place.phase is not Phase.CONSTRAINED
+        return max(int(is_before), self._state.num_alone)
 
     @num_alone.setter
     def num_alone(self, number: int) -> None:

@@ -204,7 +204,8 @@ class Constraints:
             is_tame = constraint is not None and _is_tame(constraint)
             state = ConstraintState(grammar, self._vocab_size, is_tame=is_tame)
             if constraint is not None and (constraint.reasoning or constraint.alternatives):
-                state = AfterReasoning(state, constraint.reasoning, constraint.alternatives)
+                lifted = constraint.alternatives
+                state = AfterReasoning(state, self._vocab_size, constraint.reasoning, lifted)
             self._states[key] = state
         return state
 

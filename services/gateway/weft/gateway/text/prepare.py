@@ -7,9 +7,10 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from weft.engine.errors import ContextTooLong
+from weft.engine.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, TextPrompt
 from weft.gateway.settings import GatewaySettings
@@ -179,21 +180,56 @@ def _render(model: ModelCard, prompt: ChatPrompt) -> str:
         template = model.tool_template
     if not template.knows_developers:
         messages = tuple(map(_as_system, messages))
+    if template.knows_thinking:
+        messages = tuple(map(_with_thinking, messages))
     if not template.takes_tools:
         messages = tuple(with_described_tools(messages, prompt.tools))
     elif prompt.tools:
         variables["tools"] = list(prompt.tools)
-    return template.render(
-        messages,
+    render = partial(
+        template.render,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         variables=variables,
     )
+    try:
+        return render(messages)
+    except InvalidRequest:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        # DeepSeek's templates join the arguments of calls to other texts.
+        return render(tuple(map(_with_arguments_as_text, messages)))
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A developer's message, as models know it that were made before there were such."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose reasoning has the name that gpt-oss's template knows. Beside calls that
+    template refuses it together with content, which then stands for it.
+    """
+    reasoning = message.get("reasoning")
+    if reasoning is None or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": reasoning}
 
 
 def _reasoning_at_end(

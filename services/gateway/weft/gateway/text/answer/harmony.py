@@ -23,11 +23,12 @@ _LONGEST = max(map(len, _MARKS))
 _BLANKS = " \t\r\n"
 _MAX_HEADER = 512
 _HEADER = re.compile(
-    r"(?:<\|start\|>)?(?P<role>[^<]*?)(?:\bto=(?P<to>[^\s<]+)\s*)?"
-    r"(?:<\|channel\|>\s*(?P<channel>[\w-]*)[^<]*?(?:\bto=(?P<then>[^\s<]+)\s*)?)?"
-    r"(?:<\|constrain\|>[^<]*)?"
+    r"(?:<\|start\|>\s*[\w.:-]{0,64})?(?:\s*to=(?P<to>[^\s<]+))?\s*"
+    r"(?:<\|channel\|>\s*(?P<channel>[\w-]{0,64})"
+    r"(?:\s+to=(?P<then>[^\s<]+))?(?:\s+[\w/+.-]{1,64})?)?\s*"
+    r"(?:<\|constrain\|>\s*[\w/+.-]{0,64}\s*)?"
 )
-"""All of a message that stands before its text."""
+"""All of a message that stands before its text: role, recipient, channel, kind of content."""
 _FUNCTION = re.compile(r"functions\.([\w.-]{1,256})")
 
 
