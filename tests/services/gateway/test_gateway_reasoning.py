@@ -259,6 +259,34 @@ async def test_the_typed_face_has_tools_beside_a_constraint(mesh: Mesh) -> None:
     assert from_rpc_error(raised.value).param == "sampling.constraint.alternatives"
 
 
+@templates(OPENED)
+async def test_a_replayed_request_tells_its_marks_itself(mesh: Mesh) -> None:
+    """A request log has them, and the prompt as tokens."""
+    request = gateway_pb2.CompleteRequest(text="x")
+    request.sampling.constraint.CopyFrom(
+        common_pb2.Constraint(
+            regex="[0-9]",
+            reasoning=common_pb2.Constraint.Reasoning(begin=3, end=[4, 5], until=6),
+            alternatives=[7],
+        )
+    )
+    mesh.text = "y"
+    assert [one async for one in mesh.harness.typed.Complete(request)]
+    assert mesh.constraint == request.sampling.constraint
+    for wrong in (
+        common_pb2.Constraint(regex="a", alternatives=[1] * 17),
+        common_pb2.Constraint(regex="a", alternatives=[1 << 30]),
+        common_pb2.Constraint(regex="a", reasoning=common_pb2.Constraint.Reasoning()),
+        common_pb2.Constraint(regex="a", reasoning=common_pb2.Constraint.Reasoning(end=[1 << 30])),
+    ):
+        request.sampling.constraint.CopyFrom(wrong)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            _ = [one async for one in mesh.harness.typed.Complete(request)]
+        error = from_rpc_error(raised.value)
+        assert error.http_status == 400
+        assert error.param.startswith("sampling.constraint.")
+
+
 @templates("{{ messages | tojson }}")
 async def test_past_reasoning_and_refusals_reach_the_template(mesh: Mesh) -> None:
     mesh.text = "x"
