@@ -39,6 +39,8 @@ OPENS_ITSELF = (
     "{# <tool_call> #}"
 )
 HARMONY = "{{ messages[-1].content }}<|start|>assistant{# <|channel|> <|call|> #}"
+UNTOLD = "{{ messages[-1].content }}<think>{# </think> #}"
+"""Of a model whose marks are no tokens."""
 PLAIN = "{{ messages[-1].content }}"
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|start|>", "<|channel|>"),
@@ -55,7 +57,7 @@ async def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
     folder.mkdir()
     (folder / "chat_template.jinja").write_text(request.param)
     tokenizer = byte_level_bpe()
-    if request.param != PLAIN:
+    if request.param not in (PLAIN, UNTOLD):
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     async with gateway(
         tmp_path, mesh.script, max_context_tokens=4096, tokenizer=tokenizer
@@ -119,13 +121,16 @@ async def test_a_model_that_opens_its_reasoning_may_do_so(mesh: Mesh) -> None:
     assert not mesh.constraint.HasField("reasoning")
 
 
-@templates(PLAIN)
+@templates(UNTOLD, PLAIN)
 async def test_without_a_token_for_its_end_there_is_no_reasoning(mesh: Mesh) -> None:
     """The worker could not tell where the constraint begins."""
     mesh.text = '{"sunny": true}'
     message, _ = await mesh.whole(response_format=FORMAT)
     assert message["content"] == mesh.text
     assert not mesh.constraint.HasField("reasoning")
+    # And so stop strings count in all of it.
+    message, _ = await mesh.whole(response_format=FORMAT, stop=["sun"])
+    assert message["content"] == '{"'
 
 
 @templates(OPENED)

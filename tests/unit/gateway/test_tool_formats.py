@@ -6,9 +6,10 @@ import json
 import random
 import re
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer import AnswerParser, AnswerPart, TextParser, joined
 from weft.gateway.text.answer.formats import (
     CALLS_ONLY,
@@ -468,3 +469,12 @@ def test_templates_tell_the_formats(template: str, tools: str, reasoning: str | 
     assert find_tool_format(template) is FORMATS[tools]
     expected = None if reasoning is None else REASONING_FORMATS[reasoning]
     assert find_reasoning(template) is expected
+
+
+def test_all_formats_can_be_set() -> None:
+    fields = GatewaySettings.model_fields
+    assert set(get_args(fields["tool_parser"].annotation)) == {"auto", *FORMATS}
+    assert set(get_args(fields["reasoning_parser"].annotation)) == {
+        *("auto", "none"),
+        *REASONING_FORMATS,
+    }

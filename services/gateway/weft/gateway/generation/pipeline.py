@@ -44,7 +44,7 @@ from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.request_trace import RequestTrace
 from weft.gateway.text.answer.demand import blame_constraint
-from weft.gateway.text.answer.make import settle_constraint
+from weft.gateway.text.answer.make import reasoning_of, settle_constraint
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stops import StopAutomaton
@@ -352,7 +352,11 @@ class RequestPipeline:
                 first_index=number * request.sampling.n,
                 model=served.model.name,
                 seed=_seed(request.sampling),
-                plan=plan(prompt_ids=prompt.ids, begins_reasoning=prompt.begins_reasoning),
+                plan=plan(
+                    prompt_ids=prompt.ids,
+                    reasoning=reasoning_of(request, stream.card, prompt),
+                    begins_reasoning=prompt.begins_reasoning,
+                ),
                 router=served.router,
                 metrics=self._metrics,
                 listener=stream,
@@ -465,7 +469,6 @@ def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., Ren
         skip_special_tokens=request.skip_special_tokens,
         told_ids=frozenset(stopping.stop_token_ids).difference(eos_ids),
         shown_ids=_shown_ids(model, request),
-        reasoning=model.reasoning if isinstance(request.prompts[0], ChatPrompt) else None,
     )
 
 
@@ -473,8 +476,8 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
     """Special tokens by which the parser of the answer tells calls of tools and reasoning."""
     if not isinstance(request.prompts[0], ChatPrompt):
         return frozenset()
-    marks = () if model.reasoning is None else model.reasoning.tokens
-    if request.calls is not None and not request.calls.is_demanded:
+    calls, marks = request.calls, [] if model.reasoning is None else [*model.reasoning.tokens]
+    if model.is_harmony or (calls is not None and not calls.is_demanded):
         marks += model.tool_format.tokens
     ids = (model.tokenizer.token_to_id(mark) for mark in marks)
     return frozenset(id_ for id_ in ids if id_ is not None)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from weft.engine.request import Constraint, Reasoning
-from weft.gateway.request import Calls, ChatPrompt, GenerateRequest, PreparedPrompt
+from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
 from weft.gateway.text.answer.demand import calls_or_answer
-from weft.gateway.text.answer.formats import CALLS_ONLY, CALLS_OR_ANSWER, ToolFormat
+from weft.gateway.text.answer.formats import (
+    CALLS_ONLY,
+    CALLS_OR_ANSWER,
+    ReasoningFormat,
+    ToolFormat,
+)
 from weft.gateway.text.answer.harmony import HarmonyParser
 from weft.gateway.text.answer.parser import AnswerParser, NamedCallParser, TextParser
 from weft.gateway.text.model_card import ModelCard
-from weft.gateway.validate import invalid
 
 MakeParser = Callable[[], AnswerParser]
 
@@ -22,10 +25,16 @@ def parser_maker(
     request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
 ) -> MakeParser | None:
     """What makes a parser for each sample of a chat; None: all of its text is content."""
-    reading = _Reading.of(request, model, prompt)
-    if model.is_harmony:
-        return reading.harmony_parser()
-    return reading.parser()
+    return _Reading(request, model, prompt).parser()
+
+
+def reasoning_of(
+    request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
+) -> ReasoningFormat | None:
+    """How the reasoning is written with which an answer may begin; None: it has none."""
+    if not isinstance(request.prompts[0], ChatPrompt):
+        return None
+    return _Reading(request, model, prompt).reasoning
 
 
 def settle_constraint(
@@ -40,134 +49,102 @@ def settle_constraint(
     constraint = request.sampling.constraint
     if constraint is None or not isinstance(request.prompts[0], ChatPrompt):
         return request
-    settled = _Reading.of(request, model, prompts[0]).constraint(constraint)
+    settled = _Reading(request, model, prompts[0]).constraint(constraint)
     return replace(request, sampling=replace(request.sampling, constraint=settled))
 
 
-class _Reading(NamedTuple):
-    """How the answer to one prompt is to be read."""
+class _Reading:
+    """How the answer to one chat is to be read, which decides how it is constrained, too."""
 
-    request: GenerateRequest
-    model: ModelCard
-    prompt: PreparedPrompt
-    tools: Sequence[Mapping[str, Any]]
-    is_continued: bool
-    has_free_reasoning: bool
-    """Whether the answer may begin with reasoning."""
-
-    @classmethod
-    def of(cls, request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt) -> _Reading:
+    def __init__(self, request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt) -> None:
         (given,) = request.prompts
-        is_free = model.reasoning is not None
-        if request.sampling.constraint is not None and is_free:
-            # Without tokens for its end the worker could not tell where the constraint begins.
-            is_free = model.answer_reasoning is not None
-        return cls(
-            request,
-            model,
-            prompt,
-            given.tools if isinstance(given, ChatPrompt) else (),
-            isinstance(given, ChatPrompt) and given.continue_final_message,
-            is_free,
-        )
-
-    @property
-    def calls(self) -> Calls | None:
-        return self.request.calls
-
-    @property
-    def is_constrained(self) -> bool:
-        return self.request.sampling.constraint is not None
-
-    @property
-    def has_choice(self) -> bool:
+        assert isinstance(given, ChatPrompt), "only chats are parsed"
+        self._model = model
+        self._prompt = prompt
+        self._tools = given.tools
+        self._is_continued = given.continue_final_message
+        self._calls = calls = request.calls
+        self._param = request.constraint_param
+        self._is_constrained = request.sampling.constraint is not None
+        self._has_choice = self._is_constrained and calls is not None and not calls.is_demanded
         """Whether the answer is calls, or else under a constraint."""
-        calls = self.calls
-        return calls is not None and not calls.is_demanded and self.is_constrained
 
-    def constraint(self, constraint: Constraint) -> Constraint:
-        reasoning = self._reasoning()
-        alternatives: tuple[int, ...] = ()
-        if self.has_choice and not self.model.is_harmony:
-            alternatives = self.model.call_opener_ids
-            if not alternatives:
-                assert self.calls is not None
-                param = self.request.constraint_param
-                constraint = calls_or_answer(self.tools, constraint, self.calls.most, param)
-        if self.has_choice and self.model.is_harmony and reasoning is None:
-            param = self.request.constraint_param
-            raise invalid(param, "cannot stand beside tools here: the model's channels are unknown")
-        return replace(constraint, reasoning=reasoning, alternatives=alternatives)
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the reasoning is written with which the answer may begin; None: it has none."""
+        form = self._model.reasoning
+        if self._is_constrained and self._before_constraint() is None:
+            return None  # A worker could not tell where it ends.
+        if form is None or form.is_harmony or self._prompt.begins_reasoning:
+            return form
+        return None if self._is_continued else form
 
-    def _reasoning(self) -> Reasoning | None:
-        """What may come before the constrained text."""
-        model, prompt = self.model, self.prompt
-        told = model.answer_reasoning
-        if told is None or prompt.begins_reasoning or model.is_harmony:
+    def _before_constraint(self) -> Reasoning | None:
+        """What may come before constrained text."""
+        told = self._model.answer_reasoning
+        if told is None or self._prompt.begins_reasoning or self._model.is_harmony:
             return told if told is None else replace(told, begin=None)
-        is_over = prompt.has_reasoned or self.is_continued
+        is_over = self._prompt.has_reasoned or self._is_continued
         return None if is_over or told.begin is None else told
 
+    def constraint(self, constraint: Constraint) -> Constraint:
+        """The constraint with what may come before it, and in its place."""
+        reasoning = self._before_constraint()
+        alternatives: tuple[int, ...] = ()
+        # Harmony's calls have a channel of their own, which nothing constrains.
+        if self._has_choice and (reasoning is None or not self._model.is_harmony):
+            alternatives = self._model.call_opener_ids
+            if not alternatives:
+                most = None if self._calls is None else self._calls.most
+                constraint = calls_or_answer(self._tools, constraint, most, self._param)
+        return replace(constraint, reasoning=reasoning, alternatives=alternatives)
+
     def parser(self) -> MakeParser | None:
-        calls, format_ = self.calls, self.model.tool_format
-        has_reasoning = self.has_free_reasoning
-        if self.is_constrained:
-            has_reasoning = self._reasoning() is not None
-        if calls is None and not has_reasoning:
-            return None
-        own, text = format_, self._text_parser(has_reasoning)
+        """What makes a parser for each sample; None: all of its text is content."""
+        if self._model.is_harmony and (
+            not self._is_constrained or self._before_constraint() is not None
+        ):
+            return self._harmony
+        calls, own, reasoning = self._calls, self._model.tool_format, self.reasoning
         if calls is None:
-            return lambda: text(None)
+            return None if reasoning is None else lambda: self._text(None)
         if calls.name:
             name = calls.name
-            before = text if has_reasoning else None
-            return lambda: NamedCallParser(
-                name, own.id_length, None if before is None else before(None)
-            )
+            if reasoning is None:
+                return lambda: NamedCallParser(name, own.id_length)
+            return lambda: NamedCallParser(name, own.id_length, self._text(None))
         if calls.is_demanded:
-            only = replace(CALLS_ONLY, id_length=own.id_length)
-            return lambda: text(only, is_demanded=True)
-        if not self.has_choice:
-            return lambda: text(own)
-        either = own if self.model.call_opener_ids else self._either()
-        return lambda: text(either, is_answer_else=True)
+            return lambda: self._text(CALLS_ONLY, is_demanded=True)
+        if not self._has_choice:
+            return lambda: self._text(own)
+        either = own if self._model.call_opener_ids else CALLS_OR_ANSWER
+        return lambda: self._text(either, is_answer_else=True)
 
-    def _either(self) -> ToolFormat:
-        return replace(CALLS_OR_ANSWER, id_length=self.model.tool_format.id_length)
+    def _text(self, tools: ToolFormat | None, **options: bool) -> TextParser:
+        if tools is not None:
+            tools = replace(tools, id_length=self._model.tool_format.id_length)
+        return TextParser(
+            tools,
+            reasoning=self.reasoning,
+            begins_reasoning=self._prompt.begins_reasoning,
+            is_continued=self._is_continued,
+            max_calls=None if self._calls is None else self._calls.most,
+            schemas=self._tools,
+            **options,
+        )
 
-    def _text_parser(self, has_reasoning: bool) -> Callable[..., TextParser]:
-        def make(tools: ToolFormat | None, **options: Any) -> TextParser:
-            return TextParser(
-                tools,
-                reasoning=self.model.reasoning if has_reasoning else None,
-                begins_reasoning=self.prompt.begins_reasoning,
-                is_continued=self.is_continued,
-                max_calls=None if self.calls is None else self.calls.most,
-                schemas=self.tools,
-                **options,
-            )
-
-        return make
-
-    def harmony_parser(self) -> MakeParser | None:
-        calls, id_length = self.calls, self.model.tool_format.id_length
-        if self.is_constrained and self._reasoning() is None:
-            return self.parser()
+    def _harmony(self) -> AnswerParser:
+        calls, id_length = self._calls, self._model.tool_format.id_length
         most = None if calls is None else calls.most
-
-        def make() -> AnswerParser:
-            answer: AnswerParser | None = None
-            if calls is not None and calls.name:
-                answer = NamedCallParser(calls.name, id_length)
-            elif calls is not None and calls.is_demanded:
-                only = replace(CALLS_ONLY, id_length=id_length)
-                answer = TextParser(only, is_demanded=True, max_calls=most)
-            return HarmonyParser(
-                shows_calls=calls is not None,
-                shows_reasoning=self.model.reasoning is not None,
-                id_length=id_length,
-                max_calls=most,
-                answer=answer,
-            )
-
-        return make
+        answer: AnswerParser | None = None
+        if calls is not None and calls.name:
+            answer = NamedCallParser(calls.name, id_length)
+        elif calls is not None and calls.is_demanded:
+            answer = TextParser(CALLS_ONLY, is_demanded=True, max_calls=most)
+        return HarmonyParser(
+            shows_calls=calls is not None,
+            shows_reasoning=self._model.reasoning is not None,
+            id_length=id_length,
+            max_calls=most,
+            answer=answer,
+        )
