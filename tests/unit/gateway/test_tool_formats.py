@@ -9,8 +9,11 @@ from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
+from weft.engine.errors import InvalidRequest
+from weft.engine.request import Constraint
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer import AnswerParser, AnswerPart, TextParser, joined
+from weft.gateway.text.answer.demand import blame_constraint, calls_or_answer
 from weft.gateway.text.answer.formats import (
     CALLS_ONLY,
     CALLS_OR_ANSWER,
@@ -478,3 +481,22 @@ def test_all_formats_can_be_set() -> None:
         *("auto", "none"),
         *REASONING_FORMATS,
     }
+
+
+def test_places_in_the_schema_of_calls_or_an_answer_are_those_of_the_request() -> None:
+    answer = Constraint(kind="json_schema", text='{"type": "object", "$ref": "#/$defs/x"}')
+    schema = json.loads(calls_or_answer(SCHEMAS, answer, 1, "response_format").text)
+    (place,) = [name for name in schema["$defs"] if name.startswith("answer")]
+    assert schema["$defs"][place]["$ref"] == f"#/$defs/{place}/$defs/x"
+    for given, param, message in (
+        (f"at $.$defs.{place}.properties.a: no", "response_format", "at $.properties.a: no"),
+        (f"at $['$defs']['{place}'].a: no", "response_format", "at $.a: no"),
+        (
+            "at $.$defs.arguments-1.properties.a: no",
+            "tools[1].function.parameters",
+            "at $.properties.a: no",
+        ),
+    ):
+        error = InvalidRequest(given, stage="compile", param="constraint")
+        blame_constraint(error, "response_format")
+        assert (error.param, error.message) == (param, f"{param}: {message}")

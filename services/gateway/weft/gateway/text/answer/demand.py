@@ -18,8 +18,8 @@ _IN_ARGUMENTS = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)argume
 """Places within a tool's arguments, as errors of schemas write them: paths of two forms, and
 references.
 """
-_ANSWER = "answer"
-_IN_ANSWER = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)answer(?:'\])?")
+_ANSWER = "answer-beside-calls"
+_IN_ANSWER = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)answer-beside-calls(?:'\])?")
 """Places within the answer's schema beside calls."""
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
