@@ -20,19 +20,39 @@ MAX_SESSION_ID_BYTES = 128
 """Longest client-chosen name of a chat session, bytes."""
 
 ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+MAX_MARK_TOKENS = 16
+"""Most tokens that end reasoning, and most alternatives to a constraint."""
 MAX_CONSTRAINT_BYTES = 64 << 10
 """Largest text, or choices, of a constraint, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """Tokens that tell where the reasoning is with which a sample may begin."""
+
+    begin: int | None = None
+    """Token that opens it, if it is the sample's first; None: the prompt has opened it."""
+    end: tuple[int, ...]
+    """Tokens that end it, one behind the other; not empty."""
+    until: int | None = None
+    """Token that has to come behind `end`, with any others in between; None: none has to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A constraint on the whole text of a sample."""
+    """A constraint on the whole text of a sample, or on what comes behind its reasoning."""
 
     kind: ConstraintKind
     text: str = ""
     """The schema as JSON, the regular expression or the grammar; empty for choices."""
     choices: tuple[str, ...] = ()
     """The allowed texts; the sample is one of them."""
+    reasoning: Reasoning | None = field(default=None, compare=False)
+    """What may come before the constrained text; None: nothing. Equal constraints may differ in
+    it and in `alternatives`: their grammar is the same.
+    """
+    alternatives: tuple[int, ...] = field(default=(), compare=False)
+    """Tokens that may come in place of the constrained text; behind one of them all is free."""
 
     @property
     def num_bytes(self) -> int:

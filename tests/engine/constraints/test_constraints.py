@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from weft.engine.constraints import compiling, masks
@@ -16,7 +17,7 @@ from weft.engine.constraints.grammar import GrammarSource
 from weft.engine.errors import Internal, InvalidRequest
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
-from weft.engine.request import Constraint, StopCriteria
+from weft.engine.request import Constraint, Reasoning, StopCriteria
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
 from weft.testing.engine.random_schemas import person, varied_schemas
 from weft.testing.models.threads import one_thread
@@ -254,6 +255,48 @@ def test_a_resumed_sample_goes_on_in_its_grammar(desk: Desk, temperature: float)
         )
         assert whole.ids[:cut] + rest.ids == whole.ids
         assert rest.reason == "stop"
+
+
+END_OF_REASONING, CALL = 300, 301
+"""Tokens that the bias makes likely."""
+LIKELY = {END_OF_REASONING: 7.0, EOS_TOKEN_ID: -20.0}
+
+
+def behind_reasoning(**beside: Any) -> Constraint:
+    reasoning = Reasoning(end=(END_OF_REASONING,))
+    given: dict[str, Any] = {"reasoning": reasoning, **beside}
+    return Constraint(kind="regex", text="[0-9]{3,5}", **given)
+
+
+def test_a_constraint_begins_behind_the_reasoning(desk: Desk) -> None:
+    """Also of a sample that is resumed, before the end of the reasoning and behind it."""
+    for seed in range(6):
+        settings: dict[str, Any] = {"temperature": 1.0, "seed": seed, "logit_bias": LIKELY}
+        asked, constraint = prompt(), behind_reasoning()
+        whole = desk.one(desk.submit(constraint, asked, **settings))
+        end = whole.ids.index(END_OF_REASONING)
+        answer = desk.tokenizer.decode(whole.ids[end + 1 :], skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{3,5}", answer), whole.ids
+        assert whole.reason == "stop"
+        for cut in {1, end, end + 1, end + 2, len(whole.ids) - 1} - {0}:
+            progress = [SampleProgress(sample=0, tokens=whole.ids[:cut])]
+            rest = desk.one(desk.submit(constraint, asked, progress=progress, **settings))
+            assert whole.ids[:cut] + rest.ids == whole.ids
+
+
+def test_a_first_token_opens_reasoning_or_lifts_the_constraint(desk: Desk) -> None:
+    beside = {"reasoning": Reasoning(begin=CALL, end=(END_OF_REASONING,))}
+    outcomes = {}
+    for bias in (-50.0, 50.0):
+        settings: dict[str, Any] = {"temperature": 1.0, "logit_bias": LIKELY | {CALL: bias}}
+        outcomes[bias] = desk.one(desk.submit(behind_reasoning(**beside), prompt(), **settings))
+    assert re.fullmatch("[0-9]{3,5}", desk.text(outcomes[-50.0]))
+    assert outcomes[50.0].ids[0] == CALL
+    stop = StopCriteria(max_tokens=30)
+    bias_of = {CALL: 50.0, EOS_TOKEN_ID: -50.0}
+    lifted = Constraint(kind="regex", text="[0-9]{3,5}", alternatives=(CALL,))
+    free = desk.one(desk.submit(lifted, prompt(), logit_bias=bias_of, stop=stop))
+    assert free.ids == [CALL] * 30
 
 
 def test_a_request_is_cancelled_while_its_grammar_is_compiled(desk: Desk) -> None:

@@ -6,18 +6,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.llm import LLM, GeneratedSample
 from weft.engine.memory.keys import PageKeys
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.request import Constraint, Reasoning, SamplingParams, StopCriteria
 from weft.engine.speculative.ngram import NgramDrafter
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import EndingDrafter, KnownDrafter, NotedRuns, speculate, texts_of
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.tiny_models import make_tiny
+from weft.testing.models.tiny_models import EOS_TOKEN_ID, make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -267,6 +268,32 @@ def test_constraints_hold_inside_accepted_runs(words_dir: Path, chance: float) -
         found = constrained(drafting, words_dir, prompts, (0, 4))
         assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
         assert [outcome.reason for outcome in found] == ["stop"] * len(prompts)
+        assert drafting.engine.counters()["accepted_tokens"] > 0
+        check_pages(drafting)
+
+
+def test_a_constraint_begins_inside_accepted_runs(words_dir: Path) -> None:
+    """Drafts cross the end of the reasoning, behind which the constraint begins."""
+    prompts, end = random_prompts(6), VOCAB - 3
+    digits = Constraint(kind="regex", text="[0-9]{9,12}", reasoning=Reasoning(end=(end,)))
+
+    def run(model: LLM) -> list[Outcome]:
+        desk = Desk(model.engine, words_dir)
+        settings: dict[str, Any] = {"temperature": 1.0, "logit_bias": {end: 6.0, EOS_TOKEN_ID: -20}}
+        submits = [
+            desk.submit(digits, prompt, seed=index, **settings)
+            for index, prompt in enumerate(prompts)
+        ]
+        return [outcome for outcome in desk.run(*submits) if isinstance(outcome, Outcome)]
+
+    with llm(words_dir) as plain:
+        expected = run(plain)
+    assert any(outcome.ids.index(end) for outcome in expected)
+    with llm(words_dir, drafter="ngram", overlap=random.choice(["off", "on"])) as drafting:
+        texts = outcome_texts(prompts, expected)
+        speculate(drafting.engine, KnownDrafter(texts, VOCAB, 0.8), DEPTHS)
+        found = run(drafting)
+        assert [outcome.ids for outcome in found] == [outcome.ids for outcome in expected]
         assert drafting.engine.counters()["accepted_tokens"] > 0
         check_pages(drafting)
 

@@ -126,6 +126,37 @@ async def test_the_sdk_parses_answers_into_its_types(mesh: TinyMesh) -> None:
     assert beside.usage.completion_tokens > 0
 
 
+async def test_calls_or_an_answer_in_its_type(mesh: TinyMesh) -> None:
+    """Tools beside a response format: of many random answers some are calls, and all are valid."""
+    num_calls = num_answers = 0
+    bias = endings(mesh)
+    tokenizer = Tokenizer.from_file(str(mesh.model_dir / "tokenizer.json"))
+    async with client(mesh) as sdk:
+        for opener in "[{":
+            first = str(tokenizer.token_to_id(opener))
+            answer = await sdk.chat.completions.parse(
+                model=MODEL,
+                messages=messages("either"),
+                tools=TOOLS,
+                response_format=Pet,
+                parallel_tool_calls=False,
+                n=4,
+                logit_bias={**bias, first: CLOSING},  # type: ignore[dict-item]
+            )
+            for choice in answer.choices:
+                if choice.message.tool_calls:
+                    (call,) = choice.message.tool_calls
+                    OF_NAME[call.function.name].model_validate_json(call.function.arguments)
+                    assert choice.finish_reason == "tool_calls"
+                    num_calls += 1
+                else:
+                    assert isinstance(choice.message.parsed, Pet)
+                    assert choice.finish_reason == "stop"
+                    num_answers += 1
+    assert num_calls
+    assert num_answers
+
+
 async def test_streams_and_samples_are_valid(mesh: TinyMesh) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": person()}}
     async with client(mesh) as sdk:

@@ -13,8 +13,9 @@ from jsonschema import Draft202012Validator
 from weft.common.rpc.errors import from_rpc_error
 from weft.engine.constraints.schema import prepare_schema
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
+from weft.testing.services.answering_mesh import Mesh
 from weft.testing.services.fake_decode import Script
-from weft.testing.services.gateway_harness import MODEL, Harness, gateway
+from weft.testing.services.gateway_harness import MODEL, gateway
 from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 USER = [{"role": "user", "content": "Weather in Köln?"}]
@@ -42,71 +43,9 @@ TEMPLATE = (
 THINKING = "{{ messages[-1].content }}<think>{# ...</think> #}"
 
 
-class Mesh:
-    """A gateway whose worker answers with a text that the test sets."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.is_cut = False
-        self.harness: Harness
-
-    def script(self, submit: decode_pb2.Submit, prompt: list[int]) -> Script:
-        ids = self.harness.ids(self.text)
-        return Script(tokens=[ids if self.is_cut else [*ids, self.harness.end]])
-
-    @property
-    def prompt(self) -> str:
-        """The last prompt's text."""
-        (submit,) = self.harness.workers[0].submits[-1:]
-        ids = list(submit.prompt.ids)
-        return self.harness.tokenizer.decode(ids, skip_special_tokens=False)
-
-    @property
-    def constraint(self) -> common_pb2.Constraint:
-        return self.harness.workers[0].submits[-1].sampling.constraint
-
-    async def whole(self, **fields: Any) -> tuple[dict[str, Any], str]:
-        """Message and finish reason, the same as in the stream's chunks."""
-        body = {"messages": USER, **fields}
-        answer = await self.harness.json("ChatCompletions", body)
-        (choice,) = answer["choices"]
-        message: dict[str, Any] = choice["message"]
-        streamed, reason = joined(await self.harness.events("ChatCompletions", body))
-        told = {name: value for name, value in message.items() if value is not None}
-        for call in told.get("tool_calls", []) + streamed.get("tool_calls", []):
-            assert len(call.pop("id")) > 8
-        assert {"content": "", **streamed} == {"content": "", **told}
-        assert reason == choice["finish_reason"]
-        return message, reason
-
-
-def joined(events: list[Any]) -> tuple[dict[str, Any], str]:
-    """The message that a client makes of a stream."""
-    message: dict[str, Any] = {}
-    calls: list[dict[str, Any]] = []
-    reason = ""
-    for event in events:
-        (choice,) = event["choices"]
-        reason = choice["finish_reason"] or reason
-        for name, value in choice["delta"].items():
-            if name == "tool_calls":
-                for one in value:
-                    if one["index"] == len(calls):
-                        calls.append({"id": "", "type": "", "function": {"name": ""}})
-                        calls[-1] |= {"id": one["id"], "type": one["type"]}
-                        calls[-1]["function"] = {"name": one["function"]["name"], "arguments": ""}
-                    function = calls[one["index"]]["function"]
-                    function["arguments"] += one["function"]["arguments"]
-            elif isinstance(value, str):
-                message[name] = message.get(name, "") + value
-    if not message["content"] and calls:
-        del message["content"]
-    return message | ({"tool_calls": calls} if calls else {}), reason
-
-
 @pytest.fixture
 async def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
-    mesh = Mesh()
+    mesh = Mesh(USER)
     folder = tmp_path / MODEL
     folder.mkdir()
     template = getattr(request, "param", TEMPLATE)
@@ -116,7 +55,7 @@ async def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
         yield mesh
 
 
-def call(arguments: str = ARGUMENTS, name: str = "get_weather") -> dict[str, Any]:
+def call(arguments: Any = ARGUMENTS, name: str = "get_weather") -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -217,10 +156,17 @@ async def test_what_clients_send_back_reaches_the_template(mesh: Mesh) -> None:
     """Also calls that were cut off, or have halves of characters."""
     mesh.text = "x"
     for arguments, shown in (
-        ('{"a": 1', '"{\\"a\\": 1"'),
-        ("[1]", '"[1]"'),
-        ('{"a": "\\ud83d"}', '"{\\"a\\": \\"\\\\ud83d\\"}"'),
+        ('{"a": 1', '{"a": 1}'),
+        ('{"a": "b', '{"a": "b"}'),
+        ("[1]", '{"arguments": [1]}'),
+        ('{"a": 1}{"b": {"c": [2', '{"a": 1, "b": {"c": [2]}}'),
+        ('{"a": "\\ud83d"}', '{"a": "\ufffd"}'),
+        ("not JSON", '{"arguments": "not JSON"}'),
+        ("null", "{}"),
         ("", "{}"),
+        (None, "{}"),
+        ({"a": 1}, '{"a": 1}'),
+        ([1], '{"arguments": [1]}'),
     ):
         history = [*USER, {"role": "assistant", "tool_calls": [{"id": "1", **call(arguments)}]}]
         body = {"messages": history, "function_call": "none", "functions": []}
@@ -325,12 +271,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-        "tool_choice",
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [NAMED, {**NAMED, "function": {"name": "x"}}],
+                },
+            },
+        },
+        "tool_choice.allowed_tools.tools[1].function.name",
     ),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.function"),
     (
-        {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
-        "messages[1].tool_calls[0].function.arguments",
+        {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages[1].tool_calls[0].function.name",
     ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": NAMED}, "tool_choice"),

@@ -9,17 +9,20 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from weft.gateway.text.answer import NamedCallParser, TextParser, joined
+from weft.gateway.text.answer import AnswerParser, NamedCallParser, TextParser, joined
 from weft.gateway.text.answer.formats import (
     CALLS_ONLY,
+    FORMATS,
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
+    QWEN3,
     QWEN3_CODER,
-    ToolFormat,
     find_reasoning,
     find_tool_format,
 )
+from weft.gateway.text.answer.harmony import HarmonyParser
 
 HARD = {"a": 'x</tool_call>"}{][', "b": [1, {"c": None}], "é": "\\", "": {"deep": [[["{"]]]}}
 ARGUMENTS = json.dumps(HARD, ensure_ascii=False)
@@ -190,31 +193,31 @@ CASES: list[tuple[dict[str, Any], str, Parsed | None]] = [
     ({"tools": LLAMA3_JSON}, f"<|python_tag|>{LLAMA}", called(("g.h-1", '{"q": 1}'))),
     ({"tools": CALLS_ONLY}, f" [{CALL},\n {CALL}]", called(F, F)),
     (
-        {"tools": HERMES, "has_reasoning": True},
+        {"tools": HERMES, "reasoning": QWEN3},
         f"\n<think>\n I hmm <tool_call>\n\n</think>\n\n<tool_call>{CALL}</tool_call>",
         called(F, reasoning="I hmm <tool_call>"),
     ),
     (
-        {"tools": None, "has_reasoning": True},
+        {"tools": None, "reasoning": QWEN3},
         "<think>\n\n</think>\n\nHello </think>",
         Parsed("Hello </think>"),
     ),
-    ({"tools": None, "has_reasoning": True}, "Hello <think>x</think>", None),
-    ({"tools": None, "has_reasoning": True}, "<thin", None),
+    ({"tools": None, "reasoning": QWEN3}, "Hello <think>x</think>", None),
+    ({"tools": None, "reasoning": QWEN3}, "<thin", None),
     (
-        {"tools": None, "has_reasoning": True, "begins_reasoning": True},
+        {"tools": None, "reasoning": QWEN3, "begins_reasoning": True},
         "so </thin\n</think>\n\nfour",
         Parsed("four", "so </thin"),
     ),
     # Of a text that the prompt began.
-    ({"tools": None, "has_reasoning": True, "is_continued": True}, "\n <think>4</think>", None),
+    ({"tools": None, "reasoning": QWEN3, "is_continued": True}, "\n <think>4</think>", None),
     (
-        {"tools": None, "has_reasoning": True, "is_continued": True, "begins_reasoning": True},
+        {"tools": None, "reasoning": QWEN3, "is_continued": True, "begins_reasoning": True},
         " is 4\n</think>\nFour",
         Parsed("Four", " is 4"),
     ),
     (
-        {"tools": None, "has_reasoning": True},
+        {"tools": None, "reasoning": QWEN3},
         "<think>cut off ",
         Parsed("", "cut off "),
     ),
@@ -261,21 +264,34 @@ def test_arguments_come_as_they_are_written() -> None:
         "[TOOL_CALLS]" + "a" * 60_000,
         "[TOOL_CALLS]" * 6_000,
         "[TOOL_CALLS]a[ARGS]" * 4_000,
+        "<minimax:tool_call><invoke name=" * 2_000,
+        "<tool_call>f<arg_key>" + "a</arg_key>" * 5_000 + "</tool_call>",
+        "<|tool_call>call:f{" + "a:{" * 20_000 + "<tool_call|>",
+        "<|channel|>" * 6_000,
+        "<|channel|>analysis<|message|>" * 3_000,
+        "<|channel|>" + "to=functions.f " * 4_000,
+        "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 4_000,
     ],
-    ids=range(14),
+    ids=range(21),
 )
-@pytest.mark.parametrize("tools", [HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER])
 @pytest.mark.timeout(60)
-def test_the_time_of_long_texts_is_that_of_their_length(text: str, tools: ToolFormat) -> None:
-    """Each piece is looked at a few times: minutes, were it all that is held."""
-    parser = TextParser(tools, has_reasoning=True)
-    for at in range(0, len(text), 2):
-        parser.push(text[at : at + 2])
-    assert len(parser._held) < 1000
+def test_the_time_of_long_texts_is_that_of_their_length(text: str) -> None:
+    """Each piece is looked at a few times: minutes, were it all that is held. By all formats that
+    find a mark of theirs in it.
+    """
+    for tools in {id(one): one for one in FORMATS.values()}.values():
+        if tools.tokens and not any(mark in text for mark in (*tools.tokens, "aaaa", "\n\n")):
+            continue
+        parser: AnswerParser = TextParser(tools, reasoning=QWEN3)
+        if tools is HARMONY:
+            parser = HarmonyParser(shows_calls=True)
+        for at in range(0, len(text), 2):
+            parser.push(text[at : at + 2])
+        assert len(parser._held) < 1000  # type: ignore[attr-defined]
 
 
 def test_text_is_shown_as_soon_as_it_can_be_no_tag() -> None:
-    parser = TextParser(HERMES, has_reasoning=True)
+    parser = TextParser(HERMES, reasoning=QWEN3)
     shown = [parser.push(piece).content for piece in ("<", "th", "ird> a <to", "ol_bar ", "b")]
     assert shown == ["", "", "<third> a", " <tool_bar", " b"]
 
@@ -296,5 +312,5 @@ def test_templates_tell_how_a_model_writes() -> None:
     assert find_tool_format("{{ '[TOOL_CALLS] [' }}") is MISTRAL
     assert find_tool_format("{%- if message.role == 'ipython' %}") is LLAMA3_JSON
     assert find_tool_format("{{ message.content }}") is HERMES
-    assert find_reasoning("{% set content = content.split('</think>')[-1] %}")
+    assert find_reasoning("{% set content = content.split('</think>')[-1] %}") is QWEN3
     assert not find_reasoning("{{ message.content }}")

@@ -15,6 +15,7 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from weft.engine.constraints.after_reasoning import AfterReasoning
     from weft.engine.constraints.masks import ConstraintState, MaskMaker, Masks
 
 MAX_REFUSED = 64
@@ -53,7 +54,7 @@ class Constraints:
         self._waiting: dict[Constraint, list[RequestKey]] = {}
         self._grammars: dict[RequestKey, LLMatcher] = {}
         """Matchers of the unfinished requests at the beginning of a text."""
-        self._states: dict[tuple[RequestKey, int], ConstraintState] = {}
+        self._states: dict[tuple[RequestKey, int], ConstraintState | AfterReasoning] = {}
         """Grammar states by request and sample, from the sample's first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
@@ -179,15 +180,20 @@ class Constraints:
         self._maker.begin(jobs, is_awaited=is_awaited)
         self._masked = [request for request, _, _ in masked]
 
-    def _state(self, request: Request) -> ConstraintState:
+    def _state(self, request: Request) -> ConstraintState | AfterReasoning:
         """The grammar state of a sample; built by replay if the sample is new here."""
+        from weft.engine.constraints.after_reasoning import AfterReasoning
         from weft.engine.constraints.masks import ConstraintState
 
         key = request.key, request.sample
-        state = self._states.get(key)
+        state: ConstraintState | AfterReasoning | None = self._states.get(key)
         if state is None:
             grammar = self._grammars[request.key]
+            constraint = request.params.constraint
             state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
+            if constraint is not None and (constraint.reasoning or constraint.alternatives):
+                lifted = constraint.alternatives
+                state = AfterReasoning(state, self._vocab_size, constraint.reasoning, lifted)
             self._states[key] = state
         return state
 

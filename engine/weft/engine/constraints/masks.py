@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from weft.engine.constraints.constraints import TOO_SLOW
 from weft.engine.cores import num_cores
 from weft.engine.errors import Internal, InvalidRequest, WeftError
 from weft.engine.scheduler.plan import parents_of
+
+if TYPE_CHECKING:
+    from weft.engine.constraints.after_reasoning import AfterReasoning
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +173,7 @@ def _too_slow() -> InvalidRequest:
 class MaskJob(NamedTuple):
     """One constrained sample that draws a token in the current step."""
 
-    state: ConstraintState
+    state: ConstraintState | AfterReasoning
     tokens: Sequence[int]
     """Tokens since its last job; not changed until the masks are taken."""
     drafts: Sequence[int] = ()

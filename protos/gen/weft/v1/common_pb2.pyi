@@ -160,11 +160,50 @@ class Constraint(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class Reasoning(_message.Message):
+        """Where the reasoning is with which a sample may begin; the constraint is on what comes behind it."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        BEGIN_FIELD_NUMBER: _builtins.int
+        END_FIELD_NUMBER: _builtins.int
+        UNTIL_FIELD_NUMBER: _builtins.int
+        begin: _builtins.int
+        """Token that opens it, if it is the sample's first. Absent: the prompt has opened it."""
+        until: _builtins.int
+        """Token that has to come behind `end`, with any others in between. Absent: none has to."""
+        @_builtins.property
+        def end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """Tokens that end it, one behind the other. 1 to 16."""
+
+        def __init__(
+            self,
+            *,
+            begin: _builtins.int | None = ...,
+            end: _abc.Iterable[_builtins.int] | None = ...,
+            until: _builtins.int | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "_until", b"_until", "begin", b"begin", "until", b"until"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_begin", b"_begin", "_until", b"_until", "begin", b"begin", "end", b"end", "until", b"until"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__begin: _TypeAlias = _typing.Literal["begin"]  # noqa: Y015
+        _WhichOneofArgType__begin: _TypeAlias = _typing.Literal["_begin", b"_begin"]  # noqa: Y015
+        _WhichOneofReturnType__until: _TypeAlias = _typing.Literal["until"]  # noqa: Y015
+        _WhichOneofArgType__until: _TypeAlias = _typing.Literal["_until", b"_until"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__begin) -> _WhichOneofReturnType__begin | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__until) -> _WhichOneofReturnType__until | None: ...
+
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    ALTERNATIVES_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema, as JSON. At most 64 KiB."""
     regex: _builtins.str
@@ -179,6 +218,16 @@ class Constraint(_message.Message):
     """
     @_builtins.property
     def choice(self) -> Global___Constraint.Choice: ...
+    @_builtins.property
+    def reasoning(self) -> Global___Constraint.Reasoning:
+        """Absent: the sample begins with the constrained text."""
+
+    @_builtins.property
+    def alternatives(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids, one of which may come in place of the constrained text, such as the one that opens a
+        call of a tool; behind it all is free. At most 16.
+        """
+
     def __init__(
         self,
         *,
@@ -187,13 +236,20 @@ class Constraint(_message.Message):
         ebnf: _builtins.str = ...,
         choice: Global___Constraint.Choice | None = ...,
         structural_tag: _builtins.str = ...,
+        reasoning: Global___Constraint.Reasoning | None = ...,
+        alternatives: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning", "alternatives", b"alternatives", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "reasoning", b"reasoning", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
+    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015

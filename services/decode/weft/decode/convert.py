@@ -9,6 +9,7 @@ from weft.decode.assembly import Assembly
 from weft.engine.errors import InvalidRequest
 from weft.engine.messages import SampleProgress, Submit
 from weft.engine.request import (
+    MAX_MARK_TOKENS,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,
@@ -16,6 +17,7 @@ from weft.engine.request import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     Constraint,
+    Reasoning,
     SamplingParams,
     StopCriteria,
 )
@@ -147,9 +149,32 @@ def _constraint(message: common_pb2.Constraint) -> Constraint:
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("no kind of constraint is set", param="constraint")
+    reasoning, alternatives = _reasoning(message), tuple(message.alternatives)
+    if len(message.alternatives) > MAX_MARK_TOKENS:
+        raise InvalidRequest(f"more than {MAX_MARK_TOKENS} alternatives", param="constraint")
     if kind == "choice":
-        return Constraint(kind=kind, choices=tuple(message.choice.choices))
-    return Constraint(kind=kind, text=getattr(message, kind))
+        choices = tuple(message.choice.choices)
+        return Constraint(
+            kind=kind, choices=choices, reasoning=reasoning, alternatives=alternatives
+        )
+    text = getattr(message, kind)
+    return Constraint(kind=kind, text=text, reasoning=reasoning, alternatives=alternatives)
+
+
+def _reasoning(message: common_pb2.Constraint) -> Reasoning | None:
+    if not message.HasField("reasoning"):
+        return None
+    given = message.reasoning
+    if not 1 <= len(given.end) <= MAX_MARK_TOKENS:
+        raise InvalidRequest(
+            f"the end of the reasoning has {len(given.end)} tokens, not 1 to {MAX_MARK_TOKENS}",
+            param="constraint",
+        )
+    return Reasoning(
+        begin=given.begin if given.HasField("begin") else None,
+        end=tuple(given.end),
+        until=given.until if given.HasField("until") else None,
+    )
 
 
 def _stop(message: common_pb2.StopCriteria) -> StopCriteria:

@@ -153,4 +153,6 @@ class PreparedPrompt:
     max_tokens: int
     """Most tokens of each sample; prompt and output together fit the context."""
     begins_reasoning: bool = False
-    """Whether the prompt ends within the model's reasoning."""
+    """Whether the prompt ends within the model's reasoning, or else the model begins with it."""
+    has_reasoned: bool = False
+    """Whether the prompt ends behind the model's reasoning, for example with an empty one."""

@@ -53,14 +53,42 @@ class GatewaySettings(ServiceSettings):
         [],
         description="further models, NAME=DIRECTORY each; workers report which one they serve",
     )
-    tool_parser: Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"] = Field(
+    tool_parser: Literal[
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "qwen3_xml",
+        "glm45",
+        "glm47",
+        "minimax_m2",
+        "deepseek_v3",
+        "deepseek_v31",
+        "deepseek_v32",
+        "kimi_k2",
+        "mistral",
+        "granite",
+        "gemma4",
+        "llama3_json",
+        "openai",
+    ] = Field(
         "auto",
         description="how models write calls of tools; auto = as their chat templates teach",
     )
-    reasoning_parser: Literal["auto", "think", "none"] = Field(
+    reasoning_parser: Literal[
         "auto",
-        description="what of a chat's answer is reasoning: what stands between think tags, or "
-        "nothing; auto = as the chat template says",
+        "think",
+        "none",
+        "qwen3",
+        "deepseek_r1",
+        "glm45",
+        "minimax_m2",
+        "mistral",
+        "gemma4",
+        "openai_gptoss",
+    ] = Field(
+        "auto",
+        description="how models write the reasoning before an answer; think = between think tags, "
+        "none = they do not; auto = as the chat template says",
     )
     adapter_root: Path | None = Field(
         None,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from weft.engine.errors import InvalidRequest
 from weft.engine.request import (
     MAX_CONSTRAINT_BYTES,
+    MAX_MARK_TOKENS,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,
@@ -57,8 +58,9 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
     """
     check_sampling(request.sampling, model.vocabulary_size)
     check_stopping(request.stopping, model.vocabulary_size, request.max_tokens_param)
-    if request.sampling.constraint is not None:
-        check_constraint(request.sampling.constraint, request.constraint_param)
+    if (constraint := request.sampling.constraint) is not None:
+        check_constraint(constraint, request.constraint_param)
+        _check_marks(constraint, request.constraint_param, model.vocabulary_size)
     if request.top_logprobs is not None:
         check_range(request.top_logprobs_param, request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if request.prompt_logprobs is not None:
@@ -214,6 +216,18 @@ def check_constraint(constraint: Constraint, param: str) -> None:
     if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
         message = f"has {constraint.num_bytes} bytes; at most {MAX_CONSTRAINT_BYTES} are accepted"
         raise invalid(param, message)
+
+
+def _check_marks(constraint: Constraint, param: str, vocabulary_size: int) -> None:
+    """Raises InvalidRequest for tokens beside a constraint that are none or too many."""
+    check_range(f"{param}.alternatives", len(constraint.alternatives), 0, MAX_MARK_TOKENS, "tokens")
+    check_ids(f"{param}.alternatives", constraint.alternatives, vocabulary_size)
+    if (reasoning := constraint.reasoning) is None:
+        return
+    check_range(f"{param}.reasoning.end", len(reasoning.end), 1, MAX_MARK_TOKENS, "tokens")
+    marks = (*reasoning.end, reasoning.begin, reasoning.until)
+    given = [mark for mark in marks if mark is not None]
+    check_ids(f"{param}.reasoning", given, vocabulary_size)
 
 
 def check_ids(param: str, ids: Collection[int], vocabulary_size: int) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weft.engine.errors import InvalidRequest
+from pydantic_core import from_json
 from weft.engine.request import Constraint
 from weft.gateway.request import Calls
-from weft.gateway.text.answer.call_reader import parse_json
+from weft.gateway.text.answer.call_reader import encodable, parse_json
 from weft.gateway.text.answer.demand import (
     ALL_TOOLS,
     demanded_arguments,
@@ -59,6 +59,20 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
+def only_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
+    """Those of the tools that a choice allows; the model is told of no others.
+
+    Raises:
+        InvalidRequest: There is none of such a name.
+    """
+    known = {tool["function"]["name"] for tool in tools}
+    for number, name in enumerate(names):
+        if name not in known:
+            where = f"tool_choice.allowed_tools.tools[{number}].function.name"
+            raise invalid(where, f"no tool is called {name[:80]!r}")
+    return tuple(tool for tool in tools if tool["function"]["name"] in names)
+
+
 def use_tools(
     tools: Sequence[Tool], choice: str, *, is_named: bool = False, most: int | None = None
 ) -> ToolUse:
@@ -98,20 +112,67 @@ def _check_parameters(number: int, tool: Tool) -> None:
         raise invalid(f"{parameters_of(number)}.type", f'must be "object", not {str(kind)[:80]!r}')
 
 
-def past_call(id_: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of an earlier message, as chat templates take it: with an object as `arguments`, or
-    with the text, where that is none, as of a call that was cut off.
+def past_call(id_: str, name: str, arguments: object) -> dict[str, Any]:
+    """A call of an earlier message, as chat templates take it: with an object as `arguments`.
 
     Args:
         id_: Its id; empty = none.
         name: The function's.
-        arguments: A JSON object; empty = one without any.
+        arguments: A JSON object, or a text with one; of anything else an object is made, since a
+            conversation must go on whatever a model wrote in it.
     """
-    given: object = arguments
-    with contextlib.suppress(InvalidRequest):
-        given = json_object(arguments or "{}", "arguments")
     given_id = {"id": id_} if id_ else {}
-    return {**given_id, "type": "function", "function": {"name": name, "arguments": given}}
+    function = {"name": name, "arguments": _past_arguments(arguments)}
+    return {**given_id, "type": "function", "function": function}
+
+
+def _past_arguments(given: object) -> dict[str, Any]:
+    """An object of what a past call has as arguments.
+
+    Of a text that was cut off it has the members that are there; of several objects all members, a
+    later one in place of an earlier one of its name; anything else is its one member, `arguments`.
+    """
+    text = given if isinstance(given, str) else ""
+    if isinstance(given, str):
+        try:
+            given = _read_past(text)
+        except (ValueError, RecursionError):
+            given = text
+    if given is None or given == "":
+        return {}
+    found = given if isinstance(given, dict) else {"arguments": given}
+    try:
+        written = json.dumps(found, ensure_ascii=False)
+        # Halves of characters, which JSON's escapes can name, no tokenizer takes.
+        return found if written.isascii() else dict(json.loads(encodable(written)))
+    except (ValueError, RecursionError):
+        return {"arguments": encodable(text)}
+
+
+def _read_past(text: str) -> object:
+    """The value that a text has, the members of its objects together, or what of a value was cut.
+
+    Raises:
+        ValueError: It has no value, or text behind it.
+    """
+    text = text.strip()
+    if not text:
+        return None
+    decoder, at = json.JSONDecoder(strict=False), 0
+    objects: dict[str, Any] = {}
+    while at < len(text):
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except ValueError:
+            # Cut off, unless it is no JSON at all.
+            value, end = from_json(text[at:].encode(), allow_partial="trailing-strings"), len(text)
+        if not isinstance(value, dict):
+            if at or end < len(text):
+                raise ValueError("more than one value")
+            return value
+        objects |= value
+        at = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n,"))
+    return objects
 
 
 def json_object(text: str, param: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.request_trace import RequestTrace
 from weft.gateway.text.answer.demand import blame_constraint
-from weft.gateway.text.answer.formats import END_THINK, THINK
+from weft.gateway.text.answer.make import reasoning_of, settle_constraint
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stops import StopAutomaton
@@ -239,6 +239,7 @@ class RequestPipeline:
         with place:
             with trace.stage("prepare"):
                 prompts = await self._prepare(served, card, request, deadline)
+            request = account.request = settle_constraint(request, card, prompts)
             account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
@@ -351,7 +352,11 @@ class RequestPipeline:
                 first_index=number * request.sampling.n,
                 model=served.model.name,
                 seed=_seed(request.sampling),
-                plan=plan(prompt_ids=prompt.ids),
+                plan=plan(
+                    prompt_ids=prompt.ids,
+                    reasoning=reasoning_of(request, stream.card, prompt),
+                    begins_reasoning=prompt.begins_reasoning,
+                ),
                 router=served.router,
                 metrics=self._metrics,
                 listener=stream,
@@ -461,20 +466,21 @@ def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., Ren
         stop_ids=frozenset((*stopping.stop_token_ids, *eos_ids)),
         min_tokens=stopping.min_tokens,
         include_stop=stopping.include_stop,
-        skip_special_tokens=request.skip_special_tokens and not _shows_special(model, request),
+        skip_special_tokens=request.skip_special_tokens,
         told_ids=frozenset(stopping.stop_token_ids).difference(eos_ids),
+        shown_ids=_shown_ids(model, request),
     )
 
 
-def _shows_special(model: ModelCard, request: GenerateRequest) -> bool:
-    """Whether calls of tools or reasoning are told by special tokens."""
-    calls, tools = request.calls, model.tool_format
-    tags = [THINK, END_THINK] if model.has_reasoning else []
-    if calls is not None and not calls.is_demanded:
-        tags += [tag for tag in (tools.opener, tools.hidden_opener) if tag]
-    is_chat = isinstance(request.prompts[0], ChatPrompt)
-    ids = (model.tokenizer.token_to_id(tag) for tag in tags)
-    return is_chat and any(id_ in model.vocabulary.special_ids for id_ in ids)
+def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
+    """Special tokens by which the parser of the answer tells calls of tools and reasoning."""
+    if not isinstance(request.prompts[0], ChatPrompt):
+        return frozenset()
+    calls, marks = request.calls, [] if model.reasoning is None else [*model.reasoning.tokens]
+    if model.is_harmony or (calls is not None and not calls.is_demanded):
+        marks += model.tool_format.tokens
+    ids = (model.tokenizer.token_to_id(mark) for mark in marks)
+    return frozenset(id_ for id_ in ids if id_ is not None)
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:

@@ -138,11 +138,14 @@ def _add_progress(
 def _constraint(constraint: Constraint | None) -> common_pb2.Constraint | None:
     if constraint is None:
         return None
+    message = common_pb2.Constraint(alternatives=constraint.alternatives)
     if constraint.kind == "choice":
-        choice = common_pb2.Constraint.Choice(choices=constraint.choices)
-        return common_pb2.Constraint(choice=choice)
-    message = common_pb2.Constraint()
-    setattr(message, constraint.kind, constraint.text)
+        message.choice.choices.extend(constraint.choices)
+    else:
+        setattr(message, constraint.kind, constraint.text)
+    if (given := constraint.reasoning) is not None:
+        told = common_pb2.Constraint.Reasoning(begin=given.begin, end=given.end, until=given.until)
+        message.reasoning.CopyFrom(told)
     return message
 
 

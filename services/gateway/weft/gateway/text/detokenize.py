@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from weft.gateway.text.vocabulary import Vocabulary
@@ -33,7 +33,10 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
+    vocabulary: Vocabulary,
+    prompt_ids: Sequence[int],
+    skip_special_tokens: bool,
+    shown_ids: Collection[int] = (),
 ) -> Detokenizer:
     """Creates the cheapest detokeniser that is exact for the vocabulary.
 
@@ -41,10 +44,15 @@ def make_detokenizer(
         vocabulary: The model's.
         prompt_ids: Tokens before the first one; only the last few are looked at.
         skip_special_tokens: Special tokens give no text.
+        shown_ids: Special tokens that give text all the same.
     """
     if vocabulary.is_byte_level:
-        return ByteDetokenizer(vocabulary, skip_special_tokens)
-    return WindowDetokenizer(vocabulary, prompt_ids, skip_special_tokens)
+        return ByteDetokenizer(vocabulary, skip_special_tokens, shown_ids)
+    return WindowDetokenizer(vocabulary, prompt_ids, skip_special_tokens, shown_ids)
+
+
+def _skipped(vocabulary: Vocabulary, skips: bool, shown_ids: Collection[int]) -> frozenset[int]:
+    return vocabulary.special_ids.difference(shown_ids) if skips else frozenset()
 
 
 class ByteDetokenizer:
@@ -52,9 +60,11 @@ class ByteDetokenizer:
     token.
     """
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, skip_special_tokens: bool, shown_ids: Collection[int] = ()
+    ) -> None:
         self._token_bytes = vocabulary.token_bytes
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._skipped = _skipped(vocabulary, skip_special_tokens, shown_ids)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
@@ -78,10 +88,14 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        shown_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = vocabulary.tokenizer
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._skipped = _skipped(vocabulary, skip_special_tokens, shown_ids)
         self._ids, self._context = self._context_of(prompt_ids)
         self._split = len(self._ids)
 

@@ -13,8 +13,16 @@ from tokenizers import Tokenizer
 from weft.engine.end_tokens import end_token_ids
 from weft.engine.errors import ModelError
 from weft.engine.lora.files import TOKENIZER_FILE
+from weft.engine.request import Reasoning
 from weft.engine.tokenizer_files import read_json, read_tokenizer
-from weft.gateway.text.answer.formats import FORMATS, ToolFormat, find_reasoning, find_tool_format
+from weft.gateway.text.answer.formats import (
+    FORMATS,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+    find_reasoning,
+    find_tool_format,
+)
 from weft.gateway.text.template import ChatTemplate
 from weft.gateway.text.vocabulary import Vocabulary
 
@@ -23,8 +31,8 @@ _log = logging.getLogger(__name__)
 _DEFAULT_CONTEXT_TOKENS = 2048
 _SHOWN_CHARS = 100
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
-AUTO, THINK_TAGS = "auto", "think"
-"""Names of parsers."""
+AUTO = "auto"
+"""Name of the parser that the chat template tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +48,10 @@ class ModelCard:
     """The same for requests with tools; None: there is none apart."""
     tool_format: ToolFormat
     """How it writes calls of tools."""
-    has_reasoning: bool
-    """Whether its answers may begin with reasoning, which is shown apart."""
+    reasoning: ReasoningFormat | None
+    """How it writes the reasoning with which its answers may begin, and which is shown apart; None:
+    they begin with none.
+    """
     tool_parser: str
     reasoning_parser: str
     """Settings by which these two were found."""
@@ -55,6 +65,36 @@ class ModelCard:
     """
     created: int
     """Unix time of the load, in seconds."""
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether its answers are messages in channels."""
+        return self.tool_format.is_harmony or (
+            self.reasoning is not None and self.reasoning.is_harmony
+        )
+
+    @property
+    def answer_reasoning(self) -> Reasoning | None:
+        """The tokens that tell where an answer begins behind its reasoning; None: it has none, or
+        no tokens tell.
+        """
+        if self.reasoning is None:
+            return None
+        added, begin = self.vocabulary.added_ids, self.reasoning.opening_token
+        if self.reasoning.is_harmony:
+            channel, message = added.get("<|channel|>"), added.get("<|message|>")
+            if channel is None or message is None:
+                return None
+            final = self.tokenizer.encode("final", add_special_tokens=False).ids
+            return Reasoning(end=(channel, *final), until=message)
+        end = added.get(self.reasoning.closer)
+        return None if end is None else Reasoning(begin=added.get(begin), end=(end,))
+
+    @property
+    def call_opener_ids(self) -> tuple[int, ...]:
+        """The tokens with which calls of tools begin, where a token tells."""
+        added = self.vocabulary.added_ids
+        return tuple(added[one] for one in self.tool_format.openers if one in added)
 
 
 def load_model_card(
@@ -73,7 +113,8 @@ def load_model_card(
         name: ServedModel name; empty = the folder's.
         max_context_tokens: Bound below the model's own.
         tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
-        reasoning_parser: "think", "none" or "auto" = what the chat template says.
+        reasoning_parser: Name of a `ReasoningFormat`, "none", or "auto" = what the chat template
+            says.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -118,7 +159,7 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
                 f"of the model {id_}; an adapter's tokenizer may only add tokens"
             )
     if parts["template"] is None:
-        kept = ("template", "tool_template", "tool_format", "has_reasoning")
+        kept = ("template", "tool_template", "tool_format", "reasoning")
         parts |= {name: getattr(model, name) for name in kept}
     return replace(
         model,
@@ -136,16 +177,16 @@ def _read_tokenizer(
     vocabulary = Vocabulary(tokenizer)
     sources = _template_sources(folder, tokenizer_config)
     source, for_tools = sources.get(_DEFAULT_TEMPLATE), sources.get(_TOOL_TEMPLATE)
-    has_reasoning = reasoning_parser == THINK_TAGS
+    reasoning = REASONING_FORMATS.get(reasoning_parser)
     if reasoning_parser == AUTO:
-        has_reasoning = find_reasoning(source or "")
+        reasoning = find_reasoning(source or "")
     fields = {
         "tokenizer": tokenizer,
         "vocabulary": vocabulary,
         "template": None if source is None else ChatTemplate(source, specials),
         "tool_template": None if for_tools is None else ChatTemplate(for_tools, specials),
         "tool_format": FORMATS.get(tool_parser) or find_tool_format(for_tools or source or ""),
-        "has_reasoning": has_reasoning,
+        "reasoning": reasoning,
         "max_token_bytes": _max_token_bytes(tokenizer, vocabulary),
     }
     return fields, specials

@@ -7,14 +7,15 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from weft.engine.errors import ContextTooLong
+from weft.engine.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, TextPrompt
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
-from weft.gateway.text.answer.formats import END_THINK, THINK
+from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.model_card import ModelCard, least_tokens
 from weft.gateway.text.tokens import decode, encode
 from weft.gateway.validate import invalid
@@ -27,6 +28,7 @@ class _Tokenized(NamedTuple):
 
     ids: list[int]
     begins_reasoning: bool = False
+    has_reasoned: bool = False
     """See `PreparedPrompt`."""
 
 
@@ -139,7 +141,10 @@ class Preparer:
                 f"{stopping.min_tokens}, but only {max_tokens} tokens can be generated",
             )
         return PreparedPrompt(
-            ids=ids, max_tokens=max_tokens, begins_reasoning=given.begins_reasoning
+            ids=ids,
+            max_tokens=max_tokens,
+            begins_reasoning=given.begins_reasoning,
+            has_reasoned=given.has_reasoned,
         )
 
     def _too_long(self, prompt: Prompt, problem: str) -> ContextTooLong:
@@ -160,7 +165,9 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> _Tokenized:
         text = _render(model, prompt)
         # The template has written the special tokens itself.
         ids = encode(tokenizer, text, add_special_tokens=False)
-        return _Tokenized(ids, model.has_reasoning and _begins_reasoning(prompt, text))
+        if model.reasoning is None:
+            return _Tokenized(ids)
+        return _Tokenized(ids, *_reasoning_at_end(prompt, text, model.reasoning))
     return _Tokenized(list(prompt.ids))
 
 
@@ -173,16 +180,25 @@ def _render(model: ModelCard, prompt: ChatPrompt) -> str:
         template = model.tool_template
     if not template.knows_developers:
         messages = tuple(map(_as_system, messages))
+    if template.knows_thinking:
+        messages = tuple(map(_with_thinking, messages))
     if not template.takes_tools:
         messages = tuple(with_described_tools(messages, prompt.tools))
     elif prompt.tools:
         variables["tools"] = list(prompt.tools)
-    return template.render(
-        messages,
+    render = partial(
+        template.render,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         variables=variables,
     )
+    try:
+        return render(messages)
+    except InvalidRequest:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        # DeepSeek's templates join the arguments of calls to other texts.
+        return render(tuple(map(_with_arguments_as_text, messages)))
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -190,12 +206,47 @@ def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _begins_reasoning(prompt: ChatPrompt, text: str) -> bool:
-    """Whether a rendered conversation ends within the reasoning of the model's turn."""
+def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose reasoning has the name that gpt-oss's template knows. Beside calls that
+    template refuses it together with content, which then stands for it.
+    """
+    reasoning = message.get("reasoning")
+    if reasoning is None or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": reasoning}
+
+
+def _reasoning_at_end(
+    prompt: ChatPrompt, text: str, reasoning: ReasoningFormat
+) -> tuple[bool, bool]:
+    """Whether a rendered conversation ends within the reasoning of the model's turn, and whether it
+    ends behind it.
+    """
+    opener, closer = reasoning.opener, reasoning.closer
+    if reasoning.is_harmony:
+        return False, False  # Its answers tell their channels themselves.
     if prompt.continue_final_message:
         final = _content(prompt.messages[-1])
-        return final.rfind(THINK) > final.rfind(END_THINK)
-    return text.rstrip().endswith(THINK)
+        return final.rfind(opener) > final.rfind(closer), closer in final
+    text = text.rstrip()
+    has_reasoned = text.endswith(closer)
+    return text.endswith(opener) or (reasoning.always_begins and not has_reasoned), has_reasoned
 
 
 def _param(prompt: Prompt) -> str:

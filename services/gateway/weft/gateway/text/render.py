@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from weft.gateway.text.answer.formats import ReasoningFormat
+from weft.gateway.text.answer.reasoning_gate import ReasoningGate
 from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.text.stops import StopAutomaton, StopScanner
 from weft.gateway.text.vocabulary import Vocabulary
@@ -23,6 +25,9 @@ class RenderPlan:
         include_stop: bool,
         skip_special_tokens: bool,
         told_ids: Collection[int] = (),
+        shown_ids: Collection[int] = (),
+        reasoning: ReasoningFormat | None = None,
+        begins_reasoning: bool = False,
     ) -> None:
         """Prepares the rendering.
 
@@ -35,6 +40,10 @@ class RenderPlan:
             include_stop: Keep the text of the stop string or token.
             skip_special_tokens: Special tokens give no text.
             told_ids: Those of `stop_ids` that the client is told of if they end a sample.
+            shown_ids: Special tokens that give text all the same.
+            reasoning: How the reasoning is written in which stop strings do not count; None: they
+                count everywhere.
+            begins_reasoning: A sample begins within it.
         """
         self.vocabulary = vocabulary
         self.prompt_ids = prompt_ids
@@ -44,6 +53,9 @@ class RenderPlan:
         self.include_stop = include_stop
         self.skip_special_tokens = skip_special_tokens
         self.told_ids = told_ids
+        self.shown_ids = shown_ids
+        self.reasoning = reasoning
+        self.begins_reasoning = begins_reasoning
 
 
 class SampleRenderer:
@@ -51,7 +63,12 @@ class SampleRenderer:
 
     def __init__(self, plan: RenderPlan) -> None:
         self._detokenizer = make_detokenizer(
-            plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens
+            plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens, plan.shown_ids
+        )
+        self._gate = (
+            ReasoningGate(plan.reasoning, plan.begins_reasoning)
+            if plan.reasoning is not None and plan.automaton is not None
+            else None
         )
         self._scanner = (
             StopScanner(plan.automaton, plan.include_stop) if plan.automaton is not None else None
@@ -92,8 +109,16 @@ class SampleRenderer:
         if self._scanner is None:
             return text
         counts = self._num_tokens > self._min_tokens
+        return self._scan(text, counts=counts)
+
+    def _scan(self, text: str, *, counts: bool = True, is_last: bool = False) -> str:
+        """The text up to a stop string, if one ends in it; sets `is_stopped`."""
+        assert self._scanner is not None
+        free = ""
+        if self._gate is not None:
+            free, text = self._gate.push(text, is_last=is_last)
         text, self.is_stopped = self._scanner.push(text, counts=counts)
-        return text
+        return free + text
 
     def finish(self, by_stop_token: bool) -> str:
         """Ends the sample; returns the last text to show.
@@ -112,5 +137,5 @@ class SampleRenderer:
         rest = self._detokenizer.finish()
         if self._scanner is None:
             return text + rest
-        rest, self.is_stopped = self._scanner.push(rest)
+        rest = self._scan(rest, is_last=True)
         return text + rest + ("" if self.is_stopped else self._scanner.finish())

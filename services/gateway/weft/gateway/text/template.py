@@ -78,6 +78,8 @@ class ChatTemplate:
         """Whether the template tells the model of tools."""
         self.knows_developers = "developer" in source
         """Whether it has words for messages of the role `developer`."""
+        self.knows_thinking = ".thinking" in source
+        """Whether it calls the reasoning of messages `thinking`, as gpt-oss's does."""
 
     def render(
         self,

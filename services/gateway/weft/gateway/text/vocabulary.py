@@ -28,10 +28,11 @@ class Vocabulary:
             tokenizer: Truncation and padding must be off.
         """
         self.tokenizer = tokenizer
-        self.special_ids = frozenset(
-            id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         """Ids whose text is skipped unless the request wants special tokens."""
+        self.added_ids = {token.content: id_ for id_, token in added.items()}
+        """Ids of the texts that are always one token."""
         self.is_byte_level = decoder_types(tokenizer) == ["ByteLevel"]
         """Whether the text of a sequence is the concatenation of its tokens' bytes, decoded as
         UTF-8.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,6 +37,22 @@ class Footprint:
     num_tasks: int
 
 
+def _add_marks(path: Path, marks: Sequence[str]) -> None:
+    """Makes special tokens of the last ones of a tokenizer, which are pairs of letters."""
+    if not marks:
+        return
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    for mark in marks:
+        left, right = tokenizer["model"]["merges"].pop()
+        id_ = vocab.pop(left + right)
+        vocab[mark] = id_
+        given = tokenizer["added_tokens"][0]
+        tokenizer["added_tokens"].append({**given, "id": id_, "content": mark})
+    tokenizer["added_tokens"].sort(key=lambda token: int(token["id"]))
+    path.write_text(json.dumps(tokenizer))
+
+
 class TinyMesh(LocalMesh):
     """`weft up` over a random model that answers in milliseconds.
 
@@ -46,6 +63,8 @@ class TinyMesh(LocalMesh):
         gateways: How many.
         has_draft: Pages hold the KV of a random head too.
         draft_vocab_size: Tokens that it can draft.
+        marks: Special tokens in place of the last ones of its vocabulary.
+        chat_template: Its own; empty: that of all such models.
     """
 
     model = MODEL
@@ -58,6 +77,8 @@ class TinyMesh(LocalMesh):
         gateways: int = 1,
         has_draft: bool = False,
         draft_vocab_size: int = 150,
+        marks: Sequence[str] = (),
+        chat_template: str = "",
     ) -> None:
         self._armed: set[tuple[str, str]] = set()
         self.model_dir = make_tiny(
@@ -68,6 +89,9 @@ class TinyMesh(LocalMesh):
             max_position_embeddings=max_context_tokens,
             **SHAPE,
         )
+        _add_marks(self.model_dir / "tokenizer.json", marks)
+        if chat_template:
+            (self.model_dir / "chat_template.jinja").write_text(chat_template)
         places = ["--model", str(self.model_dir), "--dtype", "float32"]
         if has_draft:
             self.draft_dir = make_tiny_draft(

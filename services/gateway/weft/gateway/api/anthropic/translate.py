@@ -51,9 +51,7 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
     prompt, use = messages_prompt(body)
     constraint, param = use.constraint, use.param
     wanted, wanted_param = _format_of(body)
-    if wanted is not None:
-        if use.calls is not None:
-            raise invalid(wanted_param, "contradicts tools; set tool_choice to none")
+    if wanted is not None and constraint is None:  # else the answer is calls
         schema = json.dumps(wanted.schema_, ensure_ascii=False)
         constraint, param = Constraint(kind="json_schema", text=schema), f"{wanted_param}.schema"
     sampling = {

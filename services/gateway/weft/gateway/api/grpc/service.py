@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from weft.common.rpc.breaker import BreakerState
-from weft.engine.request import Constraint
+from weft.engine.request import Constraint, Reasoning
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.adapter_calls import AdapterCalls
@@ -78,6 +78,12 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """See gateway.proto."""
         self._check_size(request)
+        for name in ("reasoning", "alternatives"):
+            given = {field.name for field, _ in request.sampling.constraint.ListFields()}
+            if name in given:
+                raise invalid(
+                    f"sampling.constraint.{name}", "is found by the gateway in chats; leave it out"
+                )
         tools, use = _tool_use(request)
         prompt = ChatPrompt(messages=_messages(request.messages), tools=tools)
         translated = _translate(request, call_facts(context, "chatcmpl"), prompt, use)
@@ -316,9 +322,10 @@ def _translate(
 ) -> GenerateRequest:
     """Converts the requests of this face."""
     sampling = _sampling(request.sampling)
-    if sampling.constraint is not None and use.calls is not None:
+    if sampling.constraint is not None and use.constraint is not None:
         raise invalid(
-            "sampling.constraint", "contradicts tools; set the mode of tool_choice to NONE"
+            "sampling.constraint",
+            "contradicts the tool_choice, under which the answer is calls; set its mode to AUTO",
         )
     if use.constraint is not None:
         sampling = replace(sampling, constraint=use.constraint)
@@ -372,9 +379,22 @@ def _constraint(given: common_pb2.Constraint) -> Constraint:
         raise invalid(
             "sampling.constraint", "give json_schema, regex, ebnf, choice or structural_tag"
         )
-    if kind == "choice":
-        return Constraint(kind=kind, choices=tuple(given.choice.choices))
-    return Constraint(kind=kind, text=getattr(given, kind))
+    reasoning = None
+    if given.HasField("reasoning"):
+        told = given.reasoning
+        reasoning = Reasoning(
+            begin=told.begin if told.HasField("begin") else None,
+            end=tuple(told.end),
+            until=told.until if told.HasField("until") else None,
+        )
+    is_choice = kind == "choice"
+    return Constraint(
+        kind=kind,
+        text="" if is_choice else getattr(given, kind),
+        choices=tuple(given.choice.choices),
+        reasoning=reasoning,
+        alternatives=tuple(given.alternatives),
+    )
 
 
 def _stopping(given: common_pb2.StopCriteria) -> Stopping:

@@ -66,7 +66,7 @@ class OllamaFace(dialects_pb2_grpc.OllamaServiceServicer):
     ) -> None:
         is_streamed = body.stream is not False
         resolved = await self._models.find(model_name(body.model))
-        if body.think and not (await self._models.card(resolved)).has_reasoning:
+        if body.think and not (await self._models.card(resolved)).reasoning:
             raise invalid("think", f"the model `{resolved.name}` does not reason; leave it out")
         named = body.model or resolved.name
         if request is None:
@@ -141,7 +141,7 @@ def _capabilities(card: ModelCard) -> list[str]:
     found = ["completion"]
     if card.template is not None:
         found.append("tools")
-    if card.has_reasoning:
+    if card.reasoning is not None:
         found.append("thinking")
     return found
 

@@ -113,8 +113,6 @@ def _request(
 ) -> GenerateRequest:
     options = body.options or OptionsBody.model_validate({})
     constraint = _constraint(body)
-    if constraint is not None and use.calls is not None:
-        raise invalid("format", "contradicts tools; give one of them")
     if body.truncate is not None and body.truncate:
         raise unsupported("truncate", "cutting the prompt")
     if body.shift is not None and body.shift:

@@ -93,7 +93,8 @@ class ChatMessageAnswer(Answer):
     role: Literal["assistant"]
     content: str | None = Field(description="null where there are calls and no text")
     refusal: None = None
-    reasoning_content: str | None = Field(None, description="what the model wrote to think")
+    reasoning: str | None = Field(None, description="what the model wrote to think")
+    reasoning_content: str | None = Field(None, description="the same, by its older name")
     tool_calls: list[ToolCallAnswer] | None = None
 
 
@@ -162,6 +163,7 @@ class ChatDelta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 

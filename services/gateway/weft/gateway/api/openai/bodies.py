@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
@@ -40,12 +40,15 @@ def _few_entries(value: object) -> object:
 
 def _one_choice(value: object) -> object:
     """Refuses what is no choice of tools in its own words: a union would tell of its members."""
-    is_function = isinstance(value, dict) and value.get("type") == "function"
-    if value is None or value in ("none", "auto", "required") or is_function:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    if kind in ("function", "allowed_tools"):
         return value
     raise PydanticCustomError(
         "tool_choice",
-        'Input should be none, auto, required or {"type": "function", "function": {"name": ...}}',
+        'Input should be none, auto, required, {"type": "function", "function": {"name": ...}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
     )
 
 
@@ -54,6 +57,9 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Parts = Annotated[list["ContentPart"], Field(fail_fast=True, max_length=_MAX_PARTS)]
 Tools = Annotated[list["ToolBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
+AllowedToolList = Annotated[
+    list["AllowedTool"], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)
+]
 ToolCalls = Annotated[list["ToolCallBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
@@ -86,8 +92,9 @@ class ContentPart(BaseModel):
 
     model_config = _CONFIG
 
-    type: str = Field(description="`text`; others are not supported")
+    type: str = Field(description="`text`, or `refusal`; others are not supported")
     text: str | None = Field(None, description="of a text part")
+    refusal: str | None = Field(None, description="of a refusal, which counts as text")
 
 
 class CalledFunction(BaseModel):
@@ -96,7 +103,10 @@ class CalledFunction(BaseModel):
     model_config = _CONFIG
 
     name: Annotated[str, Field(min_length=1)] = Field(description="the function's")
-    arguments: str = Field(description="a JSON object, as text")
+    arguments: str | dict[str, Any] | list[Any] | None = Field(
+        None,
+        description="a JSON object, as text; of anything else an object is made for the template",
+    )
 
 
 class ToolCallBody(BaseModel):
@@ -141,6 +151,33 @@ class ChosenFunction(BaseModel):
     name: str
 
 
+class AllowedTool(BaseModel):
+    """One of the tools that are allowed."""
+
+    model_config = _CONFIG
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class AllowedTools(BaseModel):
+    """The field `allowed_tools` of `tool_choice`."""
+
+    model_config = _CONFIG
+
+    mode: Literal["auto", "required"] = Field(description="whether one of them must be called")
+    tools: AllowedToolList = Field(description="those of `tools` that may be called")
+
+
+class AllowedToolsBody(BaseModel):
+    """The field `tool_choice`, where it names the tools that may be called."""
+
+    model_config = _CONFIG
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ToolChoiceBody(BaseModel):
     """The field `tool_choice`, where it names a function."""
 
@@ -150,8 +187,18 @@ class ToolChoiceBody(BaseModel):
     function: ChosenFunction
 
 
+def _kind_of_choice(value: object) -> str:
+    """The tag of a choice of tools; as names of classes, which paths of errors leave out."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return {"function": "Function", "allowed_tools": "Allowed"}.get(str(kind), "Word")
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | ToolChoiceBody, BeforeValidator(_one_choice)
+    Annotated[Literal["none", "auto", "required"], Tag("Word")]
+    | Annotated[ToolChoiceBody, Tag("Function")]
+    | Annotated[AllowedToolsBody, Tag("Allowed")],
+    Discriminator(_kind_of_choice),
+    BeforeValidator(_one_choice),
 ]
 
 
@@ -171,8 +218,12 @@ class Message(BaseModel):
     tool_call_id: str | None = Field(
         None, description="of a tool's result: the call's; passed on to the chat template"
     )
-    reasoning_content: str | None = Field(
+    reasoning: str | None = Field(
         None, description="of the assistant; passed on to the chat template"
+    )
+    reasoning_content: str | None = Field(None, description="older name of `reasoning`")
+    refusal: str | None = Field(
+        None, description="of the assistant, in place of the content; counts as text"
     )
     function_call: Any = Field(None, description="not supported; see tool_calls")
 
@@ -325,7 +376,8 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice | None = Field(
         None,
         description="none: no tool is shown; auto, the default: the model decides; required, or a "
-        "function: the answer is such calls and nothing else",
+        "function: the answer is such calls and nothing else; allowed_tools: auto or required "
+        "with some of the tools",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="false: at most one call; default true"

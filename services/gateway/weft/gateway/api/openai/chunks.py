@@ -242,7 +242,7 @@ class ChatWriter(AnswerWriter):
         part = parser.push(delta.text, is_last=delta.finish_reason is not None)
         added: dict[str, object] = {}
         if part.reasoning:
-            added["reasoning_content"] = part.reasoning
+            added["reasoning"] = added["reasoning_content"] = part.reasoning
         if part.content:
             added["content"] = part.content
         if part.calls:
@@ -292,7 +292,7 @@ class ChatWriter(AnswerWriter):
             "refusal": None,
         }
         if part.reasoning:
-            message["reasoning_content"] = part.reasoning
+            message["reasoning"] = message["reasoning_content"] = part.reasoning
         if part.calls:
             message["tool_calls"] = [_call(call) for call in joined(part.calls)]
         return message

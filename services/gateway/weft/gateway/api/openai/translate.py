@@ -11,6 +11,7 @@ from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.edge import CallFacts
 from weft.gateway.api.openai.bodies import (
+    AllowedToolsBody,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -21,7 +22,7 @@ from weft.gateway.api.openai.bodies import (
     ToolChoiceBody,
 )
 from weft.gateway.api.openai.constrain import GivenConstraint, constraint_of
-from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, past_call, use_tools
+from weft.gateway.api.tools import NO_TOOLS, ToolUse, check_tools, only_tools, past_call, use_tools
 from weft.gateway.request import (
     ChatPrompt,
     GenerateRequest,
@@ -80,6 +81,10 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
     choice = body.tool_choice
     if choice == "none":
         prompt = replace(prompt, tools=())
+    if isinstance(choice, AllowedToolsBody):
+        allowed, choice = choice.allowed_tools, choice.allowed_tools.mode
+        names = [one.function.name for one in allowed.tools]
+        prompt = replace(prompt, tools=only_tools(prompt.tools, names))
     return _request(
         body,
         facts,
@@ -183,8 +188,11 @@ def _request(
 ) -> GenerateRequest:
     _refuse_unsupported(body)
     constraint = constraint_of(body)
-    if constraint is not None and tool_use.calls is not None:
-        raise invalid(constraint.param, "contradicts tools; set tool_choice to none")
+    if constraint is not None and tool_use.constraint is not None and not _is_format(constraint):
+        raise invalid(
+            constraint.param,
+            "contradicts tool_choice, under which the answer is calls; set tool_choice to auto",
+        )
     if tool_use.constraint is not None:
         constraint = GivenConstraint(tool_use.param, tool_use.constraint)
     if body.stream_options is not None and not body.stream:
@@ -308,28 +316,38 @@ def _message(index: int, message: Message) -> dict[str, Any]:
         raise unsupported(f"{where}.function_call", "calls are given as tool_calls")
     content = message.content
     if content is None and message.role == "assistant":
-        content = ""  # as SDKs send back a turn without text
+        content = message.refusal or ""  # as SDKs send back a turn without text
     if content is None:
         raise invalid(f"{where}.content", "is missing; give a text")
     if not isinstance(content, str):
         texts: list[str] = []
         for number, part in enumerate(content):
-            if part.type != "text":
+            if part.type not in ("text", "refusal"):
                 raise unsupported(f"{where}.content[{number}].type", f"content `{part.type}`")
-            if part.text is None:
-                raise invalid(f"{where}.content[{number}].text", "is missing")
-            texts.append(part.text)
+            text = part.text if part.type == "text" else part.refusal
+            if text is None:
+                raise invalid(f"{where}.content[{number}].{part.type}", "is missing")
+            texts.append(text)
         content = "\n".join(texts)
     translated: dict[str, Any] = {"role": message.role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             translated[name] = value
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        # Chat templates know it by either name.
+        translated |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if message.tool_calls:
         translated["tool_calls"] = [
             past_call(call.id or "", call.function.name, call.function.arguments)
             for call in message.tool_calls
         ]
     return translated
+
+
+def _is_format(constraint: GivenConstraint) -> bool:
+    """Whether a constraint is on the content, of which an answer that is calls has none."""
+    return constraint.param.startswith("response_format")
 
 
 def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:

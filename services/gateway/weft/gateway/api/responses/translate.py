@@ -99,9 +99,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
     use = _use_of(body, tools)
     constraint, param = use.constraint, use.param
     wanted = _format(None if body.text is None else body.text.format)
-    if wanted is not None:
-        if use.calls is not None:
-            raise invalid("text.format", "contradicts tools; set tool_choice to none")
+    if wanted is not None and constraint is None:  # else the answer is calls
         constraint, param = wanted, "text.format.schema"
     prompt = ChatPrompt(
         messages=(*instructions, *messages),

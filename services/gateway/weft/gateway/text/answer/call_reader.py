@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -60,6 +61,7 @@ class CallReader:
 
     Args:
         given_name: Of the function: only the arguments are read. Empty: the whole object is.
+        given_id: Of the call; empty: it has none.
     """
 
     __slots__ = (
@@ -71,12 +73,14 @@ class CallReader:
         "_num_chars",
         "_pieces",
         "_tail",
+        "id",
         "name",
         "rest",
     )
 
-    def __init__(self, given_name: str = "") -> None:
+    def __init__(self, given_name: str = "", given_id: str = "") -> None:
         self._given_name = given_name
+        self.id = given_id
         self.name = ""
         """Name of the function; empty: not known yet."""
         self.rest: str | None = None
@@ -152,7 +156,7 @@ class CallReader:
     def _whole(self) -> str:
         """Reads the complete object."""
         try:
-            call = json.loads(self.text, strict=False)
+            call = loads(self.text)
         except RecursionError as error:
             raise ValueError("too deeply nested") from error
         name = call.get("name") if isinstance(call, dict) else None
@@ -160,23 +164,40 @@ class CallReader:
             raise ValueError("no name")
         arguments = call.get("arguments", call.get("parameters")) or {}
         if isinstance(arguments, str):
-            arguments = json.loads(arguments, strict=False)  # Some models write them as a string.
+            arguments = loads(arguments)  # Some models write them as a string.
         if not isinstance(arguments, dict):
             raise ValueError("arguments that are no object")
-        self.name = _encodable(name)
-        return _encodable(json.dumps(arguments, ensure_ascii=False))
+        self.name = encodable(name)
+        return encodable(json.dumps(arguments, ensure_ascii=False))
 
 
 def _name(quoted: str) -> str:
     try:
-        return _encodable(str(json.loads(quoted, strict=False)))
+        return encodable(str(json.loads(quoted, strict=False)))
     except ValueError:  # An escape that JSON does not have.
         return quoted[1:-1]
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """The text with U+FFFD for halves of characters, which JSON's escapes can name."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def loads(text: str) -> Any:
+    """Reads JSON as models write it, with line breaks in strings, but all of whose numbers JSON
+    can write again.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number")
+    return value
 
 
 def parse_json(text: str) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 from weft.engine.errors import WeftError
 from weft.engine.request import Constraint
+from weft.gateway.text.answer.call_reader import parse_json
+from weft.gateway.validate import invalid
 
 ALL_TOOLS = "tools"
 """The field that a constraint made of all tools is blamed on, where no tool is at fault alone."""
@@ -16,6 +18,9 @@ _IN_ARGUMENTS = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)argume
 """Places within a tool's arguments, as errors of schemas write them: paths of two forms, and
 references.
 """
+_ANSWER = "answer-beside-calls"
+_IN_ANSWER = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)answer-beside-calls(?:'\])?")
+"""Places within the answer's schema beside calls."""
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -34,6 +39,57 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
         tools: Those that may be called, of OpenAI's form.
         most: Most calls; None: any number.
     """
+    return _constraint(_calls(tools, most))
+
+
+def calls_or_answer(
+    tools: Sequence[Mapping[str, Any]], answer: Constraint, most: int | None, param: str
+) -> Constraint:
+    """A list of one or more calls, or else an object of an answer's schema, for models whose own
+    calls begin with no token that would tell them from the answer.
+
+    This is the one place that makes a grammar of both; see `Constraint.alternatives` for the way of
+    other models.
+
+    Args:
+        tools: As of `demanded_calls`.
+        answer: The constraint on an answer that is no calls.
+        most: As of `demanded_calls`.
+        param: The field that `answer` is of.
+
+    Raises:
+        InvalidRequest: The answer need not be an object, which would tell it from a list.
+    """
+    schema: Any = None
+    if answer.kind == "json_schema":
+        try:
+            schema = parse_json(answer.text)
+        except ValueError as error:
+            raise invalid(param, f"is not JSON: {error}") from None
+    if not isinstance(schema, dict) or not _is_of_objects(schema):
+        raise invalid(
+            param,
+            "beside tools, must be a JSON schema of type object with this model, whose calls no "
+            "token tells from an answer; or set tool_choice to none",
+        )
+    calls = _calls(tools, most)
+    places = {**calls.pop("$defs"), _ANSWER: _moved(schema, f"#/$defs/{_ANSWER}")}
+    return _constraint({"anyOf": [{"$ref": f"#/$defs/{_ANSWER}"}, calls], "$defs": places})
+
+
+def _is_of_objects(schema: Mapping[str, Any]) -> bool:
+    """Whether all that is valid under a schema is an object, as far as its first level says."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and "type" not in schema:
+        there: Any = schema
+        for step in reference[2:].split("/"):
+            there = there.get(step) if isinstance(there, Mapping) else None
+        return isinstance(there, Mapping) and there.get("type") == "object"
+    return schema.get("type") == "object"
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
+    """The schema of a list of calls."""
     branches, arguments = [], {}
     for number, tool in enumerate(tools):
         function, place = tool["function"], f"arguments-{number}"
@@ -58,7 +114,7 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
     }
     if most is not None:
         schema["maxItems"] = most
-    return _constraint(schema)
+    return schema
 
 
 def demanded_arguments(tool: Mapping[str, Any]) -> Constraint:
@@ -78,9 +134,10 @@ def blame_constraint(error: WeftError, param: str) -> None:
         error: The worker's.
         param: The field that the constraint is of.
     """
-    if param == ALL_TOOLS and (place := _IN_ARGUMENTS.search(error.message)):
+    if place := _IN_ARGUMENTS.search(error.message):
         param = parameters_of(int(place[2]))
         error.message = _IN_ARGUMENTS.sub(r"\1", error.message)
+    error.message = _IN_ANSWER.sub(r"\1", error.message)
     error.blame(param)
 
 

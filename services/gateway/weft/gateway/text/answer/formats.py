@@ -1,51 +1,298 @@
-"""How models write calls of tools and their reasoning, told from their chat templates."""
+"""How models write calls of tools and their reasoning, told from their chat templates.
+
+A format is an entry here: what opens and closes calls, and which syntaxes a call may have
+(`weft.gateway.text.answer.syntaxes`). Names are vLLM's.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.gateway.text.answer.gemma_call import parse_gemma
+from weft.gateway.text.answer.syntaxes import Collected, JsonObject, NamedJson, Syntax
+from weft.gateway.text.answer.tagged_call import TagSyntax
+
 THINK, END_THINK = "<think>", "</think>"
+_HARMONY_MARKS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>"),
+    *("<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Where calls are in a text. Each is a JSON object with `name`, and `arguments` or
-    `parameters`; or, with `has_bare_names`, the name, `[ARGS]` and the arguments.
+    """Where calls are in a text, and how each is written.
+
+    ```
+    text OPENER separator CALL tail separator CALL tail CLOSER text
+    ```
     """
 
     name: str
-    opener: str
-    """Begins a call, or a list of calls. Empty: the text begins with one, or has none."""
+    openers: tuple[str, ...]
+    """Each begins a call, or a list of calls. None: the text begins with one, or has no call."""
+    syntaxes: tuple[Syntax, ...] = (JsonObject(),)
+    """How a call may be written."""
     closer: str = ""
-    """Ends a call; empty: its object does."""
-    separators: str = ""
-    """Characters that may stand between calls, beside blanks."""
-    hidden_opener: str = ""
-    """May stand before the first call where there is no `opener`."""
-    has_bare_names: bool = False
-    """Each call then has an `opener` of its own."""
-    has_tags: bool = False
-    """Calls may be tags instead (`weft.gateway.text.answer.tagged_call`)."""
+    """Ends a call, or a list of calls; empty: the call does. A missing one is no matter."""
+    separators: tuple[str, ...] = ()
+    """May stand before a call, beside blanks."""
+    tails: tuple[str, ...] = ()
+    """May stand behind a call, beside blanks."""
+    beginnings: tuple[str, ...] = ()
+    """One of them begins a text with calls where there are no `openers`."""
     id_length: int = 24
     """Characters of a call's id; nine, which some chat templates check, are all of it."""
+    is_harmony: bool = False
+    """Calls are messages to functions (`weft.gateway.text.answer.harmony`)."""
+    marks: tuple[str, ...] = ()
+    """Further texts that tell calls or their values, and may be special tokens."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """All texts by which calls are told: those that are special tokens have to be shown."""
+        own = (*self.openers, self.closer, *self.separators, *self.tails, *self.beginnings)
+        return tuple(one for one in (*own, *self.marks) if one)
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", separators="[,]")
-"""Hermes, Qwen2.5 and Qwen3."""
-QWEN3_CODER = ToolFormat(
-    "qwen3_coder", "<tool_call>", "</tool_call>", separators="[,]", has_tags=True
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Where the reasoning is with which a text may begin."""
+
+    name: str
+    opener: str
+    """Begins it, unless the prompt has."""
+    closer: str
+    """Ends it."""
+    end: str = ""
+    """Behind it, and the next `until`, the answer begins; empty: behind `closer`."""
+    until: str = ""
+    always_begins: bool = False
+    """The text begins with reasoning whether it is opened or not."""
+    is_harmony: bool = False
+    """Reasoning is a channel (`weft.gateway.text.answer.harmony`)."""
+
+    @property
+    def opening_token(self) -> str:
+        """The part of `opener` that may be a token of its own."""
+        return self.opener.removesuffix("thought")
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """See `ToolFormat.tokens`."""
+        return (self.opening_token, self.closer, *(_HARMONY_MARKS if self.is_harmony else ()))
+
+
+_JOINTS, _TAILS = ("[", ","), ("]",)
+"""Of formats that may have lists of JSON objects."""
+_NAME = r"(?P<name>[\w.-]{1,256})"
+
+HERMES = ToolFormat(
+    "hermes", ("<tool_call>",), closer="</tool_call>", separators=_JOINTS, tails=_TAILS
 )
-"""Qwen3-Coder."""
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", separators="[,]", has_bare_names=True, id_length=9)
+"""Hermes, Qwen2.5, Qwen3, Granite 4."""
+QWEN3_CODER = ToolFormat(
+    "qwen3_coder",
+    ("<tool_call>",),
+    (
+        JsonObject(),
+        TagSyntax(
+            opener="<function=",
+            closer="</function>",
+            name=r"<function=\s*[\"']?(?P<name>[^>\n]*?)[\"']?\s*>",
+            parameter=r"<parameter=(?P<key>[^>\n]{1,256})>(?P<value>.*?)"
+            r"(?:</parameter>|(?=<parameter=)|\Z)",
+        ),
+    ),
+    closer="</tool_call>",
+    separators=_JOINTS,
+    tails=_TAILS,
+)
+"""Qwen3-Coder, Qwen3.5 and its successors, Nemotron 3."""
+GLM45 = ToolFormat(
+    "glm45",
+    ("<tool_call>",),
+    (
+        JsonObject(),
+        TagSyntax(
+            opener="",
+            closer="</tool_call>",
+            leaves_closer=True,
+            name=rf"{_NAME}\s*(?=<arg_key>|\Z)",
+            parameter=r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s*"
+            r"<arg_value>(?P<value>.*?)(?:</arg_value>|(?=<arg_key>)|\Z)",
+        ),
+    ),
+    closer="</tool_call>",
+    marks=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+"""GLM-4.5 to GLM-5: with line breaks between the tags, or without."""
+MINIMAX_M2 = ToolFormat(
+    "minimax_m2",
+    ("<minimax:tool_call>",),
+    (
+        TagSyntax(
+            opener="<invoke",
+            closer="</invoke>",
+            name=r"<invoke\s+name=[\"']?(?P<name>[^\"'>\n]{1,256})[\"']?\s*>",
+            parameter=r"<parameter\s+name=[\"']?(?P<key>[^\"'>\n]{1,256})[\"']?\s*>(?P<value>.*?)"
+            r"(?:</parameter>|(?=<parameter\s)|\Z)",
+        ),
+    ),
+    closer="</minimax:tool_call>",
+)
+DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3",
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    (NamedJson(rf"(?:function)?\s*<｜tool▁sep｜>\s*{_NAME}\s*```(?:json)?\s*"),),
+    closer="<｜tool▁calls▁end｜>",
+    separators=("<｜tool▁call▁begin｜>",),
+    tails=("```", "<｜tool▁call▁end｜>"),
+    marks=("<｜tool▁sep｜>",),
+)
+"""DeepSeek V3 and R1: the name, then a block of JSON."""
+DEEPSEEK_V31 = ToolFormat(
+    "deepseek_v31",
+    DEEPSEEK_V3.openers,
+    (NamedJson(rf"{_NAME}\s*<｜tool▁sep｜>\s*"),),
+    closer=DEEPSEEK_V3.closer,
+    separators=DEEPSEEK_V3.separators,
+    tails=("<｜tool▁call▁end｜>",),
+    marks=DEEPSEEK_V3.marks,
+)
+DEEPSEEK_V32 = ToolFormat(
+    "deepseek_v32",
+    ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    (
+        TagSyntax(
+            opener="<｜DSML｜invoke",
+            closer="</｜DSML｜invoke>",
+            name=r"<｜DSML｜invoke\s+name=\"(?P<name>[^\"\n]{1,256})\"\s*>",
+            parameter=r"<｜DSML｜parameter\s+name=\"(?P<key>[^\"\n]{1,256})\""
+            r"(?:\s+string=\"(?P<string>true|false)\")?\s*>(?P<value>.*?)"
+            r"(?:</｜DSML｜parameter>|\Z)",
+        ),
+    ),
+    closer="</｜DSML｜function_calls>",
+    tails=("</｜DSML｜tool_calls>",),
+    marks=("｜DSML｜",),
+)
+"""DeepSeek V3.2."""
+KIMI_K2 = ToolFormat(
+    "kimi_k2",
+    ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
+    (
+        NamedJson(
+            r"(?P<id>(?:functions\.)?(?P<name>[\w.-]{1,256}?)(?::\d{1,9})?)"
+            r"\s*<\|tool_call_argument_begin\|>\s*"
+        ),
+    ),
+    closer="<|tool_calls_section_end|>",
+    separators=("<|tool_call_begin|>",),
+    tails=("<|tool_call_end|>", "<|tool_call_section_end|>"),
+    marks=("<|tool_call_argument_begin|>",),
+)
+"""Kimi K2. A call's id is the model's, `functions.NAME:NUMBER`, which it expects to see again."""
+MISTRAL = ToolFormat(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    (JsonObject(), NamedJson(rf"{_NAME}(?:\[CALL_ID\]\w{{0,64}})?\[ARGS\]\s*")),
+    separators=_JOINTS,
+    tails=_TAILS,
+    id_length=9,
+    marks=("[ARGS]", "[CALL_ID]"),
+)
 """Mistral: lists of objects up to version 7 of its tokenizer, bare names from version 11 on."""
-LLAMA3_JSON = ToolFormat("llama3_json", "", separators=";", hidden_opener="<|python_tag|>")
+GRANITE = ToolFormat(
+    "granite",
+    ("<|tool_call|>", "<tool_call>"),
+    closer="</tool_call>",
+    separators=_JOINTS,
+    tails=_TAILS,
+)
+"""Granite 3."""
+GEMMA4 = ToolFormat(
+    "gemma4",
+    ("<|tool_call>",),
+    (Collected("call:", "<tool_call|>", parse_gemma, leaves_closer=True),),
+    closer="<tool_call|>",
+    marks=('<|"|>',),
+)
+"""Gemma 4: an object with bare keys whose texts stand between marks of their own."""
+LLAMA3_JSON = ToolFormat(
+    "llama3_json", (), separators=(";", "<|python_tag|>"), beginnings=("{", "<|python_tag|>")
+)
 """Llama 3.1 and later, its JSON calls."""
-CALLS_ONLY = ToolFormat("calls", "", separators="[,]", hidden_opener="[")
+HARMONY = ToolFormat(
+    "openai",
+    (),
+    is_harmony=True,
+    marks=_HARMONY_MARKS,
+)
+"""gpt-oss."""
+CALLS_ONLY = ToolFormat("calls", (), separators=_JOINTS, tails=_TAILS, beginnings=("{", "["))
 """A text that a constraint made a list of calls."""
+CALLS_OR_ANSWER = ToolFormat(
+    "calls_or_answer", (), separators=_JOINTS, tails=_TAILS, beginnings=("[",)
+)
+"""A text that a constraint made a list of calls, or an object that is none."""
 
 FORMATS: Mapping[str, ToolFormat] = {
-    one.name: one for one in (HERMES, QWEN3_CODER, MISTRAL, LLAMA3_JSON)
+    **{
+        one.name: one
+        for one in (
+            *(HERMES, QWEN3_CODER, GLM45, MINIMAX_M2, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32),
+            *(KIMI_K2, MISTRAL, GRANITE, GEMMA4, LLAMA3_JSON, HARMONY),
+        )
+    },
+    "qwen3_xml": QWEN3_CODER,
+    "glm47": GLM45,
+}
+
+_TEMPLATE_MARKS: tuple[tuple[str, ToolFormat], ...] = (
+    (r"<\|call\|>", HARMONY),
+    (r"<\|tool_call>", GEMMA4),
+    ("<minimax:tool_call>", MINIMAX_M2),
+    (r"<\|tool_calls_section_begin\|>", KIMI_K2),
+    ("｜DSML｜", DEEPSEEK_V32),
+    (r"<｜tool▁calls▁begin｜>[\s\S]*```json", DEEPSEEK_V3),
+    ("<｜tool▁calls▁begin｜>", DEEPSEEK_V31),
+    ("<arg_key>", GLM45),
+    (r"<tool_call>[\s\S]*<parameter=|<parameter=[\s\S]*<tool_call>", QWEN3_CODER),
+    ("<tool_call>", HERMES),
+    ("TOOL_CALLS", MISTRAL),
+    (r"<\|tool_call\|>", GRANITE),
+    ("ipython", LLAMA3_JSON),
+)
+"""What is found in the chat templates of each format; the first that is there decides."""
+
+QWEN3 = ReasoningFormat("qwen3", THINK, END_THINK)
+"""Think tags: most models. The prompt may have opened them."""
+DEEPSEEK_R1 = ReasoningFormat("deepseek_r1", THINK, END_THINK, always_begins=True)
+GLM45_REASONING = ReasoningFormat("glm45", THINK, END_THINK)
+MINIMAX_M2_REASONING = ReasoningFormat("minimax_m2", THINK, END_THINK, always_begins=True)
+MISTRAL_REASONING = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
+GEMMA4_REASONING = ReasoningFormat("gemma4", "<|channel>thought", "<channel|>")
+HARMONY_REASONING = ReasoningFormat(
+    "openai_gptoss",
+    "<|channel|>analysis",
+    "<|end|>",
+    end="<|channel|>final",
+    until="<|message|>",
+    is_harmony=True,
+)
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    **{
+        one.name: one
+        for one in (
+            *(QWEN3, DEEPSEEK_R1, GLM45_REASONING, MINIMAX_M2_REASONING, MISTRAL_REASONING),
+            *(GEMMA4_REASONING, HARMONY_REASONING),
+        )
+    },
+    "think": QWEN3,
 }
 
 
@@ -53,13 +300,16 @@ def find_tool_format(template: str) -> ToolFormat:
     """The format that a chat template teaches; Hermes' where it teaches none, for then the gateway
     describes the tools itself (`weft.gateway.text.answer.describe`).
     """
-    if HERMES.opener in template:
-        return QWEN3_CODER if "<parameter=" in template else HERMES
-    if "TOOL_CALLS" in template:
-        return MISTRAL
-    return LLAMA3_JSON if "ipython" in template else HERMES
+    found = (form for mark, form in _TEMPLATE_MARKS if re.search(mark, template))
+    return next(found, HERMES)
 
 
-def find_reasoning(template: str) -> bool:
-    """Whether models of this chat template write their reasoning between think tags."""
-    return END_THINK in template
+def find_reasoning(template: str) -> ReasoningFormat | None:
+    """How models of this chat template write their reasoning; None: they write none."""
+    marks = (
+        ("<|channel|>", HARMONY_REASONING),
+        ("<|channel>", GEMMA4_REASONING),
+        (END_THINK, QWEN3),
+        ("[THINK]", MISTRAL_REASONING),
+    )
+    return next((form for mark, form in marks if mark in template), None)

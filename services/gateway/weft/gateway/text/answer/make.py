@@ -1,38 +1,150 @@
-"""Chooses the parser of a request's answers."""
+"""Chooses the parser of a request's answers, and the constraint that goes with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from weft.engine.request import Constraint, Reasoning
 from weft.gateway.request import ChatPrompt, GenerateRequest, PreparedPrompt
-from weft.gateway.text.answer.formats import CALLS_ONLY
+from weft.gateway.text.answer.demand import calls_or_answer
+from weft.gateway.text.answer.formats import (
+    CALLS_ONLY,
+    CALLS_OR_ANSWER,
+    ReasoningFormat,
+    ToolFormat,
+)
+from weft.gateway.text.answer.harmony import HarmonyParser
 from weft.gateway.text.answer.parser import AnswerParser, NamedCallParser, TextParser
 from weft.gateway.text.model_card import ModelCard
+
+MakeParser = Callable[[], AnswerParser]
 
 
 def parser_maker(
     request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
-) -> Callable[[], AnswerParser] | None:
+) -> MakeParser | None:
     """What makes a parser for each sample of a chat; None: all of its text is content."""
-    calls, tools = request.calls, model.tool_format
-    if calls is not None and calls.name:
-        name = calls.name
-        return lambda: NamedCallParser(name, tools.id_length)
-    if calls is not None and calls.is_demanded:
-        only = replace(CALLS_ONLY, id_length=tools.id_length)
-        return lambda: TextParser(only, is_demanded=True)
-    # A constrained text begins with what it is constrained to.
-    has_reasoning = model.has_reasoning and request.sampling.constraint is None
-    if calls is None and not has_reasoning:
+    return _Reading(request, model, prompt).parser()
+
+
+def reasoning_of(
+    request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
+) -> ReasoningFormat | None:
+    """How the reasoning is written with which an answer may begin; None: it has none."""
+    if not isinstance(request.prompts[0], ChatPrompt):
         return None
-    (given,) = request.prompts
-    is_continued = isinstance(given, ChatPrompt) and given.continue_final_message
-    return lambda: TextParser(
-        None if calls is None else tools,
-        has_reasoning=has_reasoning,
-        begins_reasoning=prompt.begins_reasoning,
-        is_continued=is_continued,
-        max_calls=None if calls is None else calls.most,
-        schemas=given.tools if isinstance(given, ChatPrompt) else (),
-    )
+    return _Reading(request, model, prompt).reasoning
+
+
+def settle_constraint(
+    request: GenerateRequest, model: ModelCard, prompts: Sequence[PreparedPrompt]
+) -> GenerateRequest:
+    """The request with the constraint that its one chat is drawn under: with calls beside an
+    answer, if it may have either, and behind the model's reasoning.
+
+    Raises:
+        InvalidRequest: There can be no calls beside its constraint.
+    """
+    constraint = request.sampling.constraint
+    if constraint is None or not isinstance(request.prompts[0], ChatPrompt):
+        return request
+    settled = _Reading(request, model, prompts[0]).constraint(constraint)
+    return replace(request, sampling=replace(request.sampling, constraint=settled))
+
+
+class _Reading:
+    """How the answer to one chat is to be read, which decides how it is constrained, too."""
+
+    def __init__(self, request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt) -> None:
+        (given,) = request.prompts
+        assert isinstance(given, ChatPrompt), "only chats are parsed"
+        self._model = model
+        self._prompt = prompt
+        self._tools = given.tools
+        self._is_continued = given.continue_final_message
+        self._calls = calls = request.calls
+        self._param = request.constraint_param
+        self._is_constrained = request.sampling.constraint is not None
+        self._has_choice = self._is_constrained and calls is not None and not calls.is_demanded
+        """Whether the answer is calls, or else under a constraint."""
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the reasoning is written with which the answer may begin; None: it has none."""
+        form = self._model.reasoning
+        if self._is_constrained and self._before_constraint() is None:
+            return None  # A worker could not tell where it ends.
+        if form is None or form.is_harmony or self._prompt.begins_reasoning:
+            return form
+        return None if self._is_continued else form
+
+    def _before_constraint(self) -> Reasoning | None:
+        """What may come before constrained text."""
+        told = self._model.answer_reasoning
+        if told is None or self._prompt.begins_reasoning or self._model.is_harmony:
+            return told if told is None else replace(told, begin=None)
+        is_over = self._prompt.has_reasoned or self._is_continued
+        return None if is_over or told.begin is None else told
+
+    def constraint(self, constraint: Constraint) -> Constraint:
+        """The constraint with what may come before it, and in its place."""
+        reasoning = self._before_constraint()
+        alternatives: tuple[int, ...] = ()
+        # Harmony's calls have a channel of their own, which nothing constrains.
+        if self._has_choice and (reasoning is None or not self._model.is_harmony):
+            alternatives = self._model.call_opener_ids
+            if not alternatives:
+                most = None if self._calls is None else self._calls.most
+                constraint = calls_or_answer(self._tools, constraint, most, self._param)
+        return replace(constraint, reasoning=reasoning, alternatives=alternatives)
+
+    def parser(self) -> MakeParser | None:
+        """What makes a parser for each sample; None: all of its text is content."""
+        if self._model.is_harmony and (
+            not self._is_constrained or self._before_constraint() is not None
+        ):
+            return self._harmony
+        calls, own, reasoning = self._calls, self._model.tool_format, self.reasoning
+        if calls is None:
+            return None if reasoning is None else lambda: self._text(None)
+        if calls.name:
+            name = calls.name
+            if reasoning is None:
+                return lambda: NamedCallParser(name, own.id_length)
+            return lambda: NamedCallParser(name, own.id_length, self._text(None))
+        if calls.is_demanded:
+            return lambda: self._text(CALLS_ONLY, is_demanded=True)
+        if not self._has_choice:
+            return lambda: self._text(own)
+        either = own if self._model.call_opener_ids else CALLS_OR_ANSWER
+        return lambda: self._text(either, is_answer_else=True)
+
+    def _text(self, tools: ToolFormat | None, **options: bool) -> TextParser:
+        if tools is not None:
+            tools = replace(tools, id_length=self._model.tool_format.id_length)
+        return TextParser(
+            tools,
+            reasoning=self.reasoning,
+            begins_reasoning=self._prompt.begins_reasoning,
+            is_continued=self._is_continued,
+            max_calls=None if self._calls is None else self._calls.most,
+            schemas=self._tools,
+            **options,
+        )
+
+    def _harmony(self) -> AnswerParser:
+        calls, id_length = self._calls, self._model.tool_format.id_length
+        most = None if calls is None else calls.most
+        answer: AnswerParser | None = None
+        if calls is not None and calls.name:
+            answer = NamedCallParser(calls.name, id_length)
+        elif calls is not None and calls.is_demanded:
+            answer = TextParser(CALLS_ONLY, is_demanded=True, max_calls=most)
+        return HarmonyParser(
+            shows_calls=calls is not None,
+            shows_reasoning=self._model.reasoning is not None,
+            id_length=id_length,
+            max_calls=most,
+            answer=answer,
+        )

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from weft.gateway.text.answer.call_reader import CallReader
-from weft.gateway.text.answer.formats import END_THINK, THINK, ToolFormat
-from weft.gateway.text.answer.tagged_call import OPENER, TaggedCallReader, Tools
+from weft.gateway.text.answer.formats import ReasoningFormat, ToolFormat
+from weft.gateway.text.answer.syntaxes import Reader, Tools
 
 _BLANKS = " \t\r\n"
 _MAX_BLANKS = 256
 """Most blanks that are held back."""
-_BARE_NAME = re.compile(r"([\w.-]{1,256})(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)", re.ASCII)
-"""What is before a call's arguments where it is no object; Mistral's id of the call is not used."""
-_BARE_BEGINNING = re.compile(r"[\w.-]{1,256}(?:\[[A-Z_]{0,7}\]?\w{0,64}){0,2}\s{0,8}", re.ASCII)
-"""What may become that."""
+_State = Callable[["AnswerPart", bool], bool]
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -61,11 +56,18 @@ class AnswerParser(Protocol):
 
 
 class NamedCallParser:
-    """Of a text that a constraint made the arguments of one function."""
+    """Of a text that a constraint made the arguments of one function, maybe behind reasoning.
 
-    def __init__(self, name: str, id_length: int) -> None:
+    Args:
+        name: The function's.
+        id_length: As in `ToolFormat`.
+        before: Parser of a text in which the reasoning comes first; None: there is none.
+    """
+
+    def __init__(self, name: str, id_length: int, before: AnswerParser | None = None) -> None:
         self._name = name
         self._id = new_id(id_length)
+        self._before = before
 
     @property
     def has_called(self) -> bool:
@@ -74,25 +76,33 @@ class NamedCallParser:
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPart:
         """See `AnswerParser.push`."""
-        if not text:
-            return AnswerPart()
-        id_, self._id = self._id, ""
-        return AnswerPart(calls=[CallPart(0, id_, self._name if id_ else "", text)])
+        part = AnswerPart(content=text)
+        if self._before is not None:
+            part = self._before.push(text, is_last=is_last)
+        if part.content:
+            id_, self._id = self._id, ""
+            part.calls = [CallPart(0, id_, self._name if id_ else "", part.content)]
+            part.content = ""
+        return part
 
 
 class TextParser:
     """Of a text that the model writes freely. What may become a tag is held back until it is known,
     and so are blanks that may turn out to stand beside one, where they are left out.
+
+    No text is lost: what is neither a tag nor a part of a call or of the reasoning is content, also
+    a call that is none, or that ends before its function's name is known.
     """
 
     def __init__(
         self,
         tools: ToolFormat | None,
         *,
-        has_reasoning: bool = False,
+        reasoning: ReasoningFormat | None = None,
         begins_reasoning: bool = False,
         is_continued: bool = False,
         is_demanded: bool = False,
+        is_answer_else: bool = False,
         max_calls: int | None = None,
         schemas: Tools = (),
     ) -> None:
@@ -100,31 +110,37 @@ class TextParser:
 
         Args:
             tools: How calls are written; None: none are looked for.
-            has_reasoning: The text may begin with reasoning.
-            begins_reasoning: It does, and the opening tag stands in the prompt.
+            reasoning: How the reasoning is written with which the text may begin; None: it has
+                none.
+            begins_reasoning: The text begins within the reasoning.
             is_continued: The prompt ends within a text that this one continues.
             is_demanded: The text is calls; what is left of one that was cut off is left out.
+            is_answer_else: A text that does not begin with calls has none.
             max_calls: Further calls are left out; None: there may be any number.
             schemas: Tools that may be called, for formats that need to know the types of values.
         """
         self._num_calls = 0
         self._tools = tools
+        self._reasons = reasoning
         self._max_calls = max_calls
         self._schemas = schemas
-        self._call: CallReader | TaggedCallReader = CallReader()
+        self._call: Reader | None = None
         self._held = ""
         """Text whose meaning is not known yet."""
-        self._opening: str | None = None
-        """Text that announced a call, which is content if none follows; None: one has followed."""
-        self._skips_blanks = has_reasoning and not is_continued
+        self._opening = ""
+        """Text that announced a call, which is content if none follows."""
+        self._is_behind = False
+        """Whether a call has ended, and nothing but blanks and tails has come behind it."""
+        self._skips_blanks = reasoning is not None and not is_continued
         self._is_demanded = is_demanded
         self._is_complete = True
         """Whether the last call has ended."""
-        self._first = self._first_call if tools is not None and not tools.opener else self._content
-        self._state = self._first
-        if has_reasoning and begins_reasoning:
-            self._state = self._reasoning
-        elif has_reasoning and not is_continued:
+        is_first = tools is not None and (is_answer_else or not tools.openers)
+        self._first: _State = self._first_call if is_first else self._content
+        self._state: _State = self._first
+        if reasoning is not None and begins_reasoning:
+            self._state = self._opened_reasoning
+        elif reasoning is not None and not is_continued:
             self._state = self._maybe_reasoning
 
     @property
@@ -149,89 +165,121 @@ class TextParser:
     # Each state takes what it can of the text, and tells whether another state goes on with it.
 
     def _maybe_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
-        if not is_last and _is_beginning(self._held, THINK):
+        assert self._reasons is not None
+        return self._after_opener(self._reasons.opener, self._first, is_last)
+
+    def _opened_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
+        """At the beginning of reasoning that the prompt has opened; models may do so again."""
+        assert self._reasons is not None
+        return self._after_opener(self._reasons.opener, self._reasoning, is_last)
+
+    def _after_opener(self, opener: str, otherwise: _State, is_last: bool) -> bool:
+        text = self._held
+        if not is_last and _is_beginning(text, opener):
             return False
-        self._state = self._first
-        if self._held.startswith(THINK):
+        self._state = otherwise
+        if text.startswith(opener):
             self._state, self._skips_blanks = self._reasoning, True
-            self._held = self._held.removeprefix(THINK)
+            self._held = text.removeprefix(opener)
         return True
 
     def _reasoning(self, part: AnswerPart, is_last: bool) -> bool:
-        before, tag, behind = self._held.partition(END_THINK)
+        assert self._reasons is not None
+        closer = self._reasons.closer
+        before, tag, behind = self._held.partition(closer)
         if tag:
             part.reasoning += before.rstrip(_BLANKS)
             self._state, self._held, self._skips_blanks = self._first, behind, True
             return True
-        shown = _before_tag(before, END_THINK, is_last)
+        shown = _before_tag(before, (closer,), is_last)
         part.reasoning += shown
         self._held = before[len(shown) :]
         return False
 
     def _content(self, part: AnswerPart, is_last: bool) -> bool:
-        if self._tools is None:
+        if self._tools is None or not self._tools.openers:
             part.content, self._held = part.content + self._held, ""
             return False
-        before, tag, behind = self._held.partition(self._tools.opener)
-        if tag:
-            shown = before.rstrip(_BLANKS)
+        found = [
+            (at, -len(tag), tag) for tag in self._tools.openers if (at := self._held.find(tag)) >= 0
+        ]
+        if found:
+            at, _, tag = min(found)
+            shown = self._held[:at].rstrip(_BLANKS)
             part.content += shown
-            self._opening = before[len(shown) :] + tag
-            self._state, self._held = self._before_call, behind
+            self._opening = self._held[len(shown) : at + len(tag)]
+            self._state, self._held = self._before_call, self._held[at + len(tag) :]
+            self._is_behind = False
             return True
-        shown = _before_tag(before, self._tools.opener, is_last)
+        shown = _before_tag(self._held, self._tools.openers, is_last)
         part.content += shown
-        self._held = before[len(shown) :]
+        self._held = self._held[len(shown) :]
         return False
 
     def _first_call(self, part: AnswerPart, is_last: bool) -> bool:
         """At the beginning of a text that has calls there, or none."""
         assert self._tools is not None
-        text, opener = self._held.lstrip(_BLANKS), self._tools.hidden_opener
-        is_open = _is_beginning(text, opener) or not text
-        if is_open and not is_last and len(self._held) <= _MAX_BLANKS:
-            return False
-        if not text.startswith(("{", opener)):
+        tools, text = self._tools, self._held.lstrip(_BLANKS)
+        tags = tools.openers or tools.beginnings
+        if not text.startswith(tags):
+            is_open = not text or any(_is_beginning(text, tag) for tag in tags)
+            if is_open and not is_last and len(self._held) <= _MAX_BLANKS:
+                return False
             self._tools, self._state = None, self._content
-            return True
-        self._opening, self._state = "", self._before_call
-        if text.startswith(opener):
-            self._opening, self._held = opener, text.removeprefix(opener)
+        elif tools.openers:
+            self._state = self._content
+        else:
+            self._state = self._before_call
         return True
 
     def _before_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """Before a call, or behind the last one of a list."""
+        """Before a call, or behind one."""
         assert self._tools is not None
-        text, is_bare = self._held.lstrip(_BLANKS), self._tools.has_bare_names
-        if is_bare:
-            if not is_last and _is_beginning(text, self._tools.opener):
-                return False
-            text = text.removeprefix(self._tools.opener)
-        text = text.lstrip(_BLANKS + self._tools.separators)
-        if self._opening is not None:
-            self._opening += self._held[: len(self._held) - len(text)]
+        tools, text = self._tools, self._held.lstrip(_BLANKS)
+        joints = tools.separators
+        if self._is_behind:
+            joints = (*joints, *tools.openers)
+        taken = self._held[: len(self._held) - len(text)]
+        while mark := _first_of(text, (*joints, *(tools.tails if self._is_behind else ()))):
+            if not is_last and any(_is_beginning(text, one) for one in joints):
+                break  # It may become a longer mark.
+            # What joins two calls is text if no other call follows.
+            if mark in joints and self._is_behind:
+                self._is_behind, self._opening, taken = False, "", ""
+                joints = tools.separators
+            bare = text[len(mark) :].lstrip(_BLANKS)
+            taken, text = taken + text[: len(text) - len(bare)], bare
         self._held = text
-        if text.startswith("{"):
-            self._state, self._call = self._in_call, CallReader()
+        if not self._is_behind:
+            self._opening += taken
+        elif tools.closer and text.startswith(tools.closer):
+            self._held = text.removeprefix(tools.closer)
+            self._state, self._skips_blanks, self._is_behind = self._content, True, False
             return True
-        if self._tools.has_tags:
-            if text.startswith(OPENER):
-                self._state, self._call = self._in_call, TaggedCallReader(self._schemas)
+        for syntax in tools.syntaxes:
+            if begun := syntax.begin(text, self._schemas):
+                self._call, self._held = begun.reader, begun.text
+                self._state = self._in_call
                 return True
-            if not is_last and _is_beginning(text, OPENER):
-                return False
-        if is_bare and (named := _BARE_NAME.match(text)):
-            self._state, self._call = self._in_call, CallReader(named.group(1))
-            self._held = text[named.end() :]
-            return True
-        if is_bare and not is_last and _BARE_BEGINNING.fullmatch(text):
+        marks = (*joints, *((*tools.tails, tools.closer) if self._is_behind else ()))
+        if not is_last and self._may_go_on(text, marks):
             return False
-        if text or is_last:
-            self._give_up(part, "")
+        if self._is_behind:
+            self._state, self._skips_blanks, self._is_behind = self._content, True, False
+            return bool(text)
+        self._give_up(part, "")
         return bool(text)
+
+    def _may_go_on(self, text: str, marks: Sequence[str]) -> bool:
+        """Whether more of a text could become a call, or a mark beside one."""
+        assert self._tools is not None
+        if not text or any(_is_beginning(text, mark) for mark in marks):
+            return True
+        return any(syntax.may_begin(text) for syntax in self._tools.syntaxes)
 
     def _in_call(self, part: AnswerPart, is_last: bool) -> bool:
         assert self._tools is not None
+        assert self._call is not None
         call, text, self._held = self._call, self._held, ""
         is_new = not call.name
         try:
@@ -241,44 +289,31 @@ class TextParser:
             self._give_up(part, call.text)
             return bool(self._held)
         if call.name:
-            self._opening, self._is_complete = None, call.rest is not None
+            self._is_complete = call.rest is not None
             self._note(part, is_new, arguments)
         elif is_last:
             self._give_up(part, call.text)
         if call.rest is None:
             return False
-        self._held = call.rest
-        self._state = self._behind_call if self._tools.closer else self._before_call
+        self._held, self._state, self._is_behind = call.rest, self._before_call, True
         return bool(self._held)
-
-    def _behind_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """Before the closing tag; without it a call is one all the same."""
-        assert self._tools is not None
-        self._held = text = self._held.lstrip(_BLANKS + self._tools.separators)
-        closer = self._tools.closer
-        if text.startswith("{"):
-            self._state = self._before_call
-            return True
-        if not is_last and (not text or _is_beginning(text, closer)):
-            return False
-        self._held, self._state, self._skips_blanks = text.removeprefix(closer), self._content, True
-        return True
 
     def _give_up(self, part: AnswerPart, text: str) -> None:
         """What was read for a call is none: content, like what follows."""
         if not self._is_demanded:
-            part.content += (self._opening or "") + text
-        self._opening, self._state = None, self._content
-        if not self._tools or not self._tools.opener:
+            part.content += self._opening + text
+        self._opening, self._state, self._is_behind = "", self._content, False
+        if not self._tools or not self._tools.openers:
             self._tools = None
 
     def _note(self, part: AnswerPart, is_new: bool, arguments: str) -> None:
         assert self._tools is not None
+        assert self._call is not None
         self._num_calls += is_new
         if self._max_calls is not None and self._num_calls > self._max_calls:
             return
         if is_new:
-            id_, name = new_id(self._tools.id_length), self._call.name
+            id_, name = self._call.id or new_id(self._tools.id_length), self._call.name
             part.calls.append(CallPart(self._num_calls - 1, id_, name, arguments))
         elif arguments:
             part.calls.append(CallPart(self._num_calls - 1, "", "", arguments))
@@ -306,14 +341,21 @@ def _is_beginning(text: str, tag: str) -> bool:
     return len(text) < len(tag) and tag.startswith(text)
 
 
-def _before_tag(text: str, tag: str, is_last: bool) -> str:
-    """The part of a text without the tag that surely stands before one, without blanks at its end,
-    if they are few; all of it where nothing follows.
+def _first_of(text: str, marks: Sequence[str]) -> str:
+    """The longest of some marks that a text begins with; empty: none."""
+    return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
+
+
+def _before_tag(text: str, tags: Sequence[str], is_last: bool) -> str:
+    """The part of a text without tags that surely stands before one, without blanks at its end, if
+    they are few; all of it where nothing follows.
     """
     if is_last:
         return text
-    for size in range(min(len(text), len(tag) - 1), 0, -1):
-        if text.endswith(tag[:size]):
+    longest = max(map(len, tags))
+    for size in range(min(len(text), longest - 1), 0, -1):
+        end = text[-size:]
+        if any(_is_beginning(end, tag) for tag in tags):
             text = text[:-size]
             break
     bare = text.rstrip(_BLANKS)

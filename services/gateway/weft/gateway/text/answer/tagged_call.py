@@ -1,74 +1,58 @@
-"""Reads a call of a tool whose parameters are tags, as Qwen3-Coder writes it."""
+"""Calls of tools whose parameters are tags, as Qwen3-Coder, GLM and MiniMax write them."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-OPENER, CLOSER = "<function=", "</function>"
-_PARAMETER = re.compile(
-    r"<parameter=([^>\n]{1,256})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
-)
-"""A parameter; its closing tag may be missing."""
+from weft.gateway.text.answer.call_reader import loads
+from weft.gateway.text.answer.syntaxes import Collected, Tools
 
 _MAX_DEPTH = 6
 """Most references and alternatives that are followed to a type."""
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools that may be called, of OpenAI's form."""
 
-
-class TaggedCallReader:
-    """Reads one call: `<function=NAME>`, a `<parameter=NAME>VALUE</parameter>` each, `</function>`.
+class TagSyntax(Collected):
+    """A call of a name and a tag for each parameter.
 
     Values are texts. Those of parameters that are no strings, by the tool's schema, are read as
     JSON where they are some. So a call is given once it is complete.
 
     Args:
-        tools: The schemas.
+        opener: As in `Collected`.
+        closer: As in `Collected`.
+        name: Regular expression of how a call begins, with a group `name`.
+        parameter: Regular expression of a parameter, with groups `key` and `value`, and maybe
+            `string`: "true" or "false", which then decides instead of the schema.
+        leaves_closer: As in `Collected`.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self.name = ""
-        """Name of the function; empty: the call is not complete."""
-        self.rest: str | None = None
-        """Text behind the call; None: it has not ended."""
-        self._pieces: list[str] = []
-        self._end = ""
-        """The last characters of the text before, in which the closing tag may have begun."""
+    def __init__(
+        self, *, opener: str, closer: str, name: str, parameter: str, leaves_closer: bool = False
+    ) -> None:
+        begin, one = re.compile(name), re.compile(parameter, re.DOTALL)
+        super().__init__(opener, closer, partial(_parse, begin, one), leaves_closer)
 
-    @property
-    def text(self) -> str:
-        """What was read."""
-        return "".join(self._pieces)
 
-    def push(self, text: str) -> str:
-        """Takes more text, of which the first begins with the call; returns its arguments.
-
-        Raises:
-            ValueError: It has ended and has no name.
-        """
-        seen = self._end + text
-        self._end = seen[1 - len(CLOSER) :]
-        self._pieces.append(text)
-        if CLOSER not in seen:
-            return ""
-        call, closer, rest = self.text.partition(CLOSER)
-        self._pieces, self.rest = [call + closer], rest
-        name, _, body = call.removeprefix(OPENER).partition(">")
-        name = name.strip().strip("\"'")
-        if not name or "\n" in name:
-            raise ValueError("no name")
-        types = _types_of(self._tools, name)
-        arguments = {
-            key.strip(): _value(value, types.get(key.strip()))
-            for key, value in _PARAMETER.findall(body)
-        }
-        self.name = name
-        return json.dumps(arguments, ensure_ascii=False)
+def _parse(
+    begin: re.Pattern[str], parameter: re.Pattern[str], text: str, tools: Tools
+) -> tuple[str, Mapping[str, Any]]:
+    found = begin.match(text)
+    name = "" if found is None else found["name"].strip()
+    if found is None or not name:
+        raise ValueError("no name")
+    types = _types_of(tools, name)
+    arguments = {}
+    for one in parameter.finditer(text, found.end()):
+        groups = one.groupdict()
+        key, told = groups["key"].strip(), groups.get("string")
+        of_schema = types.get(key)
+        if told is not None:
+            of_schema = {"string"} if told == "true" else {"object"}
+        arguments[key] = _value(groups["value"], of_schema)
+    return name, arguments
 
 
 def _types_of(tools: Tools, name: str) -> dict[str, set[str]]:
@@ -114,6 +98,6 @@ def _value(text: str, types: set[str] | None) -> Any:
     if "string" in types:
         return text
     try:
-        return json.loads(bare.lower() if bare in ("True", "False") else bare)
+        return loads(bare.lower() if bare in ("True", "False") else bare)
     except (ValueError, RecursionError):
         return text

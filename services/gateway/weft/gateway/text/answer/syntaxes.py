@@ -1,0 +1,172 @@
+"""The syntaxes of one call of a tool, and what reads a call of each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from weft.gateway.text.answer.call_reader import CallReader, encodable
+
+MAX_HEAD = 512
+"""Most characters before the arguments of a call: names of functions are short."""
+_NAME_BEGIN = re.compile(r"[\w.-]")
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools that may be called, of OpenAI's form."""
+Parse = Callable[[str, Tools], tuple[str, Mapping[str, Any]]]
+"""Reads a complete call: its function's name and arguments; raises ValueError where it is none."""
+
+
+class Reader(Protocol):
+    """Reads one call from a text that comes in pieces."""
+
+    @property
+    def name(self) -> str:
+        """Name of the function; empty: not known yet."""
+        ...
+
+    @property
+    def id(self) -> str:
+        """The call's id, where the model gives it one; else empty."""
+        ...
+
+    @property
+    def rest(self) -> str | None:
+        """Text behind the call; None: it has not ended."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What was read before the name was known."""
+        ...
+
+    def push(self, text: str) -> str:
+        """Takes more text, of which the first begins with the call; returns more arguments.
+
+        Raises:
+            ValueError: The call has ended and is none.
+        """
+        ...
+
+
+class Begun(NamedTuple):
+    """A call that has begun."""
+
+    reader: Reader
+    text: str
+    """What its reader has to be given first."""
+
+
+class Syntax(Protocol):
+    """How a call may be written."""
+
+    def begin(self, text: str, tools: Tools) -> Begun | None:
+        """A reader of the call that a text begins with; None: it begins with none."""
+        ...
+
+    def may_begin(self, text: str) -> bool:
+        """Whether more of a text, which begins with no call, could make it begin with one."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """An object with `name`, and `arguments` or `parameters`."""
+
+    def begin(self, text: str, tools: Tools) -> Begun | None:
+        """See `Syntax.begin`."""
+        return Begun(CallReader(), text) if text.startswith("{") else None
+
+    def may_begin(self, text: str) -> bool:
+        """See `Syntax.may_begin`."""
+        return not text
+
+
+@dataclass(frozen=True)
+class NamedJson:
+    """The function's name, then its arguments as an object."""
+
+    head: str
+    """Regular expression of what stands before the object, with a group `name`, and maybe `id`."""
+
+    @cached_property
+    def _head(self) -> re.Pattern[str]:
+        return re.compile(self.head + r"(?=\{)", re.ASCII)
+
+    def begin(self, text: str, tools: Tools) -> Begun | None:
+        """See `Syntax.begin`."""
+        found = self._head.match(text[: MAX_HEAD + 1])
+        if found is None:
+            return None
+        groups = found.groupdict()
+        return Begun(CallReader(groups["name"], groups.get("id", "")), text[found.end() :])
+
+    def may_begin(self, text: str) -> bool:
+        """See `Syntax.may_begin`."""
+        return len(text) <= MAX_HEAD and "{" not in text
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A text between two marks, which is read once it is complete."""
+
+    opener: str
+    """Begins the call, and is a part of it. Empty: the function's name does."""
+    closer: str
+    parse: Parse
+    leaves_closer: bool = False
+    """Whether the closing mark is not the call's own, but that of its format."""
+
+    def begin(self, text: str, tools: Tools) -> Begun | None:
+        """See `Syntax.begin`."""
+        is_begun = text.startswith(self.opener) if self.opener else _NAME_BEGIN.match(text)
+        return Begun(CollectedReader(self, tools), text) if is_begun else None
+
+    def may_begin(self, text: str) -> bool:
+        """See `Syntax.may_begin`."""
+        return not text or (len(text) < len(self.opener) and self.opener.startswith(text))
+
+
+class CollectedReader:
+    """Reads a call that is given once it is complete."""
+
+    def __init__(self, syntax: Collected, tools: Tools) -> None:
+        self._syntax = syntax
+        self._tools = tools
+        self.name = self.id = ""
+        self.rest: str | None = None
+        self._pieces: list[str] = []
+        self._end = ""
+        """The last characters of the text before, in which the closing mark may have begun."""
+
+    @property
+    def text(self) -> str:
+        """See `Reader.text`."""
+        return "".join(self._pieces)
+
+    def push(self, text: str) -> str:
+        """See `Reader.push`."""
+        closer = self._syntax.closer
+        seen = self._end + text
+        self._end = seen[1 - len(closer) :]
+        self._pieces.append(text)
+        if closer not in seen:
+            return ""
+        call, _, rest = self.text.partition(closer)
+        if self._syntax.leaves_closer:
+            self._pieces, self.rest = [call], closer + rest
+        else:
+            self._pieces, self.rest = [call + closer], rest
+        try:
+            name, arguments = self._syntax.parse(call, self._tools)
+            given = encodable(json.dumps(arguments, ensure_ascii=False))
+        except RecursionError as error:
+            raise ValueError("too deeply nested") from error
+        if not name:
+            raise ValueError("no name")
+        self.name = encodable(name)
+        return given
