@@ -63,7 +63,7 @@ def test_operations_answer_and_are_named() -> None:
         for method in operations.keys() & METHODS:
             operation = operations[method]
             assert "200" in operation["responses"], path
-            if method == "post":
+            if method == "post" and "parameters" not in operation:
                 assert "application/json" in operation["requestBody"]["content"], path
             names.append(operation["operationId"])
     assert len(set(names)) == len(names)

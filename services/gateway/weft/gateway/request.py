@@ -127,6 +127,8 @@ class GenerateRequest:
     skip_special_tokens: bool = True
     timeout_s: float | None = None
     """Time limit given by the client; the gateway's own limit applies as well."""
+    first_token_timeout_s: float | None = None
+    """Time limit for the first token of each prompt; None: only the one for the whole request."""
     cache_salt: str = ""
     priority: int = 0
     """Priority, a lower number is more urgent; bounds are those of `weft.v1.Submit`."""

@@ -83,7 +83,6 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	info := reqinfo.New(r.Header.Get(requestIDHeader))
 	r.Header.Set(requestIDHeader, info.ID)
-	r.Header.Del("Grpc-Timeout") // time limits are fields of the request
 	w.Header().Set(requestIDHeader, info.ID)
 	ctx := forward.WithLimits(reqinfo.With(r.Context(), info), e.config.Streams)
 	r = r.WithContext(ctx)
@@ -214,8 +213,8 @@ func alive(w http.ResponseWriter, _ *http.Request, _ map[string]string) {
 // `x-forwarded-for` and `x-forwarded-host` always pass.
 func incomingHeader(key string) (string, bool) {
 	switch key {
-	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms", "Traceparent",
-		"Tracestate":
+	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms", "X-Request-Timeout-Ms",
+		"X-First-Token-Timeout-Ms", "X-Worker-Id", "X-Data-Parallel-Rank", "Traceparent", "Tracestate":
 		return strings.ToLower(key), true
 	default:
 		return "", false

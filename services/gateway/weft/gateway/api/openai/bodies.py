@@ -267,6 +267,14 @@ class GenerationBody(Body):
     itl_target_ms: float | None = Field(
         None, description="mean time between tokens, 1 to 3600000 ms. Default: the tenant's"
     )
+    timeout: float | None = Field(
+        None,
+        description="longest duration of the request, in seconds; the server's own limit applies "
+        "as well",
+    )
+    ttft_timeout: float | None = Field(
+        None, description="longest time until the first token, waiting included, in seconds"
+    )
     weft_timeline: bool | None = Field(None, description="add `weft.timeline` to the answer")
     prompt_logprobs: int | None = Field(
         None,

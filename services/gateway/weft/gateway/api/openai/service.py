@@ -11,7 +11,8 @@ from functools import cached_property
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import Draining, PeerUnavailable, WeftError
+from weft.engine.errors import Draining, PeerUnavailable, RequestNotFound, WeftError
+from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
@@ -60,6 +61,7 @@ _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
 """Least number of characters of one token's log-probabilities."""
 _ID_CHARS = 6
+_SHOWN_CHARS = 100
 
 
 class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
@@ -256,6 +258,19 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         body, _ = await self._bodies.parse(EndSessionBody, request.data, lambda body: None)
         num_told = end_session(self._fleet, body.session_id, body.cache_salt or "")
         return _json({"status": "success", "workers": num_told})
+
+    async def CancelRequestById(
+        self, request: openai_pb2.CancelRequestByIdRequest, context: Context
+    ) -> HttpBody:
+        """See openai.proto."""
+        if not self._pipeline.cancel(request.request_id, current_tenant.get()):
+            raise RequestNotFound(
+                f"there is no running request `{request.request_id[:_SHOWN_CHARS]}`; it may have "
+                "ended",
+                stage="decode",
+                param="request_id",
+            )
+        return _json({"id": request.request_id, "status": "cancelled"})
 
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 from weft.engine.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.admission.slo.targets import Targets
-from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.edge import CallFacts, earliest
 from weft.gateway.api.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -205,7 +205,8 @@ def _request(
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_param=prompt_logprobs_param,
         skip_special_tokens=body.skip_special_tokens is not False,
-        timeout_s=facts.timeout_s,
+        timeout_s=earliest(facts.timeout_s, body.timeout),
+        first_token_timeout_s=earliest(facts.first_token_timeout_s, body.ttft_timeout),
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         routing_key=body.routing_key or facts.routing_key or body.session_id or "",
