@@ -91,6 +91,17 @@ class Calls:
     """Most calls; None: any number."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerChoice:
+    """The decode worker that a request names; one of the two is set."""
+
+    worker_id: str = ""
+    rank: int | None = None
+    """Number of the worker among those of its model, in the order of their ids."""
+    param: str
+    """The client's name for it, for error messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedAdapter:
     """The adapter that a name referred to when the request came; it does not change any more."""
@@ -134,6 +145,8 @@ class GenerateRequest:
     """Priority, a lower number is more urgent; bounds are those of `weft.v1.Submit`."""
     routing_key: str = ""
     """Routing key, for policies that use keys; empty: none."""
+    worker: WorkerChoice | None = None
+    """The decode worker that the client names; None: the router chooses."""
     session_id: str = ""
     """Chat session whose KV is kept for a while; empty: none."""
     ends_session: bool = False

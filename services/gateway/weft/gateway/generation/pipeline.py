@@ -48,7 +48,7 @@ from weft.gateway.text.answer.formats import END_THINK, THINK
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stops import StopAutomaton
-from weft.gateway.validate import check_request, num_prompt_logprobs
+from weft.gateway.validate import check_request, num_prompt_logprobs, unsupported
 from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ class RequestPipeline:
             account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, first_deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
-            routing = _routing(request, prompts)
+            routing = _routing(request, prompts, self._named_worker(served, request))
             await self._pass_gate(gated, request, prompts, routing, first_deadline, trace)
             if self._has_ended:
                 raise shutting_down("admit")
@@ -321,6 +321,16 @@ class RequestPipeline:
                     retry_after_s=_FIND_HOLDER_S,
                 )
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _named_worker(self, served: ServedModel, request: GenerateRequest) -> str:
+        """Id of the decode worker that a request is for; empty: the router chooses."""
+        if request.worker is None:
+            return ""
+        if not self._settings.allow_worker_choice:
+            raise unsupported(
+                request.worker.param, "requests choose their worker only with --allow-worker-choice"
+            )
+        return served.router.named(request.worker)
 
     def _close(self, account: _Account) -> None:
         """Records the end of a request."""
@@ -538,7 +548,9 @@ def _num_tokens(account: _Account) -> int | None:
     return usage.prompt_tokens + usage.completion_tokens
 
 
-def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[RoutingRequest]:
+def _routing(
+    request: GenerateRequest, prompts: list[PreparedPrompt], worker_id: str
+) -> list[RoutingRequest]:
     """Each prompt as policies see it, with its name on Sessions."""
     base = request.request_id
     return [
@@ -548,6 +560,7 @@ def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[Ro
             context_tokens=len(prompt.ids) + prompt.max_tokens,
             cache_salt=request.cache_salt,
             routing_key=request.routing_key,
+            worker_id=worker_id,
             first_token_s=request.targets.first_token_s,
             adapter=b"" if request.adapter is None else request.adapter.digest,
             is_computed_anew=request.prompt_logprobs is not None,

@@ -344,6 +344,7 @@ def _translate(
         routing_key=facts.routing_key or request.session_id,
         session_id=request.session_id,
         ends_session=request.end_session,
+        worker=facts.worker,
         traceparent=facts.traceparent,
         targets=_targets(request.targets).over(facts.targets),
         tenant=facts.tenant,

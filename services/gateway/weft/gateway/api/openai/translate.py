@@ -212,6 +212,7 @@ def _request(
         routing_key=body.routing_key or facts.routing_key or body.session_id or "",
         session_id=body.session_id or "",
         ends_session=bool(body.end_session),
+        worker=facts.worker,
         traceparent=facts.traceparent,
         targets=_targets(body).over(facts.targets),
         tenant=facts.tenant,
