@@ -138,10 +138,6 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"guided_whitespace_pattern": ""}, "guided_whitespace_pattern"),
-    (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-    ),
     ({"length_penalty": 1.5}, "length_penalty"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),

@@ -60,7 +60,7 @@ async def test_a_stream_is_kept_alive_before_its_first_token(edge: Edge) -> None
         httpx.AsyncClient(timeout=60, trust_env=False) as http,
         http.stream("POST", f"{edge.url}/v1/chat/completions", json=body) as answer,
     ):
-        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.headers["x-weft-request-id"].startswith("chatcmpl-")
         assert await anext(answer.aiter_lines()) == ": waiting"
 

@@ -60,7 +60,9 @@ class Harness:
     async def events(self, method: str, body: dict[str, object]) -> list[Any]:
         """Parsed events of a stream; checks its framing."""
         messages = await self.post(method, {**body, "stream": True})
-        assert {message.content_type for message in messages} == {"text/event-stream"}
+        assert {message.content_type for message in messages} == {
+            "text/event-stream; charset=utf-8"
+        }
         for message in messages:
             assert message.data.endswith(b"\n\n")
         events = b"".join(message.data for message in messages).decode().split("\n\n")

@@ -76,7 +76,9 @@ class StreamOptions(BaseModel):
     model_config = _CONFIG
 
     include_usage: bool | None = Field(None, description="send a last chunk with the usage")
-    continuous_usage_stats: bool | None = Field(None, description="not supported")
+    continuous_usage_stats: bool | None = Field(
+        None, description="show the usage so far in every chunk"
+    )
 
 
 class ContentPart(BaseModel):

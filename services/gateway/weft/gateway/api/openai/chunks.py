@@ -25,7 +25,19 @@ _FINISH = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
 }
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Line ends of Unicode that JSON may contain, and at which some clients cut a stream's lines."""
+_to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _encode(value: object) -> str:
+    """Serialises a value as compact JSON in one line, whatever counts as a line end."""
+    text = _to_text(value)
+    if text.isascii():
+        return text
+    for char, escape in _LINE_ENDS.items():
+        text = text.replace(char, escape)
+    return text
 
 
 def to_json(value: object) -> bytes:
@@ -95,6 +107,8 @@ class AnswerWriter(ABC):
         """
         self.prompt_logprobs: PromptLogprobs | None = None
         """What a whole answer shows of its prompts' tokens; None: nothing."""
+        self.usage_so_far: Callable[[], common_pb2.Usage] | None = None
+        """Tells the usage that every chunk of a stream shows; None: none does."""
         self.prompt_ids: Sequence[Sequence[int]] | None = None
         """Each prompt's token ids, where the answer shows them and its own; None: neither."""
         self._vocabulary = vocabulary
@@ -102,7 +116,11 @@ class AnswerWriter(ABC):
         self._request_id = request_id
         self._model = model
         self._head = b"data: " + to_json(self._frame(self.chunk_name))[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._set_tail(b'],"usage":null}\n\n' if include_usage else b"]}\n\n")
+
+    def _set_tail(self, tail: bytes) -> None:
+        """Sets the end of each event, behind its choices."""
+        self._tail = tail
 
     def _frame(self, name: str) -> dict[str, object]:
         return {
@@ -114,6 +132,9 @@ class AnswerWriter(ABC):
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Encodes deltas as consecutive events."""
+        if self.usage_so_far is not None:
+            usage = to_json(usage_json(self.usage_so_far()))
+            self._set_tail(b'],"usage":%b}\n\n' % usage)
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod
@@ -178,7 +199,10 @@ class ChatWriter(AnswerWriter):
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
-        self._suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def _set_tail(self, tail: bytes) -> None:
+        super()._set_tail(tail)
+        self._suffix = b'},"logprobs":null,"finish_reason":null}' + tail
 
     def _event(self, delta: Delta) -> bytes:
         prefix = self._prefixes.get(delta.sample)

@@ -55,7 +55,7 @@ from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
 _JSON = "application/json"
-_EVENTS = "text/event-stream"
+_EVENTS = "text/event-stream; charset=utf-8"
 _READY_RETRY_S = 1.0
 _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
@@ -133,6 +133,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         async with self._pipeline.open(request) as stream:
             writer = write(stream)
             writer.prompt_logprobs = _prompt_logprobs(request, body, stream)
+            if _shows_usage_so_far(body):
+                writer.usage_so_far = stream.usage
             if body.return_token_ids:
                 writer.prompt_ids = [generation.prompt.ids for generation in stream.generations]
             kind = _EVENTS if body.stream else _JSON
@@ -341,6 +343,11 @@ def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
 
 def _includes_usage(body: GenerationBody) -> bool:
     return bool(body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _shows_usage_so_far(body: GenerationBody) -> bool:
+    options = body.stream_options
+    return bool(options is not None and options.continuous_usage_stats)
 
 
 def _prompt_logprobs(

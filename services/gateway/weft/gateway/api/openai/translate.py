@@ -370,5 +370,3 @@ def _refuse_unsupported(body: GenerationBody) -> None:
         raise unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
     if body.thinking_token_budget is not None:
         raise unsupported("thinking_token_budget", "a limit of the reasoning")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options.continuous_usage_stats", "usage in each chunk")
