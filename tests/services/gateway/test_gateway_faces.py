@@ -190,10 +190,10 @@ async def test_the_last_request_of_a_session_ends_it_on_all_workers(tmp_path: Pa
 async def test_seed_is_drawn_when_absent(mesh: Harness) -> None:
     for _ in range(2):
         await mesh.json("ChatCompletions", {"messages": USER})
-    await mesh.json("ChatCompletions", {"messages": USER, "seed": -1, "temperature": None})
+    await mesh.json("ChatCompletions", {"messages": USER, "seed": -2, "temperature": None})
     seeds = [submit.sampling.seed for submit in mesh.workers[0].submits]
     assert seeds[0] != seeds[1]
-    assert seeds[2] == 2**64 - 1
+    assert seeds[2] == 2**64 - 2
     assert all(submit.sampling.HasField("seed") for submit in mesh.workers[0].submits)
 
 

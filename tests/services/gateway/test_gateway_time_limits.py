@@ -54,12 +54,13 @@ async def read(call: Any) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("named_by", ["gateway", "client"])
+@pytest.mark.parametrize("named_by", ["gateway", "client", "body"])
 async def test_a_request_ends_by_its_id(tmp_path: Path, named_by: str) -> None:
     async with gateway(tmp_path, endless, step_s=0.01) as mesh:
-        call = ask(mesh, (("x-request-id", "mine"),), stream=True)
+        own: dict[str, Any] = {"request_id": "mine"} if named_by == "body" else {}
+        call = ask(mesh, () if own else (("x-request-id", "mine"),), stream=True, **own)
         event = (await call.read()).data.split(b"\n\n")[0].removeprefix(b"data: ")
-        name = "mine" if named_by == "client" else json.loads(event)["id"]
+        name = "mine" if named_by != "gateway" else json.loads(event)["id"]
         assert await cancel(mesh, name) == {"id": name, "status": "cancelled"}
         assert b'"finish_reason":"abort"' in await read(call)
         await mesh.wait(lambda: mesh.workers[0].cancels)

@@ -118,6 +118,12 @@ def earliest(*limits_s: float | None) -> float | None:
     return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
+def check_client_id(param: str, name: str) -> None:
+    """Raises InvalidRequest for a client's name of a request that logs cannot take."""
+    if not _CLIENT_ID.fullmatch(name):
+        raise invalid(param, "must have 1 to 64 of A-Za-z0-9._:-")
+
+
 def _worker(key: str, text: str) -> WorkerChoice:
     if key == WORKER_ID:
         if not text:

@@ -102,9 +102,11 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
         raise InvalidRequest(f"the body is not valid JSON: {error}", stage="validate") from None
     try:
         # Not model_validate_json: its own tree of nested lists is several times as large.
-        return cls.model_validate(value)
+        body = cls.model_validate(value)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)) from None
+    cls.check_given(value)
+    return body
 
 
 def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
