@@ -72,6 +72,10 @@ class Stopping:
 
     max_tokens: int | None = None
     """Most tokens to generate; None: up to the context."""
+    is_score_alone: bool = False
+    """Whether the prompt is only scored: the one token that is drawn is not shown, and it needs no
+    room in the context.
+    """
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -8,12 +8,14 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from weft.gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
+from weft.gateway.api.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.generation.stream import Delta
 from weft.gateway.text.answer import AnswerParser, CallPart, joined
+from weft.gateway.text.detokenize import Detokenizer
 from weft.gateway.text.vocabulary import Vocabulary
 from weft.v1 import common_pb2
 
@@ -336,6 +338,7 @@ class CompletionWriter(AnswerWriter):
         include_usage: bool = False,
         echoes: Sequence[str] = (),
         samples_per_prompt: int = 1,
+        make_detokenizer: Callable[[int], Detokenizer] | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -346,14 +349,19 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
+            make_detokenizer: Makes one for a prompt's number, like those of its choices' texts;
+                needed for log-probabilities.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
-        self._offsets: dict[int, int] = {}
+        self._make_detokenizer = make_detokenizer
+        self._begun: set[int] = set()
+        """Choices of which something was written."""
+        self._offsets: dict[int, TextOffsets] = {}
 
     def _event(self, delta: Delta) -> bytes:
-        if self._has_rare(delta) or delta.sample not in self._offsets:
+        if self._has_rare(delta) or delta.sample not in self._begun:
             return self._head + to_json(self._choice(delta)) + self._tail
         end = b'"finish_reason":null}'
         if delta.finish_reason is not None:
@@ -370,16 +378,11 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _choice(self, delta: Delta) -> dict[str, object]:
-        offset = self._offsets.get(delta.sample)
-        number, echo = delta.sample // self._samples_per_prompt, ""
-        is_first = offset is None
-        if offset is None:
-            echo = self._echoes[number] if self._echoes else ""
-            offset = len(echo)
-        logprobs = None
-        if delta.logprobs:
-            logprobs, offset = completion_logprobs(self._vocabulary, delta.logprobs, offset)
-        self._offsets[delta.sample] = offset
+        number = delta.sample // self._samples_per_prompt
+        is_first = delta.sample not in self._begun
+        self._begun.add(delta.sample)
+        echo = self._echoes[number] if self._echoes and is_first else ""
+        logprobs = self._logprobs(delta, number) if delta.logprobs else None
         reason = delta.finish_reason
         choice: dict[str, object] = {
             "index": delta.sample,
@@ -395,3 +398,13 @@ class CompletionWriter(AnswerWriter):
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.add_to_choice(choice, number, echo)
         return choice
+
+    def _logprobs(self, delta: Delta, number: int) -> dict[str, list[Any]]:
+        offsets = self._offsets.get(delta.sample)
+        if offsets is None:
+            assert self._make_detokenizer is not None
+            begin = len(self._echoes[number]) if self._echoes else 0
+            offsets = TextOffsets(self._make_detokenizer(number), begin)
+            self._offsets[delta.sample] = offsets
+        found = offsets.take(entry.token_id for entry in delta.logprobs)
+        return completion_logprobs(self._vocabulary, delta.logprobs, found)

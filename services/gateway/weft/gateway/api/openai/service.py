@@ -51,6 +51,7 @@ from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
 from weft.gateway.text.answer.make import parser_maker
+from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
@@ -119,6 +120,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 include_usage=_includes_usage(body),
                 echoes=echoes,
                 samples_per_prompt=generate.sampling.n,
+                make_detokenizer=lambda number: make_detokenizer(
+                    stream.card.vocabulary,
+                    stream.generations[number].prompt.ids,
+                    generate.skip_special_tokens,
+                ),
             )
 
         await self._answer(generate, body, write, context)

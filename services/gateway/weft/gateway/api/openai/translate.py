@@ -179,7 +179,14 @@ def _request(
         model=body.model or "",
         prompts=prompts,
         sampling=_sampling(body, None if constraint is None else constraint.value),
-        stopping=_stopping(body, max_tokens),
+        stopping=replace(
+            _stopping(body, max_tokens),
+            is_score_alone=(
+                prompt_logprobs is not None
+                and isinstance(body, CompletionBody)
+                and is_echo_alone(body)
+            ),
+        ),
         top_logprobs=top_logprobs,
         calls=tool_use.calls,
         constraint_param="constraint" if constraint is None else constraint.param,
