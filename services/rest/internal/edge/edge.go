@@ -18,6 +18,7 @@ import (
 	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
 	"weft.dev/weft/services/rest/internal/apierror"
 	"weft.dev/weft/services/rest/internal/forward"
+	"weft.dev/weft/services/rest/internal/halfclose"
 	"weft.dev/weft/services/rest/internal/reqinfo"
 )
 
@@ -109,11 +110,18 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		body := newLimitedBody(w, r, e.config.MaxBodyBytes)
 		defer body.ended()
 		r.Body = body
+	} else if takesInterim(r) {
+		defer halfclose.Answering(ctx)()
 	}
 	e.mux.ServeHTTP(recorder, r)
 	if info.Failure != nil {
 		e.logStreamFailure(r, apierror.From(info.Failure))
 	}
+}
+
+// takesInterim says whether an interim response may be sent, as `halfclose` does.
+func takesInterim(r *http.Request) bool {
+	return r.ProtoMajor == 1 && r.ProtoMinor >= 1
 }
 
 // trimSlashes takes slashes off the end of the path, which clients append to a base URL's.
