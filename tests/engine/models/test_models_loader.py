@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from weft.engine.errors import ConfigError, ModelError
-from weft.engine.models import digest, registry
+from weft.engine.models import architectures, digest, registry
 from weft.engine.models.dtypes import cpu_has_fast_bfloat16, resolve_dtype
 from weft.engine.models.llama import LlamaForCausalLM
 from weft.engine.models.loader import LoadedModel, load_model
@@ -240,9 +240,9 @@ def test_other_distributions_add_architectures(monkeypatch: pytest.MonkeyPatch) 
         EntryPoint("Mine", "weft.engine.models.llama:LlamaForCausalLM", "weft.models"),
         EntryPoint("Broken", "weft.engine.models.llama:Missing", "weft.models"),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(architectures, "entry_points", lambda group: points)
     assert registry.model_class("Mine") is LlamaForCausalLM
-    assert {"Mine", "Qwen3ForCausalLM"} <= set(registry.supported_architectures())
+    assert {"Mine", "Qwen3ForCausalLM"} <= set(architectures.supported_architectures())
     with pytest.raises(ModelError, match="Broken"):
         registry.model_class("Broken")
 

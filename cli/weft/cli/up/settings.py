@@ -43,9 +43,10 @@ class UpSettings(Settings):
         description="names in requests, in the order of the models; default = the directory's "
         "name, or demo's own",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="number format of the weights; auto = what the machine computes fast",
+        description="number format of the weights; auto = what the machine computes fast; float16 "
+        "needs a GPU",
     )
     device: list[str] = Field(
         [],

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from weft.engine.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.errors import ModelError
+from weft.engine.models.architectures import check_architecture, configuration_reader
 from weft.engine.models.fields import Fields
 
 MAX_POSITIONS = 1 << 24
@@ -168,7 +169,8 @@ class ModelConfig:
         *,
         where: str = "config.json",
     ) -> ModelConfig:
-        """Normalises parsed JSON, of transformers 4 or 5 layout.
+        """Normalises parsed JSON, of transformers 4 or 5 layout. The class of an architecture of
+        another distribution may do it instead (`interface.py`).
 
         Args:
             raw: Content of config.json.
@@ -180,6 +182,14 @@ class ModelConfig:
         """
         fields = Fields(raw, where)
         architecture = _architecture(fields)
+        try:
+            # First of all: what another architecture's file has or lacks says nothing.
+            check_architecture(architecture)
+            read_config = configuration_reader(architecture)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error.message}", param="architectures") from error
+        if read_config is not None:
+            return _checked(read_config(raw, generation or {}, where), architecture, where)
         family = _FAMILIES.get(architecture, _Family())
         attention_bias = fields.flag("attention_bias", False)
         _refuse_unsupported(fields)
@@ -232,6 +242,17 @@ class ModelConfig:
             if values[name] is None:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checked(config: object, architecture: str, where: str) -> ModelConfig:
+    """What another distribution has read."""
+    if not isinstance(config, ModelConfig) or config.architecture != architecture:
+        raise ModelError(
+            f"{where}: read_config of {architecture} returned {config!r:.80}; it must be a "
+            "ModelConfig of this architecture",
+            param="architectures",
+        )
+    return config
 
 
 def read_json_file(path: Path) -> Mapping[str, Any]:
