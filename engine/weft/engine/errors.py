@@ -87,6 +87,14 @@ class ModelNotFound(WeftError):
     http_status = 404
 
 
+class RequestNotFound(WeftError):
+    """The caller has no running request of this id."""
+
+    reason = "REQUEST_NOT_FOUND"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
 class AdapterNotFound(ModelNotFound):
     """The worker was not told to load this adapter, or was told to unload it."""
 
@@ -204,6 +212,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
         InvalidApiKey,
         PermissionDenied,
         ModelNotFound,
+        RequestNotFound,
         AdapterNotFound,
         AdapterError,
         Overloaded,

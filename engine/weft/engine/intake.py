@@ -109,14 +109,16 @@ class Intake:
                 raise InvalidRequest(message, stage="validate", param="logit_bias")
         if submit.prompt_logprobs is not None and submit.sampling.n > 1:
             raise InvalidRequest("only with n = 1", stage="validate", param="prompt_logprobs")
+        wanted = submit.stop.max_tokens
         room = self._max_tokens - num_prompt
+        if submit.prompt_logprobs is not None and wanted == 1:
+            room += 1  # A token that is only drawn has no position: the prompt may fill them all.
         if room < 1:
             message = (
                 f"the prompt has {num_prompt} tokens; prompt and output may have "
                 f"{self._max_tokens} here"
             )
             raise ContextTooLong(message, stage="validate", param="prompt")
-        wanted = submit.stop.max_tokens
         max_tokens = room if wanted is None else min(room, wanted)
         unforked = self._samples(submit, max_tokens)
         sample = next(iter(unforked))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import dataclass, fields
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from weft.engine.errors import ModelError
+from weft.engine.models import architectures
 from weft.engine.models.config import ModelConfig, RopeConfig, SlidingWindow
 from weft.testing.models.tiny_models import tiny_config
 
@@ -251,6 +255,94 @@ def test_what_is_not_supported_is_refused_by_name(field: str, overrides: dict[st
         parse(**overrides)
     assert caught.value.param == field
     assert f"{field.split('.')[-1]}" in caught.value.message
+
+
+# What transformers writes of these: the language part is a section of its own.
+COMPOSITES = {
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3",
+        "text_config": {"hidden_size": 2560, "model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 1152},
+    },
+    "Mistral3ForConditionalGeneration": {
+        "model_type": "mistral3",
+        "text_config": {"hidden_size": 5120, "hidden_act": "silu"},
+        "quantization_config": {"quant_method": "fp8"},
+    },
+    "GPT2LMHeadModel": {"n_embd": 768, "activation_function": "gelu_new"},
+}
+
+
+@pytest.mark.parametrize("architecture", COMPOSITES)
+def test_an_unknown_architecture_is_named_before_anything_else(
+    tmp_path: Path, architecture: str
+) -> None:
+    config = {"architectures": [architecture], **COMPOSITES[architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.load(tmp_path)
+    assert caught.value.param == "architectures"
+    assert caught.value.message == (
+        f"{tmp_path}: architectures: {architecture!r} is not supported; supported: "
+        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+        "Qwen3MoeForCausalLM"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnConfig(ModelConfig):
+    """A configuration of another distribution, with a field of its own."""
+
+    num_memories: int
+
+
+class OwnModel:
+    """Its class, as far as configurations go."""
+
+    @staticmethod
+    def read_config(raw: Any, generation: Any, where: str) -> ModelConfig:
+        """Reads a file in which everything is called otherwise."""
+        if "wide" not in raw:
+            raise ModelError(f"{where}: wide: is missing", param="wide")
+        if raw.get("forgets"):
+            return parse()
+        known = {field.name: getattr(parse(), field.name) for field in fields(ModelConfig)}
+        known |= {"architecture": "OwnModel", "hidden_size": raw["wide"]}
+        return OwnConfig(**known, num_memories=raw["memories"])
+
+
+class PlainModel:
+    """A class without a configuration of its own."""
+
+
+def test_models_of_other_distributions_bring_their_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"{__name__}"
+    monkeypatch.setitem(sys.modules, module, sys.modules[__name__])
+    points = [
+        EntryPoint(name, f"{module}:{name}", "weft.models") for name in ("OwnModel", "PlainModel")
+    ]
+    monkeypatch.setattr(architectures, "entry_points", lambda group: points)
+
+    def load(**config: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return ModelConfig.load(tmp_path)
+
+    own = load(architectures=["OwnModel"], wide=48, memories=7, hidden_act="relu")
+    assert isinstance(own, OwnConfig)
+    assert (own.hidden_size, own.num_memories) == (48, 7)
+    other = load(architectures=["OwnModel"], wide=48, memories=8)
+    assert own.fingerprint() != other.fingerprint()  # their pages are told apart
+    with pytest.raises(ModelError, match="wide: is missing"):
+        load(architectures=["OwnModel"])
+    with pytest.raises(ModelError, match="read_config of OwnModel"):
+        load(architectures=["OwnModel"], wide=48, forgets=True)
+    # Others are read as Weft's own are.
+    plain = load(**{**tiny_config("llama"), "architectures": ["PlainModel"]})
+    assert plain.architecture == "PlainModel"
+    with pytest.raises(ModelError, match=r"'Nothing'.*OwnModel, PlainModel"):
+        load(architectures=["Nothing"])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"text"', "\x00\xff", "[" * 10**5])

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from weft.engine.errors import ConfigError, ModelError
 from weft.engine.models import architectures, digest, registry
-from weft.engine.models.config import ModelConfig
 from weft.engine.models.dtypes import cpu_has_fast_bfloat16, resolve_dtype
 from weft.engine.models.llama import LlamaForCausalLM
 from weft.engine.models.loader import LoadedModel, load_model
@@ -249,45 +245,6 @@ def test_other_distributions_add_architectures(monkeypatch: pytest.MonkeyPatch) 
     assert {"Mine", "Qwen3ForCausalLM"} <= set(architectures.supported_architectures())
     with pytest.raises(ModelError, match="Broken"):
         registry.model_class("Broken")
-
-
-class Foreign(LlamaForCausalLM):
-    """A model whose configuration has names of its own."""
-
-    @classmethod
-    def read_config(
-        cls, raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
-    ) -> ModelConfig:
-        return ModelConfig.from_dict(
-            {**raw, "hidden_size": raw["d_model"]}, generation, where=where
-        )
-
-
-def test_another_distribution_reads_its_own_configuration(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = logits(load_model(model_dir, "float32"))
-    module = ModuleType("foreign_model")
-    module.__dict__["Foreign"] = Foreign
-    monkeypatch.setitem(sys.modules, "foreign_model", module)
-    points = [EntryPoint("ForeignLM", "foreign_model:Foreign", "weft.models")]
-    monkeypatch.setattr(architectures, "entry_points", lambda group: points)
-    hidden_size = json.loads((model_dir / "config.json").read_text())["hidden_size"]
-    edit_config(model_dir, architectures=["ForeignLM"], hidden_size=None, d_model=hidden_size)
-    assert torch.equal(logits(load_model(model_dir, "float32")), expected)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": 64}},
-        {"architectures": ["Mistral3ForConditionalGeneration"], "vision_config": {}},
-    ],
-)
-def test_what_is_not_supported_is_the_architecture(tmp_path: Path, config: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=rf"{config['architectures'][0]}.*is not supported"):
-        ModelConfig.load(tmp_path)
 
 
 def test_dtypes_are_resolved_by_device_and_checked(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from weft.engine.errors import InvalidRequest
+from weft.engine.errors import ContextTooLong, InvalidRequest
 from weft.engine.llm import LLM
 from weft.engine.messages import Cancel, Inbox, SampleProgress, Submit
 from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
@@ -127,6 +127,29 @@ def test_beside_others_and_with_adapters_that_change_the_vocabulary(
             assert not outcome.prompt_logprobs
         else:
             check(models[kind], submit.prompt, outcome.prompt_logprobs, num_top)
+
+
+def test_a_prompt_that_fills_the_context(model_dir: Path) -> None:
+    model = load(model_dir)
+    for context in (7 * PAGE, 7 * PAGE + 3):
+        # Beside others, and with no page more than it needs.
+        pages = -(-context // PAGE) + 1
+        with make_llm(model_dir, max_context_tokens=context, num_pages=pages) as llm:
+            prompts = [random_prompt(context), random_prompt(context), random_prompt(9)]
+            stop = StopCriteria(max_tokens=1, ignore_eos=True)
+            samples = llm.generate(prompts, stop=stop, prompt_logprobs=2)
+            for prompt, sample in zip(prompts, samples, strict=True):
+                check(model, prompt, sample.prompt_logprobs, 2)
+                assert len(sample.token_ids) == 1
+            for wanted, length, scores in (
+                (1, context, None),
+                (2, context, 0),
+                (1, context + 1, 0),
+            ):
+                stop = StopCriteria(max_tokens=wanted, ignore_eos=True)
+                with pytest.raises(ContextTooLong):
+                    llm.generate([random_prompt(length)], stop=stop, prompt_logprobs=scores)
+            llm.engine.memory.check_integrity()
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])

@@ -155,7 +155,7 @@ async def test_nothing_is_left_after_random_ends(tmp_path: Path) -> None:
         assert set(outcomes) <= {"finished", "left", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
         app = harness.app
         await harness.wait(lambda: not app._admission.num_running)
-        await harness.wait(lambda: not app.pipeline._running)
+        await harness.wait(lambda: not app.pipeline._open)
         for worker in app.fleet.workers():
             assert worker.own_requests == 0
             assert worker.session is not None

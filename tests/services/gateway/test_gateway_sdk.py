@@ -65,6 +65,32 @@ async def test_a_stream_is_kept_alive_before_its_first_token(edge: Edge) -> None
         assert await anext(answer.aiter_lines()) == ": waiting"
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_half_closed_client_gets_its_answer(edge: Edge, is_streamed: bool) -> None:
+    for salt, text in (("plain", TEXT), ("silent", "")):
+        address = httpx.URL(edge.url)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        body = {"messages": USER, "stream": is_streamed, "cache_salt": salt}
+        data = json.dumps(body).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+        writer.write(b"Content-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(data), data))
+        await writer.drain()
+        writer.write_eof()
+        if text:
+            async with asyncio.timeout(60):
+                answer = await reader.read()
+            assert b"HTTP/1.1 200 OK" in answer
+            assert (b"[DONE]" if is_streamed else text.encode()) in answer
+        else:
+            # It is still there, and then gone.
+            await edge.mesh.wait(lambda: len(edge.mesh.workers[0].submits) == 2)
+            await asyncio.sleep(0.3)
+            assert not edge.mesh.workers[0].cancels
+            writer.transport.abort()
+            await edge.mesh.wait(lambda: edge.mesh.workers[0].cancels)
+        writer.close()
+
+
 async def test_chat(edge: Edge) -> None:
     create = edge.client.chat.completions.create
     whole = await create(

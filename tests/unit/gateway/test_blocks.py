@@ -8,7 +8,7 @@ import random
 from weft.gateway.api.blocks import BlockReader, Step
 from weft.gateway.generation.stream import Delta
 from weft.gateway.text.answer import TextParser
-from weft.gateway.text.answer.formats import HERMES
+from weft.gateway.text.answer.formats import HERMES, QWEN3
 from weft.v1 import common_pb2
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
@@ -17,7 +17,7 @@ PIECES = ("<think>", "</think>", "hm ", "\n", " ", "text", CALL, CALL[:30], "<to
 
 def read(text: str, cuts: list[int], *, is_parsed: bool) -> tuple[BlockReader, list[Step]]:
     def make() -> TextParser:
-        return TextParser(HERMES, has_reasoning=True)
+        return TextParser(HERMES, reasoning=QWEN3)
 
     reader = BlockReader(make if is_parsed else None)
     steps: list[Step] = []

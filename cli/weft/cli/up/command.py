@@ -124,15 +124,24 @@ def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None
 
 
 def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
-    """Names and directories of the models; the demo model is converted first if need be."""
+    """Names and directories of the models; the demo model is converted first if need be.
+
+    Raises:
+        WeftError: The workers would refuse a model or its dtype. Nothing has been started by then.
+    """
     # Here, for `weft up --help` to be quick.
     from weft.cli.model import progress_bar
+    from weft.engine.models.config import ModelConfig
     from weft.engine.models.demo import DEMO_MODEL, DEMO_NAME, resolve_model
+    from weft.engine.models.dtypes import resolve_dtype
 
+    for device in settings.device or ["cpu"]:
+        resolve_dtype(settings.dtype, device)
     models: list[ModelFolder] = []
     for number, model in enumerate(settings.model):
         with progress_bar(console, "converting the demo model") as progress:
             path = resolve_model(model, progress)
+        ModelConfig.load(path)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         default = DEMO_MODEL if model == DEMO_NAME else path.name
         models.append(ModelFolder(given or default, path))

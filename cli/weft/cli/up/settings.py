@@ -46,7 +46,7 @@ class UpSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="number format of the weights; auto = what the machine computes fast; float16 "
-        "needs GPUs",
+        "needs a GPU",
     )
     device: list[str] = Field(
         [],
@@ -249,14 +249,6 @@ class UpSettings(Settings):
             raise ValueError(
                 f"--model-name {surplus}: there are {len(self.model_name)} names and "
                 f"{len(self.model)} models; give a --model for each name"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_dtype(self) -> Self:
-        if self.dtype == "float16" and (not self.device or "cpu" in self.device):
-            raise ValueError(
-                "--dtype float16 needs workers on GPUs; add --device cuda, or take bfloat16"
             )
         return self
 

@@ -1,10 +1,14 @@
-"""The architectures that can be served, Weft's own and those of other distributions. No torch."""
+"""Architecture names to classes, imported when first needed.
+
+Nothing here imports torch before a class is asked for: services read configurations too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any
 
 from weft.engine.errors import ModelError
 
@@ -12,63 +16,59 @@ ENTRY_POINT_GROUP = "weft.models"
 """Entry-point group in which other distributions register architectures: name = architecture, value
 = module:class.
 """
-BUILT_IN = {
+
+_BUILT_IN = {
     "LlamaForCausalLM": ("weft.engine.models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("weft.engine.models.llama", "LlamaForCausalLM"),
     "Qwen2ForCausalLM": ("weft.engine.models.qwen2", "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM": ("weft.engine.models.qwen3", "Qwen3ForCausalLM"),
     "Qwen3MoeForCausalLM": ("weft.engine.models.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-"""Module and class by `architectures[0]`."""
-ReadConfig = Callable[[Mapping[str, Any], Mapping[str, Any], str], Any]
-"""Makes a `ModelConfig` from config.json, generation_config.json and what messages call the source.
-"""
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names of all architectures that can be served, sorted."""
-    return tuple(sorted({*BUILT_IN, *(point.name for point in _entry_points())}))
+    """Names that there are classes for, sorted."""
+    return tuple(sorted({*_BUILT_IN, *(point.name for point in _entry_points())}))
 
 
-def foreign_class(architecture: str, where: str = "") -> Any:
-    """The class by which another distribution implements an architecture.
+def check_architecture(architecture: str) -> None:
+    """Raises ModelError for an architecture that no class implements; imports none."""
+    if architecture not in supported_architectures():
+        raise _unsupported(architecture)
 
-    Args:
-        architecture: `architectures[0]` of config.json; not one of `BUILT_IN`.
-        where: What messages call its directory.
+
+def load_class(architecture: str) -> Any:
+    """The class that implements `architectures[0]` of a Hugging Face configuration.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
+    if location := _BUILT_IN.get(architecture):
+        module, name = location
+        return getattr(import_module(module), name)
     for point in _entry_points():
         if point.name == architecture:
             return _load(point)
-    supported = ", ".join(supported_architectures())
-    place = f"{where}: " if where else ""
-    raise ModelError(
-        f"{place}architectures: {architecture!r} is not supported; supported: {supported}",
-        param="architectures",
-    )
+    raise _unsupported(architecture)
 
 
-def config_reader(architecture: str, where: str) -> ReadConfig | None:
-    """What reads the configuration of an architecture that another distribution brings.
-
-    Args:
-        architecture: `architectures[0]` of config.json.
-        where: What messages call its directory.
-
-    Returns:
-        The class's `read_config`; None: the class has none, or the architecture is Weft's own, and
-        `ModelConfig.from_dict` reads it.
+def configuration_reader(architecture: str) -> Callable[..., Any] | None:
+    """What the class of another distribution reads config.json with; None: `ModelConfig` does.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if architecture in BUILT_IN:
+    if architecture in _BUILT_IN:
         return None
-    return cast(
-        "ReadConfig | None", getattr(foreign_class(architecture, where), "read_config", None)
+    reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
+    return reader
+
+
+def _unsupported(architecture: str) -> ModelError:
+    supported = ", ".join(supported_architectures())
+    return ModelError(
+        f"architectures: {architecture!r} is not supported; supported: {supported}",
+        param="architectures",
     )
 
 

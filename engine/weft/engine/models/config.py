@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from weft.engine.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.errors import ModelError
-from weft.engine.models.architectures import config_reader
+from weft.engine.models.architectures import check_architecture, configuration_reader
 from weft.engine.models.fields import Fields
 
 MAX_POSITIONS = 1 << 24
@@ -149,21 +149,14 @@ class ModelConfig:
     def load(cls, model_dir: Path) -> ModelConfig:
         """Reads `config.json` and, if present, `generation_config.json` of a directory.
 
-        An architecture of another distribution may read them itself (`config_reader`).
-
         Raises:
-            ModelError: A file is missing or malformed, the architecture is not supported, or a
-                field asks for what is not supported; the message names the field.
+            ModelError: A file is missing or malformed, or asks for what is not supported; the
+                message names the field.
         """
         raw = read_json_file(model_dir / "config.json")
         generation_file = model_dir / "generation_config.json"
         generation = read_json_file(generation_file) if generation_file.exists() else {}
-        where = str(model_dir)
-        read = config_reader(_architecture(Fields(raw, where)), where)
-        if read is None:
-            config = cls.from_dict(raw, generation, where=where)
-        else:
-            config = read(raw, generation, where)
+        config = cls.from_dict(raw, generation, where=str(model_dir))
         if config.eos_token_ids:
             return config
         return replace(config, eos_token_ids=tokenizer_end_token(model_dir))
@@ -176,7 +169,8 @@ class ModelConfig:
         *,
         where: str = "config.json",
     ) -> ModelConfig:
-        """Normalises parsed JSON, of transformers 4 or 5 layout.
+        """Normalises parsed JSON, of transformers 4 or 5 layout. The class of an architecture of
+        another distribution may do it instead (`interface.py`).
 
         Args:
             raw: Content of config.json.
@@ -188,6 +182,14 @@ class ModelConfig:
         """
         fields = Fields(raw, where)
         architecture = _architecture(fields)
+        try:
+            # First of all: what another architecture's file has or lacks says nothing.
+            check_architecture(architecture)
+            read_config = configuration_reader(architecture)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error.message}", param="architectures") from error
+        if read_config is not None:
+            return _checked(read_config(raw, generation or {}, where), architecture, where)
         family = _FAMILIES.get(architecture, _Family())
         attention_bias = fields.flag("attention_bias", False)
         _refuse_unsupported(fields)
@@ -240,6 +242,17 @@ class ModelConfig:
             if values[name] is None:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checked(config: object, architecture: str, where: str) -> ModelConfig:
+    """What another distribution has read."""
+    if not isinstance(config, ModelConfig) or config.architecture != architecture:
+        raise ModelError(
+            f"{where}: read_config of {architecture} returned {config!r:.80}; it must be a "
+            "ModelConfig of this architecture",
+            param="architectures",
+        )
+    return config
 
 
 def read_json_file(path: Path) -> Mapping[str, Any]:

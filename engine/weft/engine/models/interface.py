@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from weft.engine.layers.weights import Weights
@@ -45,3 +46,26 @@ class CausalLMClass(Protocol):
 
     def __call__(self, config: ModelConfig, weights: Weights) -> CausalLM:
         """Takes every parameter that the model has from `weights`."""
+
+
+class ConfiguredCausalLMClass(CausalLMClass, Protocol):
+    """The class of another distribution that reads config.json itself."""
+
+    def read_config(
+        self, raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+    ) -> ModelConfig:
+        """Reads the model's configuration; a static or class method.
+
+        Args:
+            raw: Content of config.json.
+            generation: Content of generation_config.json; empty if there is none.
+            where: What messages call the source.
+
+        Returns:
+            The configuration, or one of a frozen subclass with further fields, which the class gets
+            when it is built. All that changes hidden states must be among its fields: they identify
+            cached pages.
+
+        Raises:
+            ModelError: A value is missing, malformed or not supported.
+        """

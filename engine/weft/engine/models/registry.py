@@ -1,11 +1,10 @@
-"""Architecture names to model classes, imported when first needed."""
+"""Model classes by the names of their architectures."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import cast
 
-from weft.engine.models.architectures import BUILT_IN, foreign_class
+from weft.engine.models.architectures import load_class
 from weft.engine.models.interface import CausalLMClass
 
 
@@ -15,7 +14,4 @@ def model_class(architecture: str) -> CausalLMClass:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if location := BUILT_IN.get(architecture):
-        module, name = location
-        return cast(CausalLMClass, getattr(import_module(module), name))
-    return cast(CausalLMClass, foreign_class(architecture))
+    return cast(CausalLMClass, load_class(architecture))

@@ -84,6 +84,11 @@ class OpenAIServiceStub:
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.CancelRequestById = channel.unary_unary(
+                '/weft.v1.OpenAIService/CancelRequestById',
+                request_serializer=weft_dot_v1_dot_openai__pb2.CancelRequestByIdRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.Ready = channel.unary_unary(
                 '/weft.v1.OpenAIService/Ready',
                 request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
@@ -165,6 +170,13 @@ class OpenAIServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelRequestById(self, request, context):
+        """Ends a request of the caller by its id; 404 when there is no such.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ready(self, request, context):
         """200 while at least one worker of every needed role serves.
         """
@@ -225,6 +237,11 @@ def add_OpenAIServiceServicer_to_server(servicer, server):
             'EndSession': grpc.unary_unary_rpc_method_handler(
                     servicer.EndSession,
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'CancelRequestById': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequestById,
+                    request_deserializer=weft_dot_v1_dot_openai__pb2.CancelRequestByIdRequest.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
             'Ready': grpc.unary_unary_rpc_method_handler(
@@ -483,6 +500,33 @@ class OpenAIService:
             target,
             '/weft.v1.OpenAIService/EndSession',
             google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequestById(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.OpenAIService/CancelRequestById',
+            weft_dot_v1_dot_openai__pb2.CancelRequestByIdRequest.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,
             channel_credentials,

@@ -56,6 +56,8 @@ class OpenAIServiceStub:
     """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
     EndSession: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession)."""
+    CancelRequestById: _grpc.UnaryUnaryMultiCallable[_openai_pb2.CancelRequestByIdRequest, _httpbody_pb2.HttpBody]
+    """Ends a request of the caller by its id; 404 when there is no such."""
     Ready: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     """200 while at least one worker of every needed role serves."""
     OpenApi: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
@@ -87,6 +89,8 @@ class OpenAIServiceAsyncStub(OpenAIServiceStub):
     """Takes a LoRA adapter away and answers once no request uses it; vLLM's JSON."""
     EndSession: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession)."""
+    CancelRequestById: _aio.UnaryUnaryMultiCallable[_openai_pb2.CancelRequestByIdRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Ends a request of the caller by its id; 404 when there is no such."""
     Ready: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """200 while at least one worker of every needed role serves."""
     OpenApi: _aio.UnaryUnaryMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -169,6 +173,14 @@ class OpenAIServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession)."""
+
+    @_abc_1.abstractmethod
+    def CancelRequestById(
+        self,
+        request: _openai_pb2.CancelRequestByIdRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Ends a request of the caller by its id; 404 when there is no such."""
 
     @_abc_1.abstractmethod
     def Ready(

@@ -72,6 +72,10 @@ class Stopping:
 
     max_tokens: int | None = None
     """Most tokens to generate; None: up to the context."""
+    is_score_alone: bool = False
+    """Whether the prompt is only scored: the one token that is drawn is not shown, and it needs no
+    room in the context.
+    """
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -89,6 +93,17 @@ class Calls:
     """Function whose arguments are the answer; empty: the answer names what it calls."""
     most: int | None = None
     """Most calls; None: any number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerChoice:
+    """The decode worker that a request names; one of the two is set."""
+
+    worker_id: str = ""
+    rank: int | None = None
+    """Number of the worker among those of its model, in the order of their ids."""
+    param: str
+    """The client's name for it, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +142,15 @@ class GenerateRequest:
     skip_special_tokens: bool = True
     timeout_s: float | None = None
     """Time limit given by the client; the gateway's own limit applies as well."""
+    first_token_timeout_s: float | None = None
+    """Time limit for the first token of each prompt; None: only the one for the whole request."""
     cache_salt: str = ""
     priority: int = 0
     """Priority, a lower number is more urgent; bounds are those of `weft.v1.Submit`."""
     routing_key: str = ""
     """Routing key, for policies that use keys; empty: none."""
+    worker: WorkerChoice | None = None
+    """The decode worker that the client names; None: the router chooses."""
     session_id: str = ""
     """Chat session whose KV is kept for a while; empty: none."""
     ends_session: bool = False

@@ -206,6 +206,10 @@ class GatewaySettings(ServiceSettings):
         "cache_aware",
         description="routing policy for decode workers",
     )
+    allow_worker_choice: bool = Field(
+        False,
+        description="let requests name their decode worker, by x-worker-id or x-data-parallel-rank",
+    )
     prefill_policy: PrefillPolicyName = Field(
         "cache_aware",
         description="routing policy for prefill workers",

@@ -74,6 +74,9 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
         raise invalid("routing_key", f"at most {MAX_ROUTING_KEY_BYTES} bytes")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise invalid("timeout", f"must be above 0 seconds, not {request.timeout_s:g}")
+    first_s = request.first_token_timeout_s
+    if first_s is not None and not first_s > 0:
+        raise invalid("ttft_timeout", f"must be above 0 seconds, not {first_s:g}")
     _check_targets(request.targets)
     _check_prompts(request, model, max_prompts)
 

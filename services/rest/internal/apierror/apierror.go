@@ -145,7 +145,9 @@ func (e Error) JSON() []byte {
 	encoder := json.NewEncoder(&buffer)
 	encoder.SetEscapeHTML(false)
 	_ = encoder.Encode(body) // strings always encode
-	return bytes.TrimRight(buffer.Bytes(), "\n")
+	line := bytes.TrimRight(buffer.Bytes(), "\n")
+	// The encoder escapes U+2028 and U+2029. Some clients cut the lines of a stream here as well.
+	return bytes.ReplaceAll(line, []byte("\u0085"), []byte(`\u0085`))
 }
 
 // Event is the failure within a stream that has begun, framed.

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/emptypb"
 )
@@ -21,7 +22,15 @@ const draining = "DRAINING"
 // may be behind the refusal, then the same gateway may be asked once more.
 var pauses = []time.Duration{0, 50 * time.Millisecond, 200 * time.Millisecond, time.Second}
 
-// askUnary makes a call again when a gateway that drains has refused it.
+// notFound is the reason with which a gateway says that it has no request of an id. Another one may
+// have it.
+const notFound = "REQUEST_NOT_FOUND"
+
+// visits of each gateway before all of them count as asked: calls go round, and others come between.
+const visits = 2
+
+// askUnary makes a call again when a gateway that drains has refused it, and one about a request
+// until a gateway has that request.
 func askUnary(
 	ctx context.Context,
 	method string,
@@ -30,7 +39,9 @@ func askUnary(
 	invoke grpc.UnaryInvoker,
 	options ...grpc.CallOption,
 ) error {
-	err := invoke(ctx, method, request, reply, connection, options...)
+	err := askAll(ctx, func(extra ...grpc.CallOption) error {
+		return invoke(ctx, method, request, reply, connection, append(extra, options...)...)
+	})
 	for _, pause := range pauses {
 		if !isDraining(err) || !sleep(ctx, pause) {
 			return err
@@ -42,6 +53,24 @@ func askUnary(
 		err = again
 	}
 	return err
+}
+
+// askAll makes a call at one gateway after the other while they do not know the request that it is
+// about.
+func askAll(ctx context.Context, invoke func(...grpc.CallOption) error) error {
+	asked := map[string]int{}
+	for {
+		var gateway peer.Peer
+		err := invoke(grpc.Peer(&gateway))
+		reason, _ := reasonOf(err)
+		if err == nil || reason != notFound || gateway.Addr == nil || ctx.Err() != nil {
+			return err
+		}
+		address := gateway.Addr.String()
+		if asked[address]++; asked[address] > visits {
+			return err
+		}
+	}
 }
 
 // askStream opens a stream that is opened again while nothing has come but such a refusal.

@@ -73,6 +73,21 @@ func (g *fakeGateway) Models(context.Context, *emptypb.Empty) (*httpbody.HttpBod
 	return &httpbody.HttpBody{Data: []byte(g.name)}, nil
 }
 
+func (g *fakeGateway) CancelRequestById(
+	_ context.Context, request *weftv1.CancelRequestByIdRequest,
+) (*httpbody.HttpBody, error) {
+	g.calls.Add(1)
+	if request.GetRequestId() == g.name {
+		return &httpbody.HttpBody{Data: []byte(g.name)}, nil
+	}
+	missing, err := status.New(codes.NotFound, "not here").
+		WithDetails(&errdetails.ErrorInfo{Reason: notFound})
+	if err != nil {
+		return nil, err
+	}
+	return nil, missing.Err()
+}
+
 func startGateway(t *testing.T, name, address string) *fakeGateway {
 	t.Helper()
 	listener, err := net.Listen("tcp", address)
@@ -227,6 +242,29 @@ func TestARefusalByAGatewayThatDrainsIsAskedElsewhere(t *testing.T) {
 	_, _, err := chat(client, "hello")
 	if !isDraining(err) {
 		t.Fatalf("got %v", err)
+	}
+}
+
+func TestACancellationFindsTheGatewayOfItsRequest(t *testing.T) {
+	a, b := startGateway(t, "a", "127.0.0.1:0"), startGateway(t, "b", "127.0.0.1:0")
+	client := connect(t, a.address, b.address)
+	seesBoth(t, client)
+	for range 5 {
+		for _, id := range []string{"a", "b"} {
+			request := &weftv1.CancelRequestByIdRequest{RequestId: id}
+			if answer, err := client.CancelRequestById(context.Background(), request); err != nil ||
+				string(answer.GetData()) != id {
+				t.Fatalf("%s: %v %v", id, answer, err)
+			}
+		}
+	}
+	before := a.calls.Load() + b.calls.Load()
+	request := &weftv1.CancelRequestByIdRequest{RequestId: "nobody's"}
+	if _, err := client.CancelRequestById(context.Background(), request); status.Code(err) != codes.NotFound {
+		t.Fatalf("got %v", err)
+	}
+	if asked := a.calls.Load() + b.calls.Load() - before; asked > 2*(visits+1) {
+		t.Fatalf("asked %d times", asked)
 	}
 }
 

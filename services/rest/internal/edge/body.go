@@ -7,9 +7,11 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"sync"
 	"time"
 
 	"weft.dev/weft/services/rest/internal/apierror"
+	"weft.dev/weft/services/rest/internal/halfclose"
 )
 
 const (
@@ -26,6 +28,7 @@ type limitedBody struct {
 	raw        io.ReadCloser
 	controller *http.ResponseController
 	ended      func() // to be called when the handler returns
+	received   func() // to be called when all of it has come
 	failure    error  // first error of a read, io.EOF apart
 }
 
@@ -42,9 +45,16 @@ func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *lim
 			_ = controller.SetReadDeadline(time.Now())
 		}
 	})
+	answered := func() {}
 	return &limitedBody{
+		received: sync.OnceFunc(func() {
+			if takesInterim(r) {
+				answered = halfclose.Answering(ctx)
+			}
+		}),
 		// Of HTTP/2 there is nothing to set a deadline of behind the handler: it would panic.
 		ended: func() {
+			answered()
 			if !stop() {
 				<-cut
 			}
@@ -60,6 +70,7 @@ func (b *limitedBody) Read(p []byte) (int, error) {
 	switch {
 	case errors.Is(err, io.EOF):
 		_ = b.controller.SetReadDeadline(time.Time{})
+		b.received()
 	case err != nil && b.failure == nil:
 		b.failure = err
 	}

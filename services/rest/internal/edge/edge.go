@@ -20,6 +20,7 @@ import (
 	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
 	"weft.dev/weft/services/rest/internal/apierror"
 	"weft.dev/weft/services/rest/internal/forward"
+	"weft.dev/weft/services/rest/internal/halfclose"
 	"weft.dev/weft/services/rest/internal/reqinfo"
 )
 
@@ -105,7 +106,6 @@ func register(
 func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	info := reqinfo.New(r.Header.Get(requestIDHeader))
 	r.Header.Set(requestIDHeader, info.ID)
-	r.Header.Del("Grpc-Timeout") // time limits are fields of the request
 	w.Header().Set(requestIDHeader, info.ID)
 	ctx := forward.WithLimits(reqinfo.With(r.Context(), info), e.config.Streams)
 	trimSlashes(r)
@@ -132,6 +132,8 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		body := newLimitedBody(w, r, e.config.MaxBodyBytes)
 		defer body.ended()
 		r.Body = body
+	} else if takesInterim(r) {
+		defer halfclose.Answering(ctx)()
 	}
 	if r.Method == http.MethodHead {
 		r.Method = http.MethodGet // the server sends the header of the answer alone
@@ -140,6 +142,11 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if info.Failure != nil {
 		e.logStreamFailure(r, apierror.From(info.Failure))
 	}
+}
+
+// takesInterim says whether an interim response may be sent, as `halfclose` does.
+func takesInterim(r *http.Request) bool {
+	return r.ProtoMajor == 1 && r.ProtoMinor >= 1
 }
 
 // trimSlashes takes slashes off the end of the path, which clients append to a base URL's.
@@ -239,8 +246,9 @@ func alive(w http.ResponseWriter, _ *http.Request, _ map[string]string) {
 // `authorization`, `x-forwarded-for` and `x-forwarded-host` always pass.
 func incomingHeader(key string) (string, bool) {
 	switch key {
-	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms", "Traceparent",
-		"Tracestate", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta":
+	case requestIDHeader, "X-Routing-Key", "X-Ttft-Target-Ms", "X-Itl-Target-Ms",
+		"X-Request-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-Worker-Id", "X-Data-Parallel-Rank",
+		"Traceparent", "Tracestate", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta":
 		return strings.ToLower(key), true
 	default:
 		return "", false

@@ -474,11 +474,13 @@ func TestHeadersPassByAllowList(t *testing.T) {
 	}})
 	got := post(t, url, "{}", "X-Request-Id", "abc-1.2", "Authorization", "Bearer k",
 		"Traceparent", "00-1-2-3", "X-Routing-Key", "chat 7",
-		"X-TTFT-Target-Ms", "800", "x-itl-target-ms", "40.5", "Grpc-Metadata-Evil", "1", "Grpc-Timeout", "nonsense", "Cookie", "c=1")
+		"X-TTFT-Target-Ms", "800", "x-itl-target-ms", "40.5", "Grpc-Metadata-Evil", "1", "Cookie", "c=1",
+		"X-Request-Timeout-Ms", "900", "X-First-Token-Timeout-Ms", "70", "X-Worker-Id", "decode-3")
 	incoming := <-seen
 	for key, want := range map[string]string{
 		"x-request-id": "abc-1.2", "authorization": "Bearer k", "traceparent": "00-1-2-3",
 		"x-routing-key": "chat 7", "x-ttft-target-ms": "800", "x-itl-target-ms": "40.5",
+		"x-request-timeout-ms": "900", "x-first-token-timeout-ms": "70", "x-worker-id": "decode-3",
 		"evil": "", "cookie": "", "grpcgateway-cookie": "",
 	} {
 		if value := strings.Join(incoming.Get(key), ","); value != want {
@@ -506,5 +508,28 @@ func TestHeadersPassByAllowList(t *testing.T) {
 		if strings.Contains(strings.ToLower(key), "secret") || strings.HasPrefix(key, "Grpc-") {
 			t.Fatalf("header %s leaked", key)
 		}
+	}
+}
+
+func TestGrpcTimeoutsCount(t *testing.T) {
+	left := make(chan time.Duration, 1)
+	url := start(t, &fakeGateway{chat: func(
+		_ *httpbody.HttpBody, stream grpc.ServerStreamingServer[httpbody.HttpBody],
+	) error {
+		deadline, _ := stream.Context().Deadline()
+		left <- time.Until(deadline)
+		<-stream.Context().Done()
+		return stream.Context().Err()
+	}})
+	got := post(t, url, "{}", "Grpc-Timeout", "150m")
+	if limit := <-left; limit <= 0 || limit > 150*time.Millisecond {
+		t.Fatalf("the gateway has %s", limit)
+	}
+	if got.status != http.StatusGatewayTimeout || !strings.Contains(got.body, `"deadline_exceeded"`) {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	got = post(t, url, "{}", "Grpc-Timeout", "soon")
+	if got.status != http.StatusBadRequest || !strings.Contains(got.body, "timeout") {
+		t.Fatalf("%d %s", got.status, got.body)
 	}
 }

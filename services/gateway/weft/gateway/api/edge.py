@@ -12,6 +12,7 @@ from weft.common.telemetry.logging import request_id as current_request_id
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
+from weft.gateway.request import WorkerChoice
 from weft.gateway.validate import invalid
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,7 +27,17 @@ ROUTING_KEY = "x-routing-key"
 TTFT_TARGET = "x-ttft-target-ms"
 ITL_TARGET = "x-itl-target-ms"
 """Name of the metadata with the inter-token latency target, in milliseconds."""
+REQUEST_TIMEOUT = "x-request-timeout-ms"
+"""Name of the metadata with the time limit of the whole request, in milliseconds."""
+FIRST_TOKEN_TIMEOUT = "x-first-token-timeout-ms"
+"""Name of the metadata with the time limit for the first token, in milliseconds."""
+WORKER_ID = "x-worker-id"
+"""Name of the metadata with the id of the decode worker that the request is for."""
+RANK = "x-data-parallel-rank"
+"""Name of the metadata with the number of that worker instead, in the order of their ids."""
+_IN_MILLISECONDS = (TTFT_TARGET, ITL_TARGET, REQUEST_TIMEOUT, FIRST_TOKEN_TIMEOUT)
 _NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
+_RANK = re.compile(r"[0-9]{1,6}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -38,7 +49,9 @@ class CallFacts:
     client_request_id: str
     """Id given by the client or the REST edge; empty: none that is usable."""
     timeout_s: float | None
-    """Time left on the call; None: no deadline."""
+    """Time limit of the call and of the metadata `x-request-timeout-ms`, the less of both; None:
+    neither.
+    """
     traceparent: str
     """Trace context; well-formed, or empty."""
     tenant: Tenant | None
@@ -47,6 +60,10 @@ class CallFacts:
     """Value of the metadata `x-routing-key`; empty: none."""
     targets: Targets = NO_TARGETS
     """Targets from the metadata `x-ttft-target-ms` and `x-itl-target-ms`."""
+    first_token_timeout_s: float | None = None
+    """Time limit from the metadata `x-first-token-timeout-ms`; None: none."""
+    worker: WorkerChoice | None = None
+    """Decode worker from the metadata `x-worker-id` or `x-data-parallel-rank`; None: none."""
 
 
 def call_facts(context: Context, prefix: str) -> CallFacts:
@@ -59,13 +76,15 @@ def call_facts(context: Context, prefix: str) -> CallFacts:
         prefix: Of the request id, such as "chatcmpl".
 
     Raises:
-        InvalidRequest: A latency target of the metadata is no number.
+        InvalidRequest: A value of the metadata is no number where it must be, or two contradict
+            each other.
     """
     request_id = f"{prefix}-{secrets.token_hex(16)}"
     current_request_id.set(request_id)
     context.set_trailing_metadata(((_ID_KEY, request_id),))
     traceparent = client_request_id = routing_key = ""
-    targets: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    workers: list[WorkerChoice] = []
     for key, value in context.invocation_metadata() or ():
         if not isinstance(value, str):
             continue
@@ -75,17 +94,44 @@ def call_facts(context: Context, prefix: str) -> CallFacts:
             client_request_id = value
         elif key == ROUTING_KEY:
             routing_key = value
-        elif key in (TTFT_TARGET, ITL_TARGET):
-            targets[key] = _milliseconds(key, value)
+        elif key in _IN_MILLISECONDS:
+            seconds[key] = _milliseconds(key, value)
+        elif key in (WORKER_ID, RANK):
+            workers.append(_worker(key, value))
+    if len(workers) > 1:
+        raise invalid(workers[1].param, f"contradicts {workers[0].param}: name one worker")
     return CallFacts(
         request_id,
         client_request_id,
-        context.time_remaining(),
+        earliest(context.time_remaining(), seconds.get(REQUEST_TIMEOUT)),
         traceparent,
         current_tenant.get(),
         routing_key,
-        Targets(targets.get(TTFT_TARGET), targets.get(ITL_TARGET)),
+        Targets(seconds.get(TTFT_TARGET), seconds.get(ITL_TARGET)),
+        seconds.get(FIRST_TOKEN_TIMEOUT),
+        workers[0] if workers else None,
     )
+
+
+def earliest(*limits_s: float | None) -> float | None:
+    """The least of several time limits, each of which may be absent, as may be the result."""
+    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+
+def check_client_id(param: str, name: str) -> None:
+    """Raises InvalidRequest for a client's name of a request that logs cannot take."""
+    if not _CLIENT_ID.fullmatch(name):
+        raise invalid(param, "must have 1 to 64 of A-Za-z0-9._:-")
+
+
+def _worker(key: str, text: str) -> WorkerChoice:
+    if key == WORKER_ID:
+        if not text:
+            raise invalid(key, "is empty")
+        return WorkerChoice(worker_id=text, param=key)
+    if not _RANK.fullmatch(text):
+        raise invalid(key, "must be a number from 0")
+    return WorkerChoice(rank=int(text), param=key)
 
 
 def _milliseconds(key: str, text: str) -> float:

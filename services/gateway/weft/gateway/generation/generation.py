@@ -65,6 +65,7 @@ class Generation:
         listener: Listener,
         arrival: float,
         deadline: float,
+        first_token_deadline: float,
         limits: ResumeLimits,
         trace: RequestTrace,
     ) -> None:
@@ -83,6 +84,7 @@ class Generation:
             listener: Who is told.
             arrival: Event loop time at which the client's request came.
             deadline: Event loop time at which it must have ended.
+            first_token_deadline: Event loop time at which it must have its first token.
             limits: How long it goes on after it lost its owner.
             trace: Gets the spans of its attempts.
         """
@@ -101,6 +103,7 @@ class Generation:
         self._listener = listener
         self._arrival = arrival
         self._deadline = deadline
+        self._first_token_deadline = first_token_deadline
         self._trace = trace
         self._attempt_trace: AttemptTrace | None = None
         self._placement: Placement | None = None
@@ -127,6 +130,11 @@ class Generation:
     def num_prompt_tokens(self) -> int:
         """Number of tokens of the prompt."""
         return len(self.prompt.ids)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any sample has a token, or has ended without one."""
+        return any(sample.ids or sample.finish_reason is not None for sample in self.samples)
 
     @property
     def is_settled(self) -> bool:
@@ -165,6 +173,8 @@ class Generation:
             stop_ids=self._stop_ids,
             candidates=placement.candidates,
             time_left_s=self._deadline - now,
+            first_token_left_s=(self._deadline if self.has_tokens else self._first_token_deadline)
+            - now,
             traceparent=trace.traceparent,
             samples=[None if s.finish_reason is not None else s.ids for s in self.samples],
             prompt_logprobs=(

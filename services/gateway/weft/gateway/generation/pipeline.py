@@ -48,7 +48,7 @@ from weft.gateway.text.answer.make import reasoning_of, settle_constraint
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stops import StopAutomaton
-from weft.gateway.validate import check_request, num_prompt_logprobs
+from weft.gateway.validate import check_request, num_prompt_logprobs, unsupported
 from weft.v1 import gateway_pb2
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,11 @@ class _Account:
     num_scores: int = 0
     """Log-probabilities of its prompts for which there is room."""
     stream: TokenStream | None = None
-    """The request's stream; None: it was refused."""
+    """The request's stream; None: it was refused, or waits."""
+    waiter: asyncio.Task[object] | None = None
+    """The task that waits until the request has a stream; None: nothing waits."""
+    is_cancelled: bool = False
+    """Whether the client cancelled it by its id while it waited."""
     outcome: str = "error"
     failure: BaseException | None = None
 
@@ -115,7 +119,8 @@ class RequestPipeline:
         )
         """Rates of requests and tokens."""
         self._log = log
-        self._running: dict[str, tuple[Tenant | None, TokenStream]] = {}
+        self._open: dict[str, _Account] = {}
+        """Requests that wait or run, by their ids, oldest first."""
         self._has_ended = False
         self._num_scores = 0
         """Log-probabilities of prompts that requests have room for."""
@@ -147,21 +152,38 @@ class RequestPipeline:
     @property
     def running_ids(self) -> list[str]:
         """Ids of the requests that run, oldest first."""
-        return list(self._running)
+        return [id_ for id_, account in self._open.items() if account.stream is not None]
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
-        """Cancels a request of a tenant; False if the tenant has no such request here."""
-        owner, stream = self._running.get(request_id, (None, None))
-        if stream is None or owner != tenant:
-            return False
-        stream.cancel()
-        return True
+        """Cancels a request of a tenant that waits or runs.
+
+        Args:
+            request_id: The gateway's id of it, or the client's, under which there may be several.
+            tenant: Whose it must be.
+
+        Returns:
+            False if the tenant has no such request here.
+        """
+        found = [
+            account
+            for id_, account in self._open.items()
+            if request_id in (id_, account.request.client_request_id)
+            and account.request.tenant == tenant
+        ]
+        for account in found:
+            if account.stream is not None:
+                account.stream.cancel()
+            elif account.waiter is not None and not account.is_cancelled:
+                account.is_cancelled = True
+                account.waiter.cancel()
+        return bool(found)
 
     def end_all(self) -> None:
         """Fails all running and admitted requests because the gateway ends."""
         self._has_ended = True
-        for _, stream in list(self._running.values()):
-            stream.fail(shutting_down("decode"))
+        for account in list(self._open.values()):
+            if account.stream is not None:
+                account.stream.fail(shutting_down("decode"))
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
@@ -184,7 +206,9 @@ class RequestPipeline:
             arrival=arrival,
             trace=trace,
             gated=GatedRequest(None, NO_TARGETS, arrival),
+            waiter=asyncio.current_task(),
         )
+        self._open[request.request_id] = account
         try:
             async with self._run(account) as stream:
                 yield stream
@@ -200,8 +224,12 @@ class RequestPipeline:
             account.failure = error
             if isinstance(error, asyncio.CancelledError):
                 account.outcome = Cancelled.reason.lower()
+                if account.is_cancelled and account.waiter is not None:
+                    account.waiter.uncancel()
+                    raise Cancelled("the request was cancelled by its id", stage="queue") from None
             raise
         finally:
+            del self._open[request.request_id]
             self._close(account)
 
     @asynccontextmanager
@@ -224,7 +252,9 @@ class RequestPipeline:
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
         deadline = account.arrival + timeout_s
-        card = await self._models.card(resolved, deadline - loop.time())
+        first_s = request.first_token_timeout_s
+        first_deadline = deadline if first_s is None else min(deadline, account.arrival + first_s)
+        card = await self._models.card(resolved, max(0.0, first_deadline - loop.time()))
         check_request(request, card, self._settings.max_prompts)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
@@ -234,17 +264,17 @@ class RequestPipeline:
         charge = account.charge = self.limits.begin(tenant, terms, account.arrival)
         with trace.stage("queue"):
             place = await self._admission.admit(
-                len(request.prompts), deadline, tenant, terms.weight
+                len(request.prompts), first_deadline, tenant, terms.weight
             )
         with place:
             with trace.stage("prepare"):
-                prompts = await self._prepare(served, card, request, deadline)
+                prompts = await self._prepare(served, card, request, first_deadline)
             request = account.request = settle_constraint(request, card, prompts)
             account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
-            await self._find_worker(served, request.adapter, deadline)
+            await self._find_worker(served, request.adapter, first_deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
-            routing = _routing(request, prompts)
-            await self._pass_gate(gated, request, prompts, routing, deadline, trace)
+            routing = _routing(request, prompts, self._named_worker(served, request))
+            await self._pass_gate(gated, request, prompts, routing, first_deadline, trace)
             if self._has_ended:
                 raise shutting_down("admit")
             stream = account.stream = TokenStream(
@@ -253,15 +283,21 @@ class RequestPipeline:
             stream.trace_id = trace.trace_id
             stream.model = resolved.name
             stream.headers = self.limits.headers(tenant, loop.time())
-            timer = loop.call_at(deadline, self._expire, stream, timeout_s)
+            account.waiter = None
+            timers = [loop.call_at(deadline, self._expire, stream, timeout_s)]
+            if first_s is not None:
+                timers.append(loop.call_at(first_deadline, self._expire_first, stream, first_s))
             try:
-                stream.start(self._generations(served, account, prompts, routing, stream, deadline))
+                stream.start(
+                    self._generations(
+                        served, account, prompts, routing, stream, deadline, first_deadline
+                    )
+                )
                 gated.began()
-                self._running[request.request_id] = (request.tenant, stream)
                 yield stream
             finally:
-                timer.cancel()
-                self._running.pop(request.request_id, None)
+                for timer in timers:
+                    timer.cancel()
                 stream.close()
 
     async def _find_worker(
@@ -286,6 +322,16 @@ class RequestPipeline:
                     retry_after_s=_FIND_HOLDER_S,
                 )
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _named_worker(self, served: ServedModel, request: GenerateRequest) -> str:
+        """Id of the decode worker that a request is for; empty: the router chooses."""
+        if request.worker is None:
+            return ""
+        if not self._settings.allow_worker_choice:
+            raise unsupported(
+                request.worker.param, "requests choose their worker only with --allow-worker-choice"
+            )
+        return served.router.named(request.worker)
 
     def _close(self, account: _Account) -> None:
         """Records the end of a request."""
@@ -338,6 +384,7 @@ class RequestPipeline:
         routing: list[RoutingRequest],
         stream: TokenStream,
         deadline: float,
+        first_token_deadline: float,
     ) -> list[Generation]:
         request = account.request
         limits = ResumeLimits(
@@ -362,6 +409,7 @@ class RequestPipeline:
                 listener=stream,
                 arrival=account.arrival,
                 deadline=deadline,
+                first_token_deadline=first_token_deadline,
                 limits=limits,
                 trace=account.trace,
             )
@@ -410,6 +458,11 @@ class RequestPipeline:
         stream.fail(
             DeadlineExceeded(f"the request took longer than {timeout_s:g} s", stage="decode")
         )
+
+    def _expire_first(self, stream: TokenStream, timeout_s: float) -> None:
+        if not all(generation.has_tokens for generation in stream.generations):
+            message = f"the request had no token after {timeout_s:g} s"
+            stream.fail(DeadlineExceeded(message, stage="decode"))
 
     def _count(
         self, model: str, stream: TokenStream | None, outcome: str, duration_s: float
@@ -501,16 +554,19 @@ def _num_tokens(account: _Account) -> int | None:
     return usage.prompt_tokens + usage.completion_tokens
 
 
-def _routing(request: GenerateRequest, prompts: list[PreparedPrompt]) -> list[RoutingRequest]:
+def _routing(
+    request: GenerateRequest, prompts: list[PreparedPrompt], worker_id: str
+) -> list[RoutingRequest]:
     """Each prompt as policies see it, with its name on Sessions."""
     base = request.request_id
     return [
         RoutingRequest(
             request_id=base if len(prompts) == 1 else f"{base}-{number}",
             prompt_ids=prompt.ids,
-            context_tokens=len(prompt.ids) + prompt.max_tokens,
+            context_tokens=(len(prompt.ids) + prompt.max_tokens - request.stopping.is_score_alone),
             cache_salt=request.cache_salt,
             routing_key=request.routing_key,
+            worker_id=worker_id,
             first_token_s=request.targets.first_token_s,
             adapter=b"" if request.adapter is None else request.adapter.digest,
             is_computed_anew=request.prompt_logprobs is not None,

@@ -24,6 +24,7 @@ def submit_messages(
     stop_ids: Sequence[int],
     candidates: Sequence[decode_pb2.PrefillCandidate],
     time_left_s: float,
+    first_token_left_s: float,
     traceparent: str,
     samples: Sequence[Sequence[int] | None] = (),
     prompt_logprobs: int | None = None,
@@ -40,13 +41,13 @@ def submit_messages(
         stop_ids: All tokens that end a sample, the model's own included.
         candidates: Prefill workers, best first.
         time_left_s: Until the request's deadline.
+        first_token_left_s: Until the prompt must have its first token.
         traceparent: Names the attempt's span; empty = none.
         samples: Tokens of earlier attempts by sample; None where the client has its whole answer.
         prompt_logprobs: Alternatives wanted at each position of the prompt; None: it is not scored.
     """
     stopping = request.stopping
     first, rest = prompt.ids[:_MAX_TOKENS_PER_MESSAGE], prompt.ids[_MAX_TOKENS_PER_MESSAGE:]
-    left = _duration(time_left_s)
     submit = decode_pb2.Submit(
         request_id=wire_id,
         attempt=attempt,
@@ -60,8 +61,8 @@ def submit_messages(
             ignore_eos=stopping.ignore_eos,
         ),
         prefill_candidates=candidates,
-        first_token_timeout=left,
-        total_timeout=left,
+        first_token_timeout=_duration(min(time_left_s, first_token_left_s)),
+        total_timeout=_duration(time_left_s),
         traceparent=traceparent,
         cache_salt=request.cache_salt,
         priority=request.priority,

@@ -66,6 +66,8 @@ class RoutingRequest:
     cache_salt: str = ""
     routing_key: str = ""
     """Routing key; empty: none."""
+    worker_id: str = ""
+    """Decode worker that the client has named; empty: any."""
     prefill_host: str = ""
     """Machine of the prefill worker that will fill it; empty: unknown."""
     first_token_s: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,15 @@ from weft.gateway.fleet.discovery import Role
 from weft.gateway.fleet.fleet import ModelFleet
 from weft.gateway.fleet.session import DecodeSession
 from weft.gateway.fleet.worker import FleetWorker
-from weft.gateway.request import GenerateRequest
+from weft.gateway.request import GenerateRequest, WorkerChoice
 from weft.gateway.routing import FleetPageIndex, Policy, PoolView, RoutingRequest
+from weft.gateway.validate import invalid
 from weft.v1 import common_pb2, decode_pb2
 
 _RETRY_AFTER_S = 5.0
 """A worker that is restarted loads its model meanwhile."""
+_SHOWN_WORKERS, _SHOWN_CHARS = 16, 100
+_DIGITS = re.compile(r"([0-9]+)")
 _NOBODY = PoolView(())
 _DEVICE_REQUESTS = 8
 """Requests by which a worker with the adapter on its device may exceed the least busy holder and
@@ -120,6 +124,8 @@ class Router:
             request = request.beside(member.host)
 
         def is_excluded(worker: FleetWorker) -> bool:
+            if request.worker_id and _id(worker) != request.worker_id:
+                return True
             session = worker.session
             if session is None or (worker.endpoint.address, session.worker_epoch) in excluded:
                 return True
@@ -127,11 +133,14 @@ class Router:
             return not worker.has_context(request.context_tokens)
 
         least = self._fleet.max_context_tokens(request.context_tokens)
-        may_not = is_excluded if excluded or least < request.context_tokens else None
+        is_bound = bool(excluded or request.worker_id) or least < request.context_tokens
+        may_not = is_excluded if is_bound else None
         owners = self._choose("decode", self._decode, request, 1, now, may_not)
         if not owners or owners[0][0].session is None:
             raise PeerUnavailable(
-                "no decode worker is ready; send the request again",
+                f"the decode worker {request.worker_id} is not ready; send the request again"
+                if request.worker_id
+                else "no decode worker is ready; send the request again",
                 stage="route",
                 retry_after_s=_RETRY_AFTER_S,
             )
@@ -147,6 +156,28 @@ class Router:
             num_tokens=num_tokens,
             to_compute=num_tokens - match_tokens,
         )
+
+    def named(self, choice: WorkerChoice) -> str:
+        """The id of the decode worker that a request names.
+
+        Raises:
+            InvalidRequest: The model has no such worker.
+        """
+        known = sorted(filter(None, map(_id, self._fleet.workers("decode"))), key=_in_order)
+        if choice.rank is not None:
+            if choice.rank < len(known):
+                return known[choice.rank]
+            raise invalid(
+                choice.param,
+                f"{choice.rank} is not one of this model's {len(known)} decode workers",
+            )
+        if choice.worker_id not in known:
+            shown = ", ".join(known[:_SHOWN_WORKERS]) + (", ..." * (len(known) > _SHOWN_WORKERS))
+            name = choice.worker_id[:_SHOWN_CHARS]
+            raise invalid(
+                choice.param, f"{name!r} is not a decode worker of this model, which has: {shown}"
+            )
+        return choice.worker_id
 
     def end_session(self, owner: DecodeSession, request: GenerateRequest) -> None:
         """Tells the workers that a chat session has ended, except the one that its last request,
@@ -229,6 +260,16 @@ class Router:
             if group and left:
                 chosen += pool.choose(policy, request, left, now, partial(_is_outside, group))
         return chosen
+
+
+def _id(worker: FleetWorker) -> str:
+    return "" if worker.info is None else worker.info.worker_id
+
+
+def _in_order(worker_id: str) -> list[tuple[int, str]]:
+    """Orders ids as people do: decode-2 comes before decode-10."""
+    parts = _DIGITS.split(worker_id)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _is_outside(group: Collection[FleetWorker], worker: FleetWorker) -> bool:

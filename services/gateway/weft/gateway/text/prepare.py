@@ -119,7 +119,7 @@ class Preparer:
             least = least_tokens(model, [*tools, *(_content(m) for m in prompt.messages)])
         else:
             least = len(prompt.ids)
-        if least >= self._context_tokens():
+        if least > self._context_tokens():
             raise self._too_long(prompt, f"at least {least}; shorten it")
 
     def _fit(self, prompt: Prompt, given: _Tokenized, stopping: Stopping) -> PreparedPrompt:
@@ -127,7 +127,8 @@ class Preparer:
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
         context = self._context_tokens()
-        room = context - len(ids)
+        # A token that is only drawn needs no room.
+        room = context - len(ids) + stopping.is_score_alone
         max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
         if room < 1 or max_tokens > room:
             problem = (

@@ -68,13 +68,61 @@ func (x *RetrieveModelRequest) GetModel() string {
 	return ""
 }
 
+type CancelRequestByIdRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The gateway's id of the request, or the X-Request-Id that it was sent with.
+	RequestId     string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CancelRequestByIdRequest) Reset() {
+	*x = CancelRequestByIdRequest{}
+	mi := &file_weft_v1_openai_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CancelRequestByIdRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CancelRequestByIdRequest) ProtoMessage() {}
+
+func (x *CancelRequestByIdRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_openai_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CancelRequestByIdRequest.ProtoReflect.Descriptor instead.
+func (*CancelRequestByIdRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_openai_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *CancelRequestByIdRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
 var File_weft_v1_openai_proto protoreflect.FileDescriptor
 
 const file_weft_v1_openai_proto_rawDesc = "" +
 	"\n" +
 	"\x14weft/v1/openai.proto\x12\aweft.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x19google/api/httpbody.proto\x1a\x1bgoogle/protobuf/empty.proto\",\n" +
 	"\x14RetrieveModelRequest\x12\x14\n" +
-	"\x05model\x18\x01 \x01(\tR\x05model2\xd9\a\n" +
+	"\x05model\x18\x01 \x01(\tR\x05model\"9\n" +
+	"\x18CancelRequestByIdRequest\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId2\xd1\b\n" +
 	"\rOpenAIService\x12`\n" +
 	"\x0fChatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/v1/chat/completions0\x01\x12W\n" +
 	"\vCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/completions0\x01\x12J\n" +
@@ -86,7 +134,8 @@ const file_weft_v1_openai_proto_rawDesc = "" +
 	"\x0fLoadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\" \x82\xd3\xe4\x93\x02\x1a:\x01*\"\x15/v1/load_lora_adapter\x12c\n" +
 	"\x11UnloadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\"\x82\xd3\xe4\x93\x02\x1c:\x01*\"\x17/v1/unload_lora_adapter\x12T\n" +
 	"\n" +
-	"EndSession\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/end_session\x12F\n" +
+	"EndSession\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/end_session\x12v\n" +
+	"\x11CancelRequestById\x12!.weft.v1.CancelRequestByIdRequest\x1a\x14.google.api.HttpBody\"(\x82\xd3\xe4\x93\x02\"\" /v1/requests/{request_id}/cancel\x12F\n" +
 	"\x05Ready\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x0f\x82\xd3\xe4\x93\x02\t\x12\a/readyz\x12N\n" +
 	"\aOpenApi\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x15\x82\xd3\xe4\x93\x02\x0f\x12\r/openapi.jsonB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3"
 
@@ -102,37 +151,40 @@ func file_weft_v1_openai_proto_rawDescGZIP() []byte {
 	return file_weft_v1_openai_proto_rawDescData
 }
 
-var file_weft_v1_openai_proto_msgTypes = make([]protoimpl.MessageInfo, 1)
+var file_weft_v1_openai_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
 var file_weft_v1_openai_proto_goTypes = []any{
-	(*RetrieveModelRequest)(nil), // 0: weft.v1.RetrieveModelRequest
-	(*httpbody.HttpBody)(nil),    // 1: google.api.HttpBody
-	(*emptypb.Empty)(nil),        // 2: google.protobuf.Empty
+	(*RetrieveModelRequest)(nil),     // 0: weft.v1.RetrieveModelRequest
+	(*CancelRequestByIdRequest)(nil), // 1: weft.v1.CancelRequestByIdRequest
+	(*httpbody.HttpBody)(nil),        // 2: google.api.HttpBody
+	(*emptypb.Empty)(nil),            // 3: google.protobuf.Empty
 }
 var file_weft_v1_openai_proto_depIdxs = []int32{
-	1,  // 0: weft.v1.OpenAIService.ChatCompletions:input_type -> google.api.HttpBody
-	1,  // 1: weft.v1.OpenAIService.Completions:input_type -> google.api.HttpBody
-	2,  // 2: weft.v1.OpenAIService.Models:input_type -> google.protobuf.Empty
+	2,  // 0: weft.v1.OpenAIService.ChatCompletions:input_type -> google.api.HttpBody
+	2,  // 1: weft.v1.OpenAIService.Completions:input_type -> google.api.HttpBody
+	3,  // 2: weft.v1.OpenAIService.Models:input_type -> google.protobuf.Empty
 	0,  // 3: weft.v1.OpenAIService.RetrieveModel:input_type -> weft.v1.RetrieveModelRequest
-	1,  // 4: weft.v1.OpenAIService.TokenizeText:input_type -> google.api.HttpBody
-	1,  // 5: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
-	1,  // 6: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
-	1,  // 7: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
-	1,  // 8: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
-	2,  // 9: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
-	2,  // 10: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
-	1,  // 11: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
-	1,  // 12: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
-	1,  // 13: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
-	1,  // 14: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
-	1,  // 15: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
-	1,  // 16: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
-	1,  // 17: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
-	1,  // 18: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
-	1,  // 19: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
-	1,  // 20: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
-	1,  // 21: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
-	11, // [11:22] is the sub-list for method output_type
-	0,  // [0:11] is the sub-list for method input_type
+	2,  // 4: weft.v1.OpenAIService.TokenizeText:input_type -> google.api.HttpBody
+	2,  // 5: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
+	2,  // 6: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
+	2,  // 7: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
+	2,  // 8: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
+	1,  // 9: weft.v1.OpenAIService.CancelRequestById:input_type -> weft.v1.CancelRequestByIdRequest
+	3,  // 10: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
+	3,  // 11: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
+	2,  // 12: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
+	2,  // 13: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
+	2,  // 14: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
+	2,  // 15: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
+	2,  // 16: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
+	2,  // 17: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
+	2,  // 18: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
+	2,  // 19: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
+	2,  // 20: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
+	2,  // 21: weft.v1.OpenAIService.CancelRequestById:output_type -> google.api.HttpBody
+	2,  // 22: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
+	2,  // 23: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
+	12, // [12:24] is the sub-list for method output_type
+	0,  // [0:12] is the sub-list for method input_type
 	0,  // [0:0] is the sub-list for extension type_name
 	0,  // [0:0] is the sub-list for extension extendee
 	0,  // [0:0] is the sub-list for field type_name
@@ -149,7 +201,7 @@ func file_weft_v1_openai_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_openai_proto_rawDesc), len(file_weft_v1_openai_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   1,
+			NumMessages:   2,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -278,6 +278,45 @@ func local_request_OpenAIService_EndSession_0(ctx context.Context, marshaler run
 	return msg, metadata, err
 }
 
+func request_OpenAIService_CancelRequestById_0(ctx context.Context, marshaler runtime.Marshaler, client OpenAIServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
+	var (
+		protoReq CancelRequestByIdRequest
+		metadata runtime.ServerMetadata
+		err      error
+	)
+	val, ok := pathParams["request_id"]
+	if !ok {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "missing parameter %s", "request_id")
+	}
+	protoReq.RequestId, err = runtime.String(val)
+	if err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "request_id", err)
+	}
+	if req.Body != nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
+	msg, err := client.CancelRequestById(ctx, &protoReq, grpc.Header(&metadata.HeaderMD), grpc.Trailer(&metadata.TrailerMD))
+	return msg, metadata, err
+}
+
+func local_request_OpenAIService_CancelRequestById_0(ctx context.Context, marshaler runtime.Marshaler, server OpenAIServiceServer, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
+	var (
+		protoReq CancelRequestByIdRequest
+		metadata runtime.ServerMetadata
+		err      error
+	)
+	val, ok := pathParams["request_id"]
+	if !ok {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "missing parameter %s", "request_id")
+	}
+	protoReq.RequestId, err = runtime.String(val)
+	if err != nil {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "type mismatch, parameter: %s, error: %v", "request_id", err)
+	}
+	msg, err := server.CancelRequestById(ctx, &protoReq)
+	return msg, metadata, err
+}
+
 func request_OpenAIService_Ready_0(ctx context.Context, marshaler runtime.Marshaler, client OpenAIServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
 	var (
 		protoReq emptypb.Empty
@@ -478,6 +517,26 @@ func RegisterOpenAIServiceHandlerServer(ctx context.Context, mux *runtime.ServeM
 			return
 		}
 		forward_OpenAIService_EndSession_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
+	mux.Handle(http.MethodPost, pattern_OpenAIService_CancelRequestById_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		var stream runtime.ServerTransportStream
+		ctx = grpc.NewContextWithServerTransportStream(ctx, &stream)
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateIncomingContext(ctx, mux, req, "/weft.v1.OpenAIService/CancelRequestById", runtime.WithHTTPPathPattern("/v1/requests/{request_id}/cancel"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := local_request_OpenAIService_CancelRequestById_0(annotatedContext, inboundMarshaler, server, req, pathParams)
+		md.HeaderMD, md.TrailerMD = metadata.Join(md.HeaderMD, stream.Header()), metadata.Join(md.TrailerMD, stream.Trailer())
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_OpenAIService_CancelRequestById_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
 	mux.Handle(http.MethodGet, pattern_OpenAIService_Ready_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
@@ -712,6 +771,23 @@ func RegisterOpenAIServiceHandlerClient(ctx context.Context, mux *runtime.ServeM
 		}
 		forward_OpenAIService_EndSession_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_OpenAIService_CancelRequestById_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateContext(ctx, mux, req, "/weft.v1.OpenAIService/CancelRequestById", runtime.WithHTTPPathPattern("/v1/requests/{request_id}/cancel"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := request_OpenAIService_CancelRequestById_0(annotatedContext, inboundMarshaler, client, req, pathParams)
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_OpenAIService_CancelRequestById_0(annotatedContext, mux, outboundMarshaler, w, req, resp, mux.GetForwardResponseOptions()...)
+	})
 	mux.Handle(http.MethodGet, pattern_OpenAIService_Ready_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
 		defer cancel()
@@ -759,6 +835,7 @@ var (
 	pattern_OpenAIService_LoadLoraAdapter_0   = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v1", "load_lora_adapter"}, ""))
 	pattern_OpenAIService_UnloadLoraAdapter_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v1", "unload_lora_adapter"}, ""))
 	pattern_OpenAIService_EndSession_0        = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v1", "end_session"}, ""))
+	pattern_OpenAIService_CancelRequestById_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1, 1, 0, 4, 1, 5, 2, 2, 3}, []string{"v1", "requests", "request_id", "cancel"}, ""))
 	pattern_OpenAIService_Ready_0             = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"readyz"}, ""))
 	pattern_OpenAIService_OpenApi_0           = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"openapi.json"}, ""))
 )
@@ -773,6 +850,7 @@ var (
 	forward_OpenAIService_LoadLoraAdapter_0   = runtime.ForwardResponseMessage
 	forward_OpenAIService_UnloadLoraAdapter_0 = runtime.ForwardResponseMessage
 	forward_OpenAIService_EndSession_0        = runtime.ForwardResponseMessage
+	forward_OpenAIService_CancelRequestById_0 = runtime.ForwardResponseMessage
 	forward_OpenAIService_Ready_0             = runtime.ForwardResponseMessage
 	forward_OpenAIService_OpenApi_0           = runtime.ForwardResponseMessage
 )

@@ -30,6 +30,7 @@ const (
 	OpenAIService_LoadLoraAdapter_FullMethodName   = "/weft.v1.OpenAIService/LoadLoraAdapter"
 	OpenAIService_UnloadLoraAdapter_FullMethodName = "/weft.v1.OpenAIService/UnloadLoraAdapter"
 	OpenAIService_EndSession_FullMethodName        = "/weft.v1.OpenAIService/EndSession"
+	OpenAIService_CancelRequestById_FullMethodName = "/weft.v1.OpenAIService/CancelRequestById"
 	OpenAIService_Ready_FullMethodName             = "/weft.v1.OpenAIService/Ready"
 	OpenAIService_OpenApi_FullMethodName           = "/weft.v1.OpenAIService/OpenApi"
 )
@@ -60,6 +61,8 @@ type OpenAIServiceClient interface {
 	UnloadLoraAdapter(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession).
 	EndSession(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Ends a request of the caller by its id; 404 when there is no such.
+	CancelRequestById(ctx context.Context, in *CancelRequestByIdRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// 200 while at least one worker of every needed role serves.
 	Ready(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// OpenAPI document, made from the gateway's own validators.
@@ -182,6 +185,16 @@ func (c *openAIServiceClient) EndSession(ctx context.Context, in *httpbody.HttpB
 	return out, nil
 }
 
+func (c *openAIServiceClient) CancelRequestById(ctx context.Context, in *CancelRequestByIdRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, OpenAIService_CancelRequestById_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *openAIServiceClient) Ready(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
@@ -228,6 +241,8 @@ type OpenAIServiceServer interface {
 	UnloadLoraAdapter(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Ends a chat: no worker keeps anything for it any more (see GatewayService.EndSession).
 	EndSession(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
+	// Ends a request of the caller by its id; 404 when there is no such.
+	CancelRequestById(context.Context, *CancelRequestByIdRequest) (*httpbody.HttpBody, error)
 	// 200 while at least one worker of every needed role serves.
 	Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// OpenAPI document, made from the gateway's own validators.
@@ -268,6 +283,9 @@ func (UnimplementedOpenAIServiceServer) UnloadLoraAdapter(context.Context, *http
 }
 func (UnimplementedOpenAIServiceServer) EndSession(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method EndSession not implemented")
+}
+func (UnimplementedOpenAIServiceServer) CancelRequestById(context.Context, *CancelRequestByIdRequest) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method CancelRequestById not implemented")
 }
 func (UnimplementedOpenAIServiceServer) Ready(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method Ready not implemented")
@@ -444,6 +462,24 @@ func _OpenAIService_EndSession_Handler(srv interface{}, ctx context.Context, dec
 	return interceptor(ctx, in, info, handler)
 }
 
+func _OpenAIService_CancelRequestById_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CancelRequestByIdRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OpenAIServiceServer).CancelRequestById(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OpenAIService_CancelRequestById_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OpenAIServiceServer).CancelRequestById(ctx, req.(*CancelRequestByIdRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _OpenAIService_Ready_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(emptypb.Empty)
 	if err := dec(in); err != nil {
@@ -514,6 +550,10 @@ var OpenAIService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "EndSession",
 			Handler:    _OpenAIService_EndSession_Handler,
+		},
+		{
+			MethodName: "CancelRequestById",
+			Handler:    _OpenAIService_CancelRequestById_Handler,
 		},
 		{
 			MethodName: "Ready",

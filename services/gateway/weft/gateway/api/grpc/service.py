@@ -14,7 +14,7 @@ from weft.engine.request import Constraint, Reasoning
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
 from weft.gateway.api.end_session import end_session
 from weft.gateway.api.tools import (
     NO_TOOLS,
@@ -332,10 +332,7 @@ def _translate(
     wants_scores = request.HasField("prompt_logprobs")
     if wants_scores:
         check_not_streamed("prompt_logprobs", request.stream)
-    timeout_s = facts.timeout_s
-    if request.HasField("timeout"):
-        given_s = request.timeout.ToNanoseconds() / 1e9
-        timeout_s = given_s if timeout_s is None else min(timeout_s, given_s)
+    given_s = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
     return GenerateRequest(
         request_id=facts.request_id,
         client_request_id=facts.client_request_id,
@@ -347,12 +344,14 @@ def _translate(
         prompt_logprobs=request.prompt_logprobs.top_logprobs if wants_scores else None,
         calls=use.calls,
         constraint_param="sampling.constraint" if use.constraint is None else use.param,
-        timeout_s=timeout_s,
+        timeout_s=earliest(facts.timeout_s, given_s),
+        first_token_timeout_s=facts.first_token_timeout_s,
         cache_salt=request.cache_salt,
         priority=request.priority,
         routing_key=facts.routing_key or request.session_id,
         session_id=request.session_id,
         ends_session=request.end_session,
+        worker=facts.worker,
         traceparent=facts.traceparent,
         targets=_targets(request.targets).over(facts.targets),
         tenant=facts.tenant,

@@ -257,6 +257,13 @@ class EndSessionAnswer(Answer):
     workers: int = Field(description="that were told")
 
 
+class CancelAnswer(Answer):
+    """Body of the answer to POST /v1/requests/{request_id}/cancel."""
+
+    id: str = Field(description="as in the path")
+    status: Literal["cancelled"]
+
+
 class ModelListAnswer(Answer):
     """Body of the answer to GET /v1/models."""
 

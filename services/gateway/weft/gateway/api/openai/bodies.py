@@ -1,16 +1,19 @@
 """Request bodies of the OpenAI API, as far as supported, with vLLM's extensions.
 
-Unknown fields are ignored; `null` is the same as absent. Types are strict; ranges are checked later
-for both faces (`weft.gateway.validate`), but for lengths, which bound what checking costs: a list
-ends at its first bad item, and no list of objects is longer than anybody needs.
+Unknown fields are ignored, but for those in `foreign.py`; `null` is the same as absent. Types are
+strict; ranges are checked later for both faces (`weft.gateway.validate`), but for lengths, which
+bound what checking costs: a list ends at its first bad item, and no list of objects is longer than
+anybody needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
+from weft.gateway.api.openai.foreign import refuse_foreign
 from weft.gateway.settings import MAX_PROMPTS
 from weft.gateway.validate import (
     MAX_CHOICES,
@@ -75,6 +78,14 @@ class Body(BaseModel):
 
     model: str | None = Field(None, description="a served model; may be absent where there is one")
 
+    @classmethod
+    def check_given(cls, value: Mapping[str, Any]) -> None:
+        """Checks JSON that is valid for this body for what the body leaves out.
+
+        Raises:
+            InvalidRequest: It has a field that is refused.
+        """
+
 
 class StreamOptions(BaseModel):
     """The field `stream_options`."""
@@ -83,7 +94,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = Field(None, description="send a last chunk with the usage")
     continuous_usage_stats: bool | None = Field(
-        None, description="send the usage so far with each chunk; with include_usage"
+        None, description="show the usage so far in every chunk"
     )
 
 
@@ -276,6 +287,11 @@ class StructuredOutputs(BaseModel):
 class GenerationBody(Body):
     """Fields common to chat and completions."""
 
+    @classmethod
+    def check_given(cls, value: Mapping[str, Any]) -> None:
+        """See `Body.check_given`."""
+        refuse_foreign(value)
+
     max_tokens: int | None = Field(None, description="most tokens generated per choice")
     temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
     top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
@@ -305,6 +321,12 @@ class GenerationBody(Body):
     routing_key: str | None = Field(
         None, description="keeps requests of one key on one worker, if so set up; 256 bytes"
     )
+    request_id: str | None = Field(
+        None,
+        description="the request's name in logs and for its cancellation, as the header "
+        "X-Request-Id, which counts if both are given; 1 to 64 of `A-Za-z0-9._:-`",
+    )
+    rid: str | None = Field(None, description="another name of request_id")
     session_id: str | None = Field(
         None,
         description="names the chat: its KV stays on its worker between requests while there is "
@@ -325,6 +347,14 @@ class GenerationBody(Body):
     itl_target_ms: float | None = Field(
         None, description="mean time between tokens, 1 to 3600000 ms. Default: the tenant's"
     )
+    timeout: float | None = Field(
+        None,
+        description="longest duration of the request, in seconds; the server's own limit applies "
+        "as well",
+    )
+    ttft_timeout: float | None = Field(
+        None, description="longest time until the first token, waiting included, in seconds"
+    )
     weft_timeline: bool | None = Field(None, description="add `weft.timeline` to the answer")
     prompt_logprobs: int | None = Field(
         None,
@@ -340,29 +370,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )
-    # Of other servers. Left out they would change nothing, and nobody would see why.
-    regex: str | None = Field(None, description="not supported; see guided_regex")
-    ebnf: str | None = Field(None, description="not supported; see guided_grammar")
-    allowed_token_ids: Any = Field(None, description="not supported")
-    bad_words: Any = Field(None, description="not supported")
-    use_beam_search: bool | None = Field(None, description="not supported")
-    length_penalty: float | None = Field(None, description="only 1, as it is of beam search")
-    truncate_prompt_tokens: int | None = Field(None, description="not supported")
-    chat_template: str | None = Field(None, description="not supported: the model's own is used")
-    documents: Any = Field(None, description="not supported")
-    logits_processors: Any = Field(None, description="not supported")
-    custom_logit_processor: Any = Field(None, description="not supported")
-    vllm_xargs: Any = Field(None, description="not supported")
-    lora_path: Any = Field(None, description="not supported; see model")
-    stop_regex: Any = Field(None, description="not supported")
-    no_stop_trim: bool | None = Field(
-        None, description="not supported; see include_stop_str_in_output"
-    )
-    thinking_token_budget: int | None = Field(None, description="not supported")
-    guided_whitespace_pattern: str | None = Field(None, description="not supported")
-    return_tokens_as_token_ids: bool | None = Field(None, description="not supported")
     best_of: int | None = Field(None, description="only equal to n")
-    suffix: str | None = Field(None, description="not supported")
 
 
 class ChatBody(GenerationBody):
@@ -383,6 +391,9 @@ class ChatBody(GenerationBody):
         None, description="false: at most one call; default true"
     )
     echo: bool | None = Field(None, description="not supported")
+    add_special_tokens: bool | None = Field(
+        None, description="only false: the chat template writes special tokens itself"
+    )
     functions: Any = Field(None, description="not supported; see tools")
     function_call: Any = Field(None, description="not supported; see tool_choice")
     modalities: Items[str] | None = Field(None, description="`['text']`; others not supported")

@@ -8,12 +8,14 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from weft.gateway.api.openai.logprobs import chat_logprobs, completion_logprobs
+from weft.gateway.api.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from weft.gateway.api.openai.prompt_logprobs import PromptLogprobs
 from weft.gateway.generation.stream import Delta
 from weft.gateway.text.answer import AnswerParser, CallPart, joined
+from weft.gateway.text.detokenize import Detokenizer
 from weft.gateway.text.vocabulary import Vocabulary
 from weft.v1 import common_pb2
 
@@ -25,7 +27,19 @@ _FINISH = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
 }
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Line ends of Unicode that JSON may contain, and at which some clients cut a stream's lines."""
+_to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _encode(value: object) -> str:
+    """Serialises a value as compact JSON in one line, whatever counts as a line end."""
+    text = _to_text(value)
+    if text.isascii():
+        return text
+    for char, escape in _LINE_ENDS.items():
+        text = text.replace(char, escape)
+    return text
 
 
 _LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
@@ -103,6 +117,8 @@ class AnswerWriter(ABC):
         """
         self.prompt_logprobs: PromptLogprobs | None = None
         """What a whole answer shows of its prompts' tokens; None: nothing."""
+        self.usage_so_far: Callable[[], common_pb2.Usage] | None = None
+        """Tells the usage that every chunk of a stream shows; None: none does."""
         self.prompt_ids: Sequence[Sequence[int]] | None = None
         """Each prompt's token ids, where the answer shows them and its own; None: neither."""
         self._vocabulary = vocabulary
@@ -110,7 +126,11 @@ class AnswerWriter(ABC):
         self._request_id = request_id
         self._model = model
         self._head = b"data: " + to_json(self._frame(self.chunk_name))[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._set_tail(b'],"usage":null}\n\n' if include_usage else b"]}\n\n")
+
+    def _set_tail(self, tail: bytes) -> None:
+        """Sets the end of each event, behind its choices."""
+        self._tail = tail
 
     def _frame(self, name: str) -> dict[str, object]:
         return {
@@ -120,15 +140,11 @@ class AnswerWriter(ABC):
             "model": self._model,
         }
 
-    def events(self, deltas: Sequence[Delta], usage: Mapping[str, object] | None = None) -> bytes:
-        """Encodes deltas as consecutive events.
-
-        Args:
-            deltas: What samples have gained.
-            usage: Shown in each of these events; None: none is, or a null.
-        """
-        if usage is not None:
-            self._tail = b'],"usage":' + to_json(usage) + b"}\n\n"
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """Encodes deltas as consecutive events."""
+        if self.usage_so_far is not None:
+            usage = to_json(usage_json(self.usage_so_far()))
+            self._set_tail(b'],"usage":%b}\n\n' % usage)
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod
@@ -194,9 +210,9 @@ class ChatWriter(AnswerWriter):
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
 
-    @property
-    def _suffix(self) -> bytes:
-        return b'},"logprobs":null,"finish_reason":null}' + self._tail
+    def _set_tail(self, tail: bytes) -> None:
+        super()._set_tail(tail)
+        self._suffix = b'},"logprobs":null,"finish_reason":null}' + tail
 
     def _event(self, delta: Delta) -> bytes:
         prefix = self._prefixes.get(delta.sample)
@@ -330,6 +346,7 @@ class CompletionWriter(AnswerWriter):
         include_usage: bool = False,
         echoes: Sequence[str] = (),
         samples_per_prompt: int = 1,
+        make_detokenizer: Callable[[int], Detokenizer] | None = None,
     ) -> None:
         """Prepares the constant parts.
 
@@ -340,14 +357,19 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
+            make_detokenizer: Makes one for a prompt's number, like those of its choices' texts;
+                needed for log-probabilities.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
-        self._offsets: dict[int, int] = {}
+        self._make_detokenizer = make_detokenizer
+        self._begun: set[int] = set()
+        """Choices of which something was written."""
+        self._offsets: dict[int, TextOffsets] = {}
 
     def _event(self, delta: Delta) -> bytes:
-        if self._has_rare(delta) or delta.sample not in self._offsets:
+        if self._has_rare(delta) or delta.sample not in self._begun:
             return self._head + to_json(self._choice(delta)) + self._tail
         end = b'"finish_reason":null}'
         if delta.finish_reason is not None:
@@ -364,16 +386,11 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _choice(self, delta: Delta) -> dict[str, object]:
-        offset = self._offsets.get(delta.sample)
-        number, echo = delta.sample // self._samples_per_prompt, ""
-        is_first = offset is None
-        if offset is None:
-            echo = self._echoes[number] if self._echoes else ""
-            offset = len(echo)
-        logprobs = None
-        if delta.logprobs:
-            logprobs, offset = completion_logprobs(self._vocabulary, delta.logprobs, offset)
-        self._offsets[delta.sample] = offset
+        number = delta.sample // self._samples_per_prompt
+        is_first = delta.sample not in self._begun
+        self._begun.add(delta.sample)
+        echo = self._echoes[number] if self._echoes and is_first else ""
+        logprobs = self._logprobs(delta, number) if delta.logprobs else None
         reason = delta.finish_reason
         choice: dict[str, object] = {
             "index": delta.sample,
@@ -389,3 +406,13 @@ class CompletionWriter(AnswerWriter):
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.add_to_choice(choice, number, echo)
         return choice
+
+    def _logprobs(self, delta: Delta, number: int) -> dict[str, list[Any]]:
+        offsets = self._offsets.get(delta.sample)
+        if offsets is None:
+            assert self._make_detokenizer is not None
+            begin = len(self._echoes[number]) if self._echoes else 0
+            offsets = TextOffsets(self._make_detokenizer(number), begin)
+            self._offsets[delta.sample] = offsets
+        found = offsets.take(entry.token_id for entry in delta.logprobs)
+        return completion_logprobs(self._vocabulary, delta.logprobs, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,6 +11,7 @@ from weft.gateway.api.document import dialect_paths
 from weft.gateway.api.openai import answers, bodies
 from weft.gateway.api.server.version import version
 
+_PARAMETER = re.compile(r"\{(\w+)\}")
 _REF = "#/components/schemas/{model}"
 
 _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] | None]] = {
@@ -46,6 +48,13 @@ _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] |
     ),
     "/detokenize": ("Token ids to text.", bodies.DetokenizeBody, answers.DetokenizeAnswer, None),
 }
+_BARE_POSTS: dict[str, tuple[str, type[BaseModel]]] = {
+    "/v1/requests/{request_id}/cancel": (
+        "Ends a request of the caller that waits or runs.",
+        answers.CancelAnswer,
+    ),
+}
+"""Calls without a body."""
 _GETS: dict[str, tuple[str, type[BaseModel]]] = {
     "/v1/models": ("Lists the served models.", answers.ModelListAnswer),
     "/v1/models/{model}": ("Describes a served model.", answers.ModelAnswer),
@@ -74,18 +83,23 @@ def openapi_document() -> dict[str, Any]:
                 "responses": _responses(content),
             }
         }
-    for path, (summary, answer) in _GETS.items():
+    bare = [("get", *one) for one in _GETS.items()] + [
+        ("post", *one) for one in _BARE_POSTS.items()
+    ]
+    for method, path, (summary, answer) in bare:
         modes.append((answer, "serialization"))
         operation: dict[str, Any] = {
             "summary": summary,
-            "operationId": _operation("get", path),
+            "operationId": _operation(method, path),
             "responses": _responses({"application/json": {"schema": _ref(answer)}}),
         }
-        if "{model}" in path:
+        names = _PARAMETER.findall(path)
+        if names:
             operation["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in names
             ]
-        paths[path] = {"get": operation}
+        paths[path] = {method: operation}
     _, schemas = models_json_schema(modes, ref_template=_REF)
     more_paths, more_schemas = dialect_paths()
     return {

@@ -1,7 +1,8 @@
-"""Fields of other servers that would change an answer, refused by name.
+"""Fields of other servers' APIs: refused by name where they would change the answer, else ignored.
 
-A field that no body of this API has is ignored, since clients send many that change nothing. These
-would: a client that sends one expects another answer. A value that switches the field off is fine.
+What a request can have here is in `bodies.py`. A field that is in neither file is unknown and
+ignored, as with most servers. The tables below hold what clients of vLLM, SGLang, llama.cpp and
+others send, so that such a client learns which of its settings has no effect.
 """
 
 from __future__ import annotations
@@ -12,105 +13,188 @@ from typing import Any, NamedTuple
 from weft.gateway.validate import unsupported
 
 
-class Foreign(NamedTuple):
-    """What a field of another server asks for."""
+class Refused(NamedTuple):
+    """A field that is refused, unless its value asks for nothing."""
 
     what: str
-    """The request in words, or the field of this API that does it."""
-    off: tuple[object, ...] = (False, "", 0)
-    """Values that ask for nothing, beside null and empty lists and objects."""
+    """What it asks for, or the name of the field that does the same here."""
+    neutral: tuple[object, ...] = ()
+    """Further values that ask for nothing."""
+    asks_when_empty: bool = False
+    """Whether false, 0 and empty values ask for something too; null never does."""
+
+    def is_asked(self, value: object) -> bool:
+        """Whether a value asks for anything."""
+        if value is None or value in self.neutral:
+            return False
+        return bool(value) or self.asks_when_empty
 
 
-_GIVEN = ()
-"""For numbers of which zero asks for something too."""
-_GENERATION: Mapping[str, Foreign] = {
-    # SGLang
-    "json_schema": Foreign("a schema is given as response_format"),
-    "structural_tag": Foreign("structural tags are given in response_format"),
-    "input_ids": Foreign("token ids are given as prompt of /v1/completions"),
-    "input_embeds": Foreign("embeddings in place of a text"),
-    "sampling_params": Foreign("parameters are fields of the body"),
-    "max_new_tokens": Foreign("the limit is given as max_tokens", _GIVEN),
-    "min_new_tokens": Foreign("the limit is given as min_tokens"),
-    "extra_key": Foreign("cache entries are separated by cache_salt"),
-    "return_hidden_states": Foreign("hidden states in the answer"),
-    "session_params": Foreign("a chat's session is named by session_id"),
-    "custom_params": Foreign("parameters of a logit processor"),
-    "data_parallel_rank": Foreign("the choice of a worker in the body", _GIVEN),
-    "bootstrap_host": Foreign("the choice of a prefill worker"),
-    "bootstrap_room": Foreign("the choice of a prefill worker", _GIVEN),
-    # vLLM
-    "prompt_embeds": Foreign("embeddings in place of a text"),
-    "kv_transfer_params": Foreign("the choice of a prefill worker"),
-    "mm_processor_kwargs": Foreign("images and audio"),
-    "repetition_detection": Foreign("the end of a text that repeats itself"),
-    "logprob_token_ids": Foreign("log-probabilities of chosen tokens"),
-    # llama.cpp, text-generation-webui, KoboldAI
-    "grammar": Foreign("a grammar is given as guided_grammar"),
-    "n_predict": Foreign("the limit is given as max_tokens", (-1,)),
-    "n_probs": Foreign("alternatives are given as logprobs or top_logprobs"),
-    "n_keep": Foreign("cutting the prompt"),
-    "samplers": Foreign("the order of samplers"),
-    "repeat_penalty": Foreign("the penalty is given as repetition_penalty", (1,)),
-    "typical_p": Foreign("locally typical sampling", (1,)),
-    "typical": Foreign("locally typical sampling", (1,)),
-    "tfs_z": Foreign("tail-free sampling", (1,)),
-    "top_a": Foreign("top-a sampling"),
-    "top_n_sigma": Foreign("top-n-sigma sampling", (0, -1)),
-    "mirostat": Foreign("mirostat sampling"),
-    "mirostat_mode": Foreign("mirostat sampling"),
-    "dynatemp_range": Foreign("a temperature that changes"),
-    "dynamic_temperature": Foreign("a temperature that changes"),
-    "dry_multiplier": Foreign("the DRY penalty"),
-    "xtc_probability": Foreign("XTC sampling"),
-    "smoothing_factor": Foreign("quadratic sampling"),
-    "epsilon_cutoff": Foreign("epsilon sampling"),
-    "eta_cutoff": Foreign("eta sampling"),
-    "no_repeat_ngram_size": Foreign("a ban of repeated n-grams"),
-    "guidance_scale": Foreign("classifier-free guidance", (1,)),
-    "cfg_scale": Foreign("classifier-free guidance", (1,)),
-    "negative_prompt": Foreign("classifier-free guidance"),
-    "image_data": Foreign("images"),
-    "image_url": Foreign("images"),
-    # OpenAI
-    "audio": Foreign("audio in the answer"),
-    "web_search_options": Foreign("search in the web"),
+def _same(names: str, what: str, *neutral: object) -> dict[str, Refused]:
+    return {name: Refused(what, neutral) for name in names.split()}
+
+
+def _off(what: str) -> Refused:
+    """A switch that is on here, and cannot be set off."""
+    return Refused(what, (True,), asks_when_empty=True)
+
+
+REFUSED: Mapping[str, Refused] = {
+    # Sampling.
+    **_same("typical_p typical typ_p", "locally typical sampling", 1),
+    **_same("top_n_sigma nsigma", "a filter by standard deviations", -1),
+    **_same("tfs_z tfs", "tail-free sampling", 1),
+    **_same("top_a epsilon_cutoff eta_cutoff", "a filter of candidates that is not min_p or top_p"),
+    **_same("mirostat mirostat_mode", "mirostat sampling"),
+    **_same("dry_multiplier", "the DRY penalty"),
+    **_same("xtc_probability", "XTC sampling"),
+    **_same("dynatemp_range dynamic_temperature", "a temperature that changes"),
+    **_same("smoothing_factor penalty_alpha", "other shapes of the distribution"),
+    **_same("no_repeat_ngram_size repetition_detection", "an end of repetitions"),
+    **_same("guidance guidance_scale cfg_scale negative_prompt", "classifier-free guidance"),
+    **_same("samplers sampler_order sampler_priority sampler_seq", "an order of samplers"),
+    **_same("min_keep", "a least number of candidates", 1),
+    **_same("repeat_penalty", "given as repetition_penalty", 1),
+    **_same("length_penalty", "a penalty of beam search", 1),
+    **_same("use_beam_search early_stopping", "beam search"),
+    **_same("watermark watermarking", "a watermark"),
+    **_same("logits_processors custom_logit_processor", "code of the request's own"),
+    **_same("custom_params vllm_xargs extra_args", "settings of extensions"),
+    **_same("sampling_params", "its fields are given at the top of the body"),
+    # Tokens and lengths.
+    "allowed_token_ids": Refused("a list of allowed tokens"),
+    **_same("bad_words banned_strings banned_tokens custom_token_bans", "words that must not come"),
+    **_same("max_new_tokens n_predict max_gen_len max_length", "given as max_tokens", -1),
+    **_same("min_new_tokens", "given as min_tokens"),
+    **_same("n_cmpl", "given as n", 1),
+    **_same("truncate_prompt_tokens truncate", "cutting the prompt"),
+    **{
+        name: Refused("a limit of the reasoning", (-1,), asks_when_empty=True)
+        for name in ("thinking_token_budget", "thinking_budget", "reasoning_budget")
+    },
+    **_same("t_max_predict_ms t_max_prompt_ms", "given as timeout", -1),
+    **_same("n_indent", "an indentation of lines"),
+    **_same("stop_regex", "regular expressions that end the text"),
+    **_same("no_stop_trim", "a stop string is kept with include_stop_str_in_output"),
+    **_same("ban_eos_token", "given as ignore_eos"),
+    "spaces_between_special_tokens": _off("special tokens without spaces"),
+    # Constraints.
+    **_same("json_schema", "a schema is given as response_format or guided_json"),
+    **_same("grammar ebnf grammar_string", "a grammar is given as guided_grammar"),
+    **_same("regex", "a regular expression is given as guided_regex"),
+    **_same("structural_tag", "given in structured_outputs"),
+    **_same("grammar_lazy grammar_triggers", "constraints between tags"),
+    "guided_whitespace_pattern": Refused("whitespace of JSON by a pattern", asks_when_empty=True),
+    # Prompts.
+    **_same("input_ids", "token ids are the prompt of /v1/completions"),
+    **_same("prompt_embeds input_embeds", "embeddings as a prompt"),
+    **_same("suffix input_suffix input_prefix input_extra", "text behind the completion"),
+    **_same("image_data audio_data video_data images images_config", "input other than text"),
+    **_same("media_io_kwargs mm_processor_kwargs multi_modal_data", "input other than text"),
+    **_same("max_dynamic_patch min_dynamic_patch use_audio_in_video", "input other than text"),
+    **_same("audio", "output other than text"),
+    **_same("chat_template", "a chat template of the request's own"),
+    **_same("documents web_search_options", "documents for the model"),
+    "enable_thinking": Refused("given in chat_template_kwargs", asks_when_empty=True),
+    "thinking": Refused("given in chat_template_kwargs", asks_when_empty=True),
+    **_same("reasoning", "given as reasoning_effort"),
+    **_same("task", "tasks of one model"),
+    "verbosity": Refused("a length that the model aims at", ("medium",)),
+    "token_healing": Refused("another last token of the prompt"),
+    # Where it runs, and with what.
+    **_same("lora_path", "an adapter is loaded with /v1/load_lora_adapter and named as model"),
+    **_same("lora adapter_id", "an adapter is named as model"),
+    **_same("extra_key", "cache entries are separated by cache_salt"),
+    **_same("session_params", "a chat is named by session_id"),
+    **_same("kv_transfer_params ec_transfer_params", "the mesh hands pages over by itself"),
+    **_same("bootstrap_host bootstrap_port bootstrap_room", "the mesh hands pages over by itself"),
+    **{
+        name: Refused("a worker is named by the header x-data-parallel-rank", asks_when_empty=True)
+        for name in ("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")
+    },
+    # What an answer shows.
+    **_same("return_hidden_states return_routed_experts", "states of the model"),
+    **_same("return_tokens_as_token_ids", "token ids in place of tokens"),
+    **_same("return_tokens return_prompt_token_ids", "given as return_token_ids"),
+    **_same("logprob_token_ids", "log-probabilities of chosen tokens"),
+    **_same("n_probs top_n_tokens", "given as logprobs"),
+    **_same("post_sampling_probs", "probabilities behind the filters"),
+    **_same("return_prompt_text return_full_text", "the prompt is repeated with echo"),
+    **_same("return_meta_info return_cached_tokens_details details", "more facts of the request"),
+    **_same("response_fields", "a choice of the answer's fields"),
+    **_same("timings_per_token return_progress", "times in every chunk"),
+    "include_reasoning": _off("an answer without its reasoning"),
+    "separate_reasoning": _off("reasoning within the content"),
+    "stream_reasoning": _off("reasoning in one piece"),
+    "reasoning_format": Refused("another place of the reasoning", ("auto", "deepseek")),
+    "parse_tool_calls": _off("calls left in the text"),
 }
-_RESPONSE_FORMAT: Mapping[str, Foreign] = {
-    "grammar": Foreign("a grammar is given as guided_grammar"),
-    "value": Foreign("a schema is given as json_schema.schema"),
-    "structures": Foreign("structural tags of this form"),
+"""Fields of chats and completions."""
+
+_NEEDS_REFUSED = (
+    "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_range "
+    "dry_sequence_breakers xtc_threshold dynatemp_exponent repeat_last_n smoothing_curve "
+    "truncation_side routed_experts_start_len routed_experts_prompt_start penalize_nl "
+    "preserved_tokens chat_format chat_parser thinking_forced_open"
+)
+_OF_SERVERS = (
+    "cache_prompt id_slot n_keep n_discard n_cache_reuse ngram_corpus_id guided_decoding_backend "
+    "stream_interval prediction speculative.n_min speculative.n_max speculative.p_min "
+    "return_token_offsets return_mm_kwargs"
+)
+_OF_BOOKS = (
+    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "custom_labels"
+)
+HARMLESS = frozenset(" ".join((_NEEDS_REFUSED, _OF_SERVERS, _OF_BOOKS)).split())
+"""Fields of chats and completions that are ignored, since the answer is the same without them:
+they mean nothing without a field that is refused, choose how a server works, or are for whoever
+bills and watches.
+"""
+
+_OF_MESSAGES: Mapping[str, Refused] = {
+    **_same("prefix partial", "the last message is continued with continue_final_message"),
+    **_same("audio images image_url", "content other than text"),
+    **_same("tools", "tools are given at the top of the body"),
 }
-_MESSAGE: Mapping[str, Foreign] = {
-    "prefix": Foreign("the last message is continued with continue_final_message"),
-    "partial": Foreign("the last message is continued with continue_final_message"),
-    "images": Foreign("images"),
-    "audio": Foreign("audio"),
+_OF_TOOLS: Mapping[str, Refused] = _same("defer_loading", "tools that the model is not told of")
+_OF_FORMATS: Mapping[str, Refused] = {
+    **_same("grammar regex pattern", "given as guided_grammar or guided_regex"),
+    **_same("structures triggers format", "constraints between tags"),
 }
+LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Refused]], ...] = (
+    ((), REFUSED),
+    (("response_format",), _OF_FORMATS),
+    (("messages", "*"), _OF_MESSAGES),
+    (("tools", "*"), _OF_TOOLS),
+    (("tools", "*", "function"), _OF_TOOLS),
+)
+"""Refused fields by where they are; `*` is every item of a list."""
 
 
-def refuse_foreign(body: object) -> None:
-    """Checks a parsed JSON body of a chat or completion, which is valid otherwise.
+def refuse_foreign(body: Mapping[str, Any]) -> None:
+    """Refuses fields that would change the answer and have no effect here.
+
+    Args:
+        body: JSON of a chat or a completion whose own fields are valid.
 
     Raises:
-        InvalidRequest: A field would change the answer on another server and does nothing here.
+        InvalidRequest: There is one; `param` is its path.
     """
-    for where, given, fields in _places(body):
-        for name in given.keys() & fields.keys():
-            what, off = fields[name]
-            value = given[name]
-            if value is not None and value != [] and value != {} and value not in off:
-                raise unsupported(f"{where}{name}", what)
+    for path, refused in LEVELS:
+        for where, level in _at(body, path, ""):
+            for name in level:
+                if name in refused and refused[name].is_asked(level[name]):
+                    raise unsupported(f"{where}{name}", refused[name].what)
 
 
-def _places(body: object) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Foreign]]]:
-    """Objects of a body, each with its path and the fields to look for."""
-    if not isinstance(body, dict):
-        return
-    yield "", body, _GENERATION
-    if isinstance(form := body.get("response_format"), dict):
-        yield "response_format.", form, _RESPONSE_FORMAT
-    if isinstance(messages := body.get("messages"), list):
-        for index, message in enumerate(messages):
-            if isinstance(message, dict):
-                yield f"messages[{index}].", message, _MESSAGE
+def _at(node: Any, path: tuple[str, ...], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects at a path, each with the text that its fields' names begin with."""
+    if not path:
+        if isinstance(node, dict):
+            yield where, node
+    elif path[0] == "*":
+        for index, item in enumerate(node if isinstance(node, list) else ()):
+            yield from _at(item, path[1:], f"{where.removesuffix('.')}[{index}].")
+    elif isinstance(node, dict):
+        yield from _at(node.get(path[0]), path[1:], f"{where}{path[0]}.")

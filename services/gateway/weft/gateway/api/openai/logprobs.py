@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from weft.gateway.text.detokenize import Detokenizer
 from weft.gateway.text.vocabulary import Vocabulary
 from weft.v1 import common_pb2
 
@@ -35,34 +36,46 @@ def _chat_entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[s
     }
 
 
+class TextOffsets:
+    """Where the tokens of one sample begin in its text, in characters.
+
+    A token that begins within a character has that character's offset; one that has no text has
+    that of the next one.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, offset: int) -> None:
+        """Begins at `offset`, with a detokenizer like that of the sample's text."""
+        self._detokenizer = detokenizer
+        self._offset = offset
+
+    def take(self, ids: Iterable[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets: list[int] = []
+        for token_id in ids:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push(token_id))
+        return offsets
+
+
 def completion_logprobs(
     vocabulary: Vocabulary,
     entries: Sequence[common_pb2.TokenLogprob],
-    offset: int,
+    offsets: list[int],
     most: int | None = None,
-) -> tuple[dict[str, list[Any]], int]:
+) -> dict[str, list[Any]]:
     """The `logprobs` object of a completion choice.
 
     Args:
         vocabulary: The model's.
         entries: Entries of consecutive tokens.
-        offset: Characters of the choice's text before them.
+        offsets: Where each begins in the choice's text, in characters.
         most: Alternatives shown at each position; None: all that there are.
-
-    Returns:
-        The object, and the offset behind the entries. A token that begins within a character has
-        that character's offset.
     """
     tokens: list[str] = []
-    offsets: list[int] = []
     alternatives: list[dict[str, float]] = []
     for entry in entries:
         token = _completion_token(vocabulary, entry.token_id)
         tokens.append(token)
-        data = vocabulary.token_bytes(entry.token_id)
-        begun = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: a character begins here
-        offsets.append(offset if not begun or begun[0] else max(0, offset - 1))
-        offset += sum(begun)
         top = {
             _completion_token(vocabulary, t.token_id): finite(t.logprob) for t in entry.top[:most]
         }
@@ -73,7 +86,7 @@ def completion_logprobs(
         "token_logprobs": [finite(entry.logprob) for entry in entries],
         "top_logprobs": alternatives,
         "text_offset": offsets,
-    }, offset
+    }
 
 
 def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:

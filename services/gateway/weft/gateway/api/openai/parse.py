@@ -12,8 +12,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 from weft.engine.errors import InvalidRequest
-from weft.gateway.api.openai.bodies import Body, GenerationBody
-from weft.gateway.api.openai.foreign import refuse_foreign
+from weft.gateway.api.openai.bodies import Body
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -107,8 +106,7 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
         body = cls.model_validate(value)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)) from None
-    if issubclass(cls, GenerationBody):
-        refuse_foreign(value)
+    cls.check_given(value)
     return body
 
 

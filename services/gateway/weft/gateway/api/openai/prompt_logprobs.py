@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weft.gateway.api.openai.logprobs import completion_logprobs, finite
+from weft.gateway.api.openai.logprobs import TextOffsets, completion_logprobs, finite
 from weft.gateway.generation.generation import Generation
 from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.text.vocabulary import Vocabulary
@@ -92,9 +92,9 @@ class PromptLogprobs:
         """
         ids, entries = generation.prompt.ids, generation.prompt_scores.entries
         first = common_pb2.TokenLogprob(token_id=ids[0])
-        echoed, _ = completion_logprobs(self._vocabulary, [first, *entries], 0, most)
+        offsets = text_offsets(self._vocabulary, ids[: 1 + len(entries)], echo)
+        echoed = completion_logprobs(self._vocabulary, [first, *entries], offsets, most)
         echoed["token_logprobs"][0] = echoed["top_logprobs"][0] = None
-        echoed["text_offset"] = text_offsets(self._vocabulary, ids[: 1 + len(entries)], echo)
         return echoed
 
 
@@ -111,13 +111,9 @@ def text_offsets(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> list[
     """
     detokenizer = make_detokenizer(vocabulary, (), skip_special_tokens=False)
     num_added = _num_added(vocabulary, ids, text)
-    offsets = [0] * num_added
-    offset = 0
-    for token_id in ids[num_added:]:
-        # A tokenizer may have changed the text, which can then be shorter than its tokens.
-        offsets.append(min(offset, len(text)))
-        offset += len(detokenizer.push(token_id))
-    return offsets
+    offsets = TextOffsets(detokenizer, 0).take(ids[num_added:])
+    # A tokenizer may have changed the text, which can then be shorter than its tokens.
+    return [0] * num_added + [min(offset, len(text)) for offset in offsets]
 
 
 def _num_added(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> int:

@@ -11,7 +11,8 @@ from functools import cached_property
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import Draining, PeerUnavailable, WeftError
+from weft.engine.errors import Draining, PeerUnavailable, RequestNotFound, WeftError
+from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context, begin_answer, call_facts
 from weft.gateway.api.end_session import end_session
@@ -50,6 +51,7 @@ from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
 from weft.gateway.text.answer.make import parser_maker
+from weft.gateway.text.detokenize import make_detokenizer
 from weft.gateway.validate import check_ids
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
@@ -60,6 +62,7 @@ _LARGE = 32 << 10
 _LOGPROB_CHARS = 100
 """Least number of characters of one token's log-probabilities."""
 _ID_CHARS = 6
+_SHOWN_CHARS = 100
 
 
 class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
@@ -118,6 +121,11 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 include_usage=_includes_usage(body),
                 echoes=echoes,
                 samples_per_prompt=generate.sampling.n,
+                make_detokenizer=lambda number: make_detokenizer(
+                    stream.card.vocabulary,
+                    stream.generations[number].prompt.ids,
+                    generate.skip_special_tokens,
+                ),
             )
 
         await self._answer(generate, body, write, context)
@@ -132,6 +140,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         async with self._pipeline.open(request) as stream:
             writer = write(stream)
             writer.prompt_logprobs = _prompt_logprobs(request, body, stream)
+            if _shows_usage_so_far(body):
+                writer.usage_so_far = stream.usage
             if body.return_token_ids:
                 writer.prompt_ids = [generation.prompt.ids for generation in stream.generations]
             kind = _EVENTS if body.stream else _JSON
@@ -146,11 +156,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         self, stream: TokenStream, body: GenerationBody, writer: AnswerWriter, context: Context
     ) -> HttpBody:
         """Sends the deltas as they come; returns the last message."""
-        options = body.stream_options
-        is_counting = _includes_usage(body) and bool(options and options.continuous_usage_stats)
         while deltas := await stream.next_deltas():
-            usage = usage_json(stream.usage()) if is_counting else None
-            if data := writer.events(deltas, usage):
+            if data := writer.events(deltas):
                 await context.write(HttpBody(content_type=_EVENTS, data=data))
         fields = {}
         if _includes_usage(body) or body.weft_timeline:
@@ -261,6 +268,19 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         num_told = end_session(self._fleet, body.session_id, body.cache_salt or "")
         return _json({"status": "success", "workers": num_told})
 
+    async def CancelRequestById(
+        self, request: openai_pb2.CancelRequestByIdRequest, context: Context
+    ) -> HttpBody:
+        """See openai.proto."""
+        if not self._pipeline.cancel(request.request_id, current_tenant.get()):
+            raise RequestNotFound(
+                f"there is no running request `{request.request_id[:_SHOWN_CHARS]}`; it may have "
+                "ended",
+                stage="decode",
+                param="request_id",
+            )
+        return _json({"id": request.request_id, "status": "cancelled"})
+
     async def Ready(self, request: Empty, context: Context) -> HttpBody:
         """See openai.proto."""
         return await self.check_ready()
@@ -338,6 +358,11 @@ def _adapter_json(entry: Entry, what: str) -> dict[str, object]:
 
 def _includes_usage(body: GenerationBody) -> bool:
     return bool(body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _shows_usage_so_far(body: GenerationBody) -> bool:
+    options = body.stream_options
+    return bool(options is not None and options.continuous_usage_stats)
 
 
 def _prompt_logprobs(

@@ -9,7 +9,7 @@ from typing import Any, cast
 from weft.engine.request import MAX_TOP_LOGPROBS, Constraint
 from weft.gateway.adapters.manager import LoadOrder
 from weft.gateway.admission.slo.targets import Targets
-from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.edge import CallFacts, check_client_id, earliest
 from weft.gateway.api.openai.bodies import (
     AllowedToolsBody,
     ChatBody,
@@ -37,26 +37,6 @@ from weft.gateway.validate import check_not_streamed, check_range, invalid, unsu
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
 
-
-_UNSUPPORTED = {
-    "regex": "a regular expression is given as guided_regex",
-    "ebnf": "a grammar is given as guided_grammar",
-    "allowed_token_ids": "a list of allowed tokens",
-    "bad_words": "words that must not come",
-    "use_beam_search": "beam search",
-    "truncate_prompt_tokens": "cutting the prompt",
-    "chat_template": "a chat template of the request's own",
-    "documents": "documents for the chat template",
-    "logits_processors": "code of the request's own",
-    "custom_logit_processor": "code of the request's own",
-    "vllm_xargs": "settings of vLLM's extensions",
-    "lora_path": "an adapter is loaded with /v1/load_lora_adapter and named as model",
-    "stop_regex": "regular expressions that end the text",
-    "no_stop_trim": "a stop string is kept with include_stop_str_in_output",
-    "return_tokens_as_token_ids": "token ids in place of tokens",
-    "suffix": "text behind the completion",
-}
-"""Fields of other servers that change the output or the answer, by name."""
 _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Fields that tell a chat template more than variables could."""
 
@@ -74,6 +54,8 @@ def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
         raise unsupported("modalities", "output other than text")
     if body.echo:
         raise unsupported("echo", "chats do not repeat their messages")
+    if body.add_special_tokens:
+        raise unsupported("add_special_tokens", "special tokens beside the chat template's")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     tokens = body.max_completion_tokens
@@ -186,7 +168,8 @@ def _request(
     echoed_logprobs: int | None = None,
     tool_use: ToolUse = NO_TOOLS,
 ) -> GenerateRequest:
-    _refuse_unsupported(body)
+    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
+        raise unsupported("best_of", "choosing among more answers than n")
     constraint = constraint_of(body)
     if constraint is not None and tool_use.constraint is not None and not _is_format(constraint):
         raise invalid(
@@ -200,11 +183,18 @@ def _request(
     prompt_logprobs, prompt_logprobs_param = _prompt_logprobs(body, echoed_logprobs)
     return GenerateRequest(
         request_id=facts.request_id,
-        client_request_id=facts.client_request_id,
+        client_request_id=facts.client_request_id or _own_name(body),
         model=body.model or "",
         prompts=prompts,
         sampling=_sampling(body, None if constraint is None else constraint.value),
-        stopping=_stopping(body, max_tokens),
+        stopping=replace(
+            _stopping(body, max_tokens),
+            is_score_alone=(
+                prompt_logprobs is not None
+                and isinstance(body, CompletionBody)
+                and is_echo_alone(body)
+            ),
+        ),
         top_logprobs=top_logprobs,
         calls=tool_use.calls,
         constraint_param="constraint" if constraint is None else constraint.param,
@@ -213,16 +203,29 @@ def _request(
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_param=prompt_logprobs_param,
         skip_special_tokens=body.skip_special_tokens is not False,
-        timeout_s=facts.timeout_s,
+        timeout_s=earliest(facts.timeout_s, body.timeout),
+        first_token_timeout_s=earliest(facts.first_token_timeout_s, body.ttft_timeout),
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         routing_key=body.routing_key or facts.routing_key or body.session_id or "",
         session_id=body.session_id or "",
         ends_session=bool(body.end_session),
+        worker=facts.worker,
         traceparent=facts.traceparent,
         targets=_targets(body).over(facts.targets),
         tenant=facts.tenant,
     )
+
+
+def _own_name(body: GenerationBody) -> str:
+    """The client's name for the request; empty: none."""
+    if body.request_id and body.rid and body.request_id != body.rid:
+        raise invalid("rid", "contradicts request_id; give one of them")
+    for param, name in (("request_id", body.request_id), ("rid", body.rid)):
+        if name:
+            check_client_id(param, name)
+            return name
+    return ""
 
 
 def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | None, str]:
@@ -378,18 +381,3 @@ def _text_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
         else TokenPrompt(ids=tuple(item))
         for item in cast("list[str] | list[list[int]]", prompt)
     )
-
-
-def _refuse_unsupported(body: GenerationBody) -> None:
-    for name, what in _UNSUPPORTED.items():
-        # What is empty or off asks for nothing.
-        if getattr(body, name):
-            raise unsupported(name, what)
-    if body.length_penalty not in (None, 1):
-        raise unsupported("length_penalty", "a penalty of beam search")
-    if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
-        raise unsupported("best_of", "choosing among more answers than n")
-    if body.guided_whitespace_pattern is not None:
-        raise unsupported("guided_whitespace_pattern", "whitespace of JSON by a pattern")
-    if body.thinking_token_budget is not None:
-        raise unsupported("thinking_token_budget", "a limit of the reasoning")

@@ -1,0 +1,156 @@
+// Package halfclose serves clients that shut down their sending side behind a request and wait for
+// the answer (RFC 9112, section 9.6). To net/http the end of what a client sends is the client's
+// end, and cancels the request.
+//
+// A client that is gone looks the same until something is sent to it. So the end of input is kept
+// from net/http while a request is answered, and where nothing of the answer was sent yet, an
+// interim response (100 Continue) asks: a client that is there passes over it, the host of one that
+// is gone resets the connection.
+package halfclose
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"sync"
+	"syscall"
+	"time"
+)
+
+const (
+	interim = "HTTP/1.1 100 Continue\r\n\r\n"
+	// A connection whose client sends no more is looked at so often.
+	lookEvery = 20 * time.Millisecond
+	// While its answer has not begun, the client is asked so often whether it is there.
+	askEvery = 5 * time.Second
+	// The end of input is kept for so long while a request arrives: net/http may read it before the
+	// handler has seen the end of the body. A body that ends early is told of after this time.
+	arrivalGrace = time.Second
+)
+
+type connKey struct{}
+
+// Listener makes connections that know of requests in work; they must not be inside of TLS.
+type Listener struct {
+	net.Listener
+}
+
+// Accept implements net.Listener.
+func (l Listener) Accept() (net.Conn, error) {
+	inner, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &conn{Conn: inner}, nil
+}
+
+// WithConn is http.Server.ConnContext: it lets Answering find the connection.
+func WithConn(ctx context.Context, c net.Conn) context.Context {
+	if own, ok := c.(*conn); ok {
+		return context.WithValue(ctx, connKey{}, own)
+	}
+	return ctx
+}
+
+// Follow is http.Server.ConnState: it tells a connection that a request arrives.
+func Follow(c net.Conn, state http.ConnState) {
+	if own, ok := c.(*conn); ok && state == http.StateActive {
+		own.set(arriving)
+	}
+}
+
+// Answering says that a request of HTTP/1.1 was received whole. The function that it returns says
+// that the answer is complete.
+func Answering(ctx context.Context) (done func()) {
+	own, ok := ctx.Value(connKey{}).(*conn)
+	if !ok {
+		return func() {}
+	}
+	own.set(answering)
+	return func() { own.set(idle) }
+}
+
+type phase int
+
+const (
+	idle phase = iota
+	arriving
+	answering
+)
+
+type conn struct {
+	net.Conn
+
+	mutex      sync.Mutex // held while anything is written
+	phase      phase
+	hasWritten bool // anything of this answer
+	asked      time.Time
+}
+
+func (c *conn) set(next phase) {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	c.phase, c.hasWritten = next, false
+}
+
+// Write implements net.Conn.
+func (c *conn) Write(data []byte) (int, error) {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	c.hasWritten = true
+	return c.Conn.Write(data)
+}
+
+// Read implements net.Conn. It returns io.EOF only while no request is in work.
+func (c *conn) Read(p []byte) (int, error) {
+	for began := time.Now(); ; {
+		n, err := c.Conn.Read(p)
+		if n > 0 || !errors.Is(err, io.EOF) || c.isReset() || !c.waits(time.Since(began)) {
+			return n, err
+		}
+		time.Sleep(lookEvery)
+	}
+}
+
+// isReset says whether the client's host has refused what was sent. A read does not tell: the end of
+// input comes first.
+func (c *conn) isReset() bool {
+	inner, ok := c.Conn.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := inner.SyscallConn()
+	if err != nil {
+		return true
+	}
+	var failure int
+	err = raw.Control(func(fd uintptr) {
+		failure, _ = syscall.GetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_ERROR)
+	})
+	return err != nil || failure != 0
+}
+
+// waits is false when the client may be taken for gone, whose input has ended for some time.
+func (c *conn) waits(ended time.Duration) bool {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	if c.phase != answering {
+		return c.phase == arriving && ended < arrivalGrace
+	}
+	if c.hasWritten || time.Since(c.asked) < askEvery {
+		return true
+	}
+	c.asked = time.Now()
+	_, err := io.WriteString(c.Conn, interim)
+	return err == nil
+}
+
+// CloseWrite is what net/http calls ahead of closing, so that its last words arrive.
+func (c *conn) CloseWrite() error {
+	if inner, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return inner.CloseWrite()
+	}
+	return nil
+}

@@ -1,0 +1,47 @@
+"""What `weft up` refuses before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from weft.testing.models.tiny_models import make_tiny
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def refused(tmp_path: Path, *flags: str) -> str:
+    """Its words; no service has left a log."""
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "weft.cli", "up", "--no-rest", "--state-dir", str(state)]
+    command += ["--grpc-port", free_port(), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(state.rglob("*.log"))
+    return done.stderr
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "cpu")])
+def test_float16_needs_a_gpu(tmp_path: Path, device: tuple[str, ...]) -> None:
+    model = make_tiny("llama", tmp_path / "model", 1)
+    told = refused(tmp_path, "--model", str(model), "--dtype", "float16", *device)
+    assert "float16 is not supported on a CPU; use bfloat16 or float32" in told
+
+
+def test_a_model_without_a_class_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"vocab_size": 9}}
+    (folder / "config.json").write_text(json.dumps(config))
+    told = refused(tmp_path, "--model", str(folder))
+    assert "'Gemma3ForConditionalGeneration' is not supported; supported: Llama" in told
+    assert "hidden_size" not in told

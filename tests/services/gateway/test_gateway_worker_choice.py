@@ -1,0 +1,91 @@
+"""Requests that name their decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+from weft.common.rpc.errors import from_rpc_error
+from weft.engine.errors import InvalidRequest, PeerUnavailable
+from weft.testing.services.fake_decode import Script
+from weft.testing.services.gateway_harness import Harness, gateway
+from weft.v1 import decode_pb2
+
+WORKER, RANK = "x-worker-id", "x-data-parallel-rank"
+
+
+def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
+    return Script(tokens=[[7, 8]])
+
+
+async def ask(mesh: Harness, key: str, value: str, *more: tuple[str, str]) -> None:
+    body = HttpBody(data=json.dumps({"prompt": "hello", "max_tokens": 2}).encode())
+    async for _ in mesh.openai.Completions(body, metadata=((key, value), *more)):
+        pass
+
+
+async def failure(call: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return from_rpc_error(error.value)
+
+
+async def all_known(mesh: Harness) -> None:
+    await mesh.wait(lambda: all(worker.num_sessions for worker in mesh.workers))
+    await mesh.wait(lambda: all(one.info is not None for one in mesh.app.fleet.workers()))
+
+
+async def test_requests_run_where_they_say(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script, num_decode=11, allow_worker_choice=True) as mesh:
+        await all_known(mesh)
+        for number in (3, 10, 0):
+            before = len(mesh.workers[number].submits)
+            await ask(mesh, WORKER, f"decode-{number}")
+            await ask(mesh, RANK, str(number))
+            assert len(mesh.workers[number].submits) == before + 2
+
+
+async def test_a_worker_that_is_not_there(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
+        await all_known(mesh)
+        error = await failure(ask(mesh, WORKER, "decode-7"))
+        assert isinstance(error, InvalidRequest)
+        assert error.param == WORKER
+        assert "decode-0, decode-1" in error.message
+        for value in ("2", "first"):
+            error = await failure(ask(mesh, RANK, value))
+            assert isinstance(error, InvalidRequest)
+            assert error.param == RANK
+        error = await failure(ask(mesh, RANK, "0", (WORKER, "decode-0")))
+        assert isinstance(error, InvalidRequest)
+        assert "contradicts" in error.message
+
+
+async def test_a_worker_that_is_not_well(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
+        await all_known(mesh)
+        mesh.workers[1].is_draining = True
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await ask(mesh, WORKER, "decode-1")
+                except grpc.aio.AioRpcError as error:
+                    refused = from_rpc_error(error)
+                    break
+        assert isinstance(refused, PeerUnavailable)
+        assert "decode-1 is not ready" in refused.message
+        await ask(mesh, WORKER, "decode-0")
+
+
+async def test_choice_is_off_by_default(tmp_path: Path) -> None:
+    async with gateway(tmp_path, script) as mesh:
+        for key, value in ((WORKER, "decode-0"), (RANK, "0")):
+            error = await failure(ask(mesh, key, value))
+            assert isinstance(error, InvalidRequest)
+            assert error.param == key
+            assert "--allow-worker-choice" in error.message
