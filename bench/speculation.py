@@ -302,12 +302,12 @@ def check_json(model_dir: Path, answers: Answers) -> None:
     """
     config = ModelConfig.load(model_dir)
     vocabulary = load_vocabulary(model_dir, config.vocab_size, config.eos_token_ids)
-    source = GrammarSource(vocabulary, max_grammar_bytes=1 << 28)
-    grammar = source.read(source.compile(ANSWER))
+    grammar, ends = GrammarSource(vocabulary).compile(ANSWER), frozenset(config.eos_token_ids)
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     for text in chain.from_iterable(answers.values()):
         has_ended = text[-1] in config.eos_token_ids
-        ConstraintState(grammar, config.vocab_size).next_masks(text[:-1] if has_ended else text)
+        state = ConstraintState(grammar, config.vocab_size, ends)
+        state.next_masks(text[:-1] if has_ended else text)
         if has_ended:
             json.loads(tokenizer.decode(text[:-1]))["answer"]
 

@@ -15,8 +15,10 @@ Json = Any
 
 DECIMALS = 10
 """Most decimals of a number."""
-LARGEST = 10**18
-"""Largest number, unless the schema names a larger one."""
+LARGEST = 10**15
+"""Largest number where the schema has no bound: every reader of JSON has it exactly."""
+_MOST = 2**63 - 1
+"""Largest number that llguidance has a bound for."""
 MAX_MULTIPLE = 10_000
 """Largest `multipleOf`, without its decimals: a larger one takes long to compile."""
 MAX_MERGED = 1_000
@@ -128,10 +130,9 @@ def _bounds(
     draft4: bool,
 ) -> tuple[Fraction, Fraction]:
     """The least and the largest multiple of a unit between the bounds."""
-    limit = Fraction(LARGEST)
     low, high = given["minimum"], given["maximum"]
-    lows = [-limit if low is None else math.ceil(low / unit) * unit]
-    highs = [limit if high is None else math.floor(high / unit) * unit]
+    lows = [] if low is None else [math.ceil(low / unit) * unit]
+    highs = [] if high is None else [math.floor(high / unit) * unit]
     for name, bound in (("exclusiveMinimum", low), ("exclusiveMaximum", high)):
         value = schema.get(name)
         if isinstance(value, bool) and draft4:
@@ -144,7 +145,10 @@ def _bounds(
             lows.append((math.floor(excluded / unit) + 1) * unit)
         else:
             highs.append((math.ceil(excluded / unit) - 1) * unit)
-    return max(*lows, -limit), min(*highs, limit)
+    most = Fraction(_MOST)
+    return max([*(lows or [Fraction(-LARGEST)]), -most]), min(
+        [*(highs or [Fraction(LARGEST)]), most]
+    )
 
 
 def _json(value: Fraction, outward: int = 0) -> int | float:
