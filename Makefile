@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup rest protos serve check check-tests test checked valkey test-full test-unit test-engine \
-	test-services test-mesh test-chaos test-gpu test-k8s chaos bench lint format clean
+	test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -83,10 +83,17 @@ test-chaos: setup ## Only meshes with faults.
 
 # All that comes before the tests, side by side.
 checked: $(SETUP)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint rest valkey
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint rest valkey clients
+
+clients: $(SETUP)
+	@$(BIN)/python scripts/get_clients.py --optional
 
 valkey: $(SETUP)
 	@$(BIN)/python scripts/get_valkey.py --optional
+
+test-clients: setup ## Public clients (SDKs, agents, load generators) against a mesh.
+	$(BIN)/python scripts/get_clients.py --load
+	$(BIN)/pytest tests/clients $(ARGS)
 
 test-gpu: setup ## Run the tests that need an NVIDIA GPU, and those of some meshes on it.
 	WEFT_REQUIRE=cuda,nixl $(BIN)/pytest -n 6 --dist worksteal -m "not whole_device" tests/gpu $(ARGS)

@@ -78,13 +78,33 @@ def _missing_valkey() -> str | None:
     return "no `valkey-server` or `redis-server`; scripts/get_valkey.py unpacks Debian's"
 
 
+CLIENTS = ROOT / ".venv-clients"
+NOT_INSTALLED = "not installed; `make test-clients` installs them"
+
+
+def _missing_python_clients() -> str | None:
+    return None if (CLIENTS / ".requirements").exists() else NOT_INSTALLED
+
+
+def _missing_load_clients() -> str | None:
+    return None if (CLIENTS / ".requirements-load").exists() else NOT_INSTALLED
+
+
+def _missing_node_clients() -> str | None:
+    installed = ROOT / "tests" / "clients" / "node_modules" / ".done"
+    return None if installed.exists() and shutil.which("node") else NOT_INSTALLED
+
+
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cc": _missing_cc,
     "cuda": _missing_cuda,
     "fa3": _missing_fa3,
     "go": _missing_go,
     "kube-apiserver": _missing_kube_apiserver,
+    "load-clients": _missing_load_clients,
     "nixl": _missing_nixl,
+    "node-clients": _missing_node_clients,
+    "python-clients": _missing_python_clients,
     "triton-interpreter": _missing_triton_interpreter,
     "valkey": _missing_valkey,
 }
@@ -145,7 +165,7 @@ OTHER_MESHES = [
 
 def _turn(file: str) -> str:
     """A file's own, but one of two for all that start meshes, which need the cores at times."""
-    if file.startswith("tests/chaos/"):
+    if file.startswith(("tests/chaos/", "tests/clients/")):
         return MESH_TURNS[1]
     if file.startswith("tests/mesh/"):
         return MESH_TURNS[Path(file).stem.removeprefix("test_") in OTHER_MESHES]

@@ -1,0 +1,74 @@
+"""Installs the clients that tests/clients runs: Python ones in .venv-clients, others by npm.
+
+    python scripts/get_clients.py [--load] [--optional]
+
+With --load also load generators, which bring torch. With --optional a failure is a message: the
+tests of what is missing are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CLIENTS = ROOT / "tests" / "clients"
+VENV = ROOT / ".venv-clients"
+UV = Path(sys.executable).with_name("uv")
+
+
+def is_fresh(mark: Path, *sources: Path) -> bool:
+    """Whether a mark is newer than the lists that it stands for."""
+    return mark.exists() and all(mark.stat().st_mtime > one.stat().st_mtime for one in sources)
+
+
+def get_python(*lists: Path) -> None:
+    """Installs the packages of some lists."""
+    mark = VENV / f".{lists[-1].stem}"
+    if is_fresh(mark, *lists):
+        return
+    if not (VENV / "bin" / "python").exists():
+        subprocess.run([UV, "venv", "--python", sys.executable, VENV], check=True)
+    flags = [flag for one in lists for flag in ("-r", str(one))]
+    python = VENV / "bin" / "python"
+    subprocess.run([UV, "pip", "install", "--quiet", "--python", python, *flags], check=True)
+    mark.touch()
+
+
+def get_node() -> None:
+    """Installs what package.json lists."""
+    npm = shutil.which("npm")
+    if npm is None:
+        print("no `npm` on the PATH: the tests of JavaScript clients are skipped")
+        return
+    mark = CLIENTS / "node_modules" / ".done"
+    if is_fresh(mark, CLIENTS / "package.json"):
+        return
+    command = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", "--silent"]
+    subprocess.run(command, cwd=CLIENTS, check=True)
+    mark.touch()
+
+
+def main() -> int:
+    """Installs; the exit status is 1 if something failed that is not optional."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--load", action="store_true", help="load generators as well")
+    parser.add_argument("--optional", action="store_true", help="a failure is only a message")
+    arguments = parser.parse_args()
+    lists = [CLIENTS / "requirements.txt"]
+    if arguments.load:
+        lists.append(CLIENTS / "requirements-load.txt")
+    try:
+        get_python(*lists)
+        get_node()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"clients of tests/clients are not all installed: {error}")
+        return 0 if arguments.optional else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

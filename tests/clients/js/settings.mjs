@@ -1,0 +1,14 @@
+// What the scripts of this folder share.
+export const model = process.env.WEFT_TEST_MODEL;
+export const url = process.env.WEFT_TEST_URL;
+export const question = "What is the capital of France?";
+export const weather = {
+  name: "get_weather",
+  description: "Tells the weather of a city.",
+  parameters: {
+    type: "object",
+    properties: { city: { type: "string", maxLength: 20 } },
+    required: ["city"],
+    additionalProperties: false,
+  },
+};

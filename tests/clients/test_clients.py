@@ -1,0 +1,81 @@
+"""Public clients in the flow of their tutorials, unmodified, against a mesh with the demo model.
+
+Each client is a script in an environment of its own (`scripts/get_clients.py` makes it): a client's
+dependencies are no business of Weft's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from weft.engine.models.demo import DEMO_NAME, resolve_model
+from weft.testing.meshes.local_mesh import MODEL, LocalMesh
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+LOAD_TOOLS = ("aiperf_profile", "guidellm_benchmark")
+"""Scripts whose packages `make test` does not install."""
+pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[LocalMesh]:
+    mesh = LocalMesh(tmp_path_factory.mktemp("clients"), "--kv-memory-bytes", str(512 << 20))
+    mesh.wait_ready()
+    yield mesh
+    assert mesh.stop() == 0, mesh.text
+
+
+def scripts(folder: str, suffix: str) -> list[str]:
+    found = (path.stem for path in (HERE / folder).glob(f"*{suffix}") if path.stem != "settings")
+    return sorted(found)
+
+
+def run(mesh: LocalMesh, *command: str) -> None:
+    """Runs a client's script, which asserts what its user expects."""
+    environment = {
+        **os.environ,
+        "WEFT_TEST_URL": mesh.url,
+        "WEFT_TEST_MODEL": MODEL,
+        "WEFT_TEST_MODEL_DIR": str(resolve_model(DEMO_NAME)),
+        "OPENAI_BASE_URL": f"{mesh.url}/v1",
+        "OPENAI_API_KEY": "none",
+        "ANTHROPIC_BASE_URL": mesh.url,
+        "ANTHROPIC_API_KEY": "none",
+        "NO_PROXY": "127.0.0.1,localhost",
+        # It asks the network for prices otherwise.
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    done = subprocess.run(
+        command,
+        cwd=HERE,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+
+
+@pytest.mark.needs("python-clients")
+@pytest.mark.parametrize("name", [n for n in scripts("python", ".py") if n not in LOAD_TOOLS])
+def test_a_python_client_works(mesh: LocalMesh, name: str) -> None:
+    run(mesh, str(PYTHON), f"python/{name}.py")
+
+
+@pytest.mark.needs("load-clients")
+@pytest.mark.parametrize("name", LOAD_TOOLS)
+def test_a_load_generator_works(mesh: LocalMesh, name: str) -> None:
+    run(mesh, str(PYTHON), f"python/{name}.py")
+
+
+@pytest.mark.needs("node-clients")
+@pytest.mark.parametrize("name", scripts("js", ".mjs"))
+def test_a_javascript_client_works(mesh: LocalMesh, name: str) -> None:
+    run(mesh, "node", f"js/{name}.mjs")
