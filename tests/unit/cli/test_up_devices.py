@@ -71,13 +71,3 @@ def test_workers_of_two_models_share_a_gpu(tmp_path: Path) -> None:
         if spec.name.startswith("decode")
     }
     assert shares == {"decode-0": "0.5", "decode-1": "0.5"}
-
-
-@pytest.mark.parametrize("flags", ["", "--device cpu", "--device cpu,cuda"])
-def test_float16_is_refused_where_a_worker_runs_on_a_cpu(
-    flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        load_settings(UpSettings, ["--dtype", "float16", *flags.split()], {})
-    assert "float16 needs workers on GPUs" in capsys.readouterr().err
-    load_settings(UpSettings, ["--dtype", "float16", "--device", "cuda"], {})
