@@ -322,7 +322,9 @@ def time_steps(args: argparse.Namespace, console: Console) -> list[dict[str, flo
     table = Table(title=f"a decode step, {args.device}, {args.dtype}")
     for name in ("requests", "free ms", "constrained ms", "constrained / free"):
         table.add_column(name, justify="right")
-    settings = {"device": args.device, "dtype": args.dtype}
+    settings: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
+    if args.dummy_weights:
+        settings["dummy_weights"] = True
     rows: list[dict[str, float]] = []
     with LLM(resolve_model(args.model), **settings, max_running_requests=max(args.batches)) as llm:
         for batch in args.batches:
@@ -400,6 +402,9 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5, help="timed rounds of the table of steps")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--dummy-weights", action="store_true", help="the model's folder has no weights"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, default=RESULTS / "constraints.json")
