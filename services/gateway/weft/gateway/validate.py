@@ -40,7 +40,7 @@ MAX_SALT_BYTES = 128
 MAX_ROUTING_KEY_BYTES = 256
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Most log-probabilities of the tokens of a request's prompts, alternatives included."""
-_MAX_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 _MAX_DIGITS = 40
 """Most digits shown of a number."""
 
@@ -173,7 +173,7 @@ def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
     )
     check_range("presence_penalty", sampling.presence_penalty, -2, 2)
     check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    check_range("top_k", sampling.top_k, 0, _MAX_TOKENS)
+    check_range("top_k", sampling.top_k, 0, MAX_TOKENS)
     check_range("n", sampling.n, 1, MAX_SAMPLES)
     if sampling.seed is not None:
         check_range("seed", sampling.seed, -(2**63), 2**64 - 1)
@@ -189,8 +189,8 @@ def check_stopping(
 ) -> None:
     """Raises InvalidRequest for a stop criterion out of its range."""
     if stopping.max_tokens is not None:
-        check_range(max_tokens_param, stopping.max_tokens, 1, _MAX_TOKENS)
-    check_range("min_tokens", stopping.min_tokens, 0, _MAX_TOKENS)
+        check_range(max_tokens_param, stopping.max_tokens, 1, MAX_TOKENS)
+    check_range("min_tokens", stopping.min_tokens, 0, MAX_TOKENS)
     if stopping.max_tokens is not None and stopping.min_tokens > stopping.max_tokens:
         raise invalid(
             "min_tokens",

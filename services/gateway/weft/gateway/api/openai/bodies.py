@@ -55,7 +55,20 @@ def _one_choice(value: object) -> object:
     )
 
 
+def _whole(value: object) -> object:
+    """An integer that JSON has with a fraction of 0, which JSON Schema counts as one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _whole_items(value: object) -> object:
+    if isinstance(value, list) and float in map(type, value):
+        return [_whole(one) for one in value]
+    return value
+
+
 T = TypeVar("T")
+Int = Annotated[int, BeforeValidator(_whole)]
+Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_whole_items)]
 Items = Annotated[list[T], Field(fail_fast=True)]
 Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 Parts = Annotated[list["ContentPart"], Field(fail_fast=True, max_length=_MAX_PARTS)]
@@ -65,7 +78,9 @@ AllowedToolList = Annotated[
 ]
 ToolCalls = Annotated[list["ToolCallBody"], Field(fail_fast=True, max_length=MAX_TOOLS)]
 Stops = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
-StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+StopIds = Annotated[
+    list[int], Field(fail_fast=True, max_length=MAX_STOP_IDS), BeforeValidator(_whole_items)
+]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 LogitBias = Annotated[dict[str, float], BeforeValidator(_few_entries)]
@@ -292,28 +307,28 @@ class GenerationBody(Body):
         """See `Body.check_given`."""
         refuse_foreign(value)
 
-    max_tokens: int | None = Field(None, description="most tokens generated per choice")
+    max_tokens: Int | None = Field(None, description="most tokens generated per choice")
     temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
     top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
-    n: int | None = Field(None, description="choices per prompt, 1 to 128, default 1")
+    n: Int | None = Field(None, description="choices per prompt, 1 to 128, default 1")
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
-    seed: int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
+    seed: Int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
     presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
     frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
     logit_bias: LogitBias | None = Field(None, description="token id -> -100 to 100")
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     user: str | None = Field(None, description="accepted, not used")
-    top_k: int | None = Field(None, description="candidates kept; 0 or -1 = all, the default")
+    top_k: Int | None = Field(None, description="candidates kept; 0 or -1 = all, the default")
     min_p: float | None = Field(None, description="0 to 1, default 0")
-    min_tokens: int | None = Field(None, description="no stop before so many tokens, default 0")
+    min_tokens: Int | None = Field(None, description="no stop before so many tokens, default 0")
     repetition_penalty: float | None = Field(None, description="0.001 to 100, default 1")
     stop_token_ids: StopIds | None = Field(None, description="at most 256 token ids")
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
     include_stop_str_in_output: bool | None = Field(None, description="keep the stop's text")
     skip_special_tokens: bool | None = Field(None, description="default true")
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
-    priority: int | None = Field(
+    priority: Int | None = Field(
         None,
         description="-1000000 to 1000000, default 0: less is more urgent, where workers run with "
         "the scheduling policy `priority`",
@@ -356,7 +371,7 @@ class GenerationBody(Body):
         None, description="longest time until the first token, waiting included, in seconds"
     )
     weft_timeline: bool | None = Field(None, description="add `weft.timeline` to the answer")
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: Int | None = Field(
         None,
         description="log-probabilities of the prompt's tokens: alternatives per position, 0 to 20; "
         "only with n: 1, not streamed",
@@ -370,16 +385,16 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )
-    best_of: int | None = Field(None, description="only equal to n")
+    best_of: Int | None = Field(None, description="only equal to n")
 
 
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages = Field(description="the conversation, at least one message")
-    max_completion_tokens: int | None = Field(None, description="newer name of max_tokens")
+    max_completion_tokens: Int | None = Field(None, description="newer name of max_tokens")
     logprobs: bool | None = Field(None, description="return log-probabilities")
-    top_logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
+    top_logprobs: Int | None = Field(None, description="alternatives per position, 0 to 20")
     tools: Tools | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(
         None,
@@ -411,11 +426,11 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    prompt: str | Items[int] | Prompts[str] | Prompts[Items[int]] = Field(
+    prompt: str | Ids | Prompts[str] | Prompts[Ids] = Field(
         description="a text, several texts, token ids, or several lists of token ids"
     )
-    max_tokens: int | None = Field(None, description="most tokens generated, default 16")
-    logprobs: int | None = Field(None, description="alternatives per position, 0 to 20")
+    max_tokens: Int | None = Field(None, description="most tokens generated, default 16")
+    logprobs: Int | None = Field(None, description="alternatives per position, 0 to 20")
     echo: bool | None = Field(
         None,
         description="begin with the prompt's text; with logprobs, they begin with those of the "
@@ -440,7 +455,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Body of POST /detokenize, as vLLM's."""
 
-    tokens: Items[int] = Field(description="token ids")
+    tokens: Ids = Field(description="token ids")
 
 
 class LoadAdapterBody(Body):

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from weft.gateway.api.document import dialect_paths
 from weft.gateway.api.openai import answers, bodies
+from weft.gateway.api.openai.bounds import state_bounds
 from weft.gateway.api.server.version import version
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
@@ -101,6 +102,7 @@ def openapi_document() -> dict[str, Any]:
             ]
         paths[path] = {method: operation}
     _, schemas = models_json_schema(modes, ref_template=_REF)
+    state_bounds(schemas["$defs"])
     more_paths, more_schemas = dialect_paths()
     return {
         "openapi": "3.1.0",
