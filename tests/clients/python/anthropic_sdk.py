@@ -5,12 +5,13 @@ from settings import MODEL, QUESTION, WEATHER
 
 client = anthropic.Anthropic()
 ASK = [{"role": "user", "content": QUESTION}]
+GREEDY = {"temperature": 0}
 
-message = client.messages.create(model=MODEL, max_tokens=12, temperature=0, messages=ASK)
+message = client.messages.create(model=MODEL, max_tokens=12, extra_body=GREEDY, messages=ASK)
 assert message.content[0].type == "text"
 assert message.usage.output_tokens <= 12
 
-with client.messages.stream(model=MODEL, max_tokens=12, temperature=0, messages=ASK) as stream:
+with client.messages.stream(model=MODEL, max_tokens=12, extra_body=GREEDY, messages=ASK) as stream:
     text = "".join(stream.text_stream)
     final = stream.get_final_message()
 assert text == message.content[0].text

@@ -335,7 +335,7 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
         nonlocal num_masks
         num_masks += 1
         if num_masks == 5:
-            time.sleep(2.0)
+            time.sleep(5.0)
             raise masks._too_slow()
         return next_masks(state, tokens, drafts)
 
@@ -346,7 +346,7 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
         patch.setattr(masks.MaskJob, "is_alone", True)
         error, beside = desk.run(*(desk.submit(slow, prompt()) for _ in range(2)))
         # Else the engine would wait so much longer before it counts as stalled.
-        assert 0.0 < stats._longest_step_s < 2.0
+        assert 0.0 < stats._longest_step_s < 5.0
     for failed in (error, beside):  # Who has the same constraint need not be slow as well.
         assert isinstance(failed, InvalidRequest)
         assert "too ambiguous" in failed.message
