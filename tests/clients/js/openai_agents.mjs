@@ -7,7 +7,7 @@ import { model, question } from "./settings.mjs";
 setTracingDisabled(true);
 for (const api of ["responses", "chat_completions"]) {
   setOpenAIAPI(api);
-  const modelSettings = { maxTokens: 48 };
+  const modelSettings = { maxTokens: 400, temperature: 0 };
   const plain = await run(new Agent({ name: "plain", instructions: "Be brief.", model, modelSettings }), question);
   assert.ok(plain.finalOutput);
   const asked = [];
@@ -19,7 +19,7 @@ for (const api of ["responses", "chat_completions"]) {
   });
   const caller = new Agent({
     name: "caller", instructions: "Use the tool.", model, tools: [getWeather],
-    modelSettings: { maxTokens: 64, toolChoice: "required" }, toolUseBehavior: "stop_on_first_tool",
+    modelSettings: { ...modelSettings, toolChoice: "required" }, toolUseBehavior: "stop_on_first_tool",
   });
   const called = await run(caller, "How is the weather in Paris?");
   assert.equal(called.finalOutput, `It is sunny in ${asked[0]}.`);

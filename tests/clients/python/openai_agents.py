@@ -1,6 +1,7 @@
 """OpenAI's agents SDK over the Responses API and over chats: a run, a tool, a typed answer."""
 
 import asyncio
+from typing import Annotated
 
 from agents import (
     Agent,
@@ -26,7 +27,7 @@ asked: list[str] = []
 
 
 @function_tool
-def get_weather(city: str) -> str:
+def get_weather(city: Annotated[str, Field(max_length=20)]) -> str:
     """Tells the weather of a city."""
     asked.append(city)
     return f"It is sunny in {city}."
@@ -38,7 +39,7 @@ async def main() -> None:
     client = AsyncOpenAI()
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
         model = kind(model=MODEL, openai_client=client)
-        short = ModelSettings(max_tokens=48)
+        short = ModelSettings(max_tokens=400, temperature=0)
         plain = await Runner.run(
             Agent("plain", "Be brief.", model=model, model_settings=short), QUESTION
         )
@@ -54,7 +55,7 @@ async def main() -> None:
             "Use the tool.",
             model=model,
             tools=[get_weather],
-            model_settings=ModelSettings(max_tokens=64, tool_choice="required"),
+            model_settings=ModelSettings(max_tokens=400, temperature=0, tool_choice="required"),
             tool_use_behavior="stop_on_first_tool",
         )
         called = await Runner.run(caller, "How is the weather in Paris?")
