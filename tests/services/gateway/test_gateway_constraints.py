@@ -18,7 +18,7 @@ from weft.v1 import common_pb2, decode_pb2, gateway_pb2
 
 USER = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"été": {"type": "integer"}}, "required": ["été"]}
-REFUSED = "at $.properties.a: no"
+REFUSED = "at #/properties/a: no"
 
 
 @pytest.fixture
@@ -66,6 +66,8 @@ CASES: list[tuple[dict[str, Any], common_pb2.Constraint | None]] = [
     ({"structured_outputs": {"choice": ["a", "b"]}}, constraint(choice=CHOICE)),
     ({"structured_outputs": {"regex": "a+"}}, constraint(regex="a+")),
     ({"structured_outputs": {"grammar": "x"}}, constraint(ebnf="x")),
+    ({"structured_outputs": {"structural_tag": "{}"}}, constraint(structural_tag="{}")),
+    ({"structured_outputs": {"structural_tag": {"a": 1}}}, constraint(structural_tag='{"a": 1}')),
     (
         {"structured_outputs": {"json": '{"type": "null"}'}},
         constraint(json_schema='{"type": "null"}'),

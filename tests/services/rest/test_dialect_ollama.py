@@ -171,7 +171,6 @@ async def test_what_is_served(edge: DialectEdge, client: ollama.AsyncClient) -> 
         ({"options": {"repeat_penalty": 1.5, "repeat_last_n": 8}}, "options.repeat_last_n"),
         ({"options": {"stop": [""]}}, "options.stop"),
         ({"format": "yaml"}, "format"),
-        ({"format": SCHEMA, "tools": TOOLS}, "format"),
         (
             {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]},
             "messages[0].images",

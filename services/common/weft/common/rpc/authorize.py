@@ -48,6 +48,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.OpenAIService/RetrieveModel": _FRONT,
     "/weft.v1.OpenAIService/TokenizeText": _FRONT,
     "/weft.v1.OpenAIService/DetokenizeTokens": _FRONT,
+    "/weft.v1.OpenAIService/CancelRequestById": _FRONT,
     "/weft.v1.OpenAIService/EndSession": _FRONT,
     "/weft.v1.OpenAIService/Ready": _FRONT,
     "/weft.v1.OpenAIService/OpenApi": _FRONT,

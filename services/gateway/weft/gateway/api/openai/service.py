@@ -362,7 +362,7 @@ def _includes_usage(body: GenerationBody) -> bool:
 
 def _shows_usage_so_far(body: GenerationBody) -> bool:
     options = body.stream_options
-    return bool(options is not None and options.continuous_usage_stats)
+    return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 def _prompt_logprobs(
