@@ -57,6 +57,10 @@ class GrownModels(PeftModels):
         return digest
 
 
+MOST_DRAWS = 6
+"""Most sets of random models, until one generates what a test is about."""
+
+
 def make_models(tmp_path: Path, *, is_tied: bool) -> GrownModels:
     """Adapters that add tokens in every way that there is, beside others that do not."""
     seed = random.randrange(2**31)
@@ -97,9 +101,12 @@ def check(models: GrownModels, **settings: Any) -> set[int]:
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
 def test_texts_are_pefts(is_tied: bool, tmp_path: Path) -> None:
-    models = make_models(tmp_path, is_tied=is_tied)
-    assert check(models), "no added token was generated: nothing was shown"
-    check(models, max_loras=1)
+    for number in range(MOST_DRAWS):
+        models = make_models(tmp_path / str(number), is_tied=is_tied)
+        if check(models):  # At times none of the random models generates an added token.
+            check(models, max_loras=1)
+            return
+    pytest.fail("no added token was generated: nothing was shown")
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
