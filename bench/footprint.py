@@ -68,7 +68,7 @@ def schema(rng: random.Random) -> dict[str, Any]:
 
 
 def constrain(url: str, model: str, count: int, rng: random.Random) -> None:
-    """Has so many answers written, each by a schema of its own."""
+    """Requests `count` answers, each constrained by a schema of its own."""
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
         for _ in range(count):
             body = {

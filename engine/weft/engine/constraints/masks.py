@@ -69,7 +69,7 @@ class ConstraintState:
 
     @property
     def matcher(self) -> LLMatcher:
-        """Behind the tokens that it has followed."""
+        """The matcher, after it has consumed all tokens of the sample so far."""
         return self._matcher
 
     def follow(self, tokens: Sequence[int]) -> None:

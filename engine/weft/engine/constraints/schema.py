@@ -29,7 +29,7 @@ Json = Any
 MAX_UNIQUE_ARRAYS = 2048
 """Most arrays of different values that are written out."""
 MAX_CASES = 256
-"""Most sets of optional properties that are written out."""
+"""Most combinations of optional properties written out for a bound on their number."""
 MAX_DEPTH = 100
 """Most levels of schemas within one another; llguidance reads 128 of JSON."""
 _OF_TYPE: dict[str, tuple[str, ...]] = {
