@@ -314,10 +314,12 @@ async def test_news_are_what_has_changed(short_log: None, engine: Engine, tmp_pa
     states: dict[bytes, AdapterState] = {}
     num_whole = 0
     for turn in range(400):
-        digest = bytes([rng.randrange(200)]) * 32
+        digest = rng.randbytes(32)
         if states and rng.random() < 0.45:
             states.pop(rng.choice(list(states)))
         else:
+            if states and rng.random() < 0.3:
+                digest = rng.choice(list(states))
             count = rng.randrange(3)
             states[digest] = AdapterState(digest=digest, name="a", state="host", num_requests=count)
         engine.report(*states.values())
