@@ -4,7 +4,7 @@
     python bench/constraints.py --instances DIR      JSONSchemaBench: its folder maskbench/data
     python bench/constraints.py --suite DIR          also JSON-Schema-Test-Suite: its folder tests
     python bench/constraints.py --device cuda --batches 1,16,64
-    python bench/constraints.py --host 1,16,64       what the host does for the masks of a step
+    python bench/constraints.py --host 1,16,64 --host-threads 1,4,8
 
 The first table is of schemas with instances that are valid under them or not. A valid instance that
 is accepted with its properties in another order counts apart; so does one with properties that the
@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from tokenizers.models import WordLevel
 from weft.engine.config import EngineConfig
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.constraints.grammar import GrammarSource
+from weft.engine.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.cores import num_cores
 from weft.engine.drawing import Drawing
@@ -394,43 +395,47 @@ class HostRequest:
 
 
 def time_host(args: argparse.Namespace, console: Console) -> None:
-    """Times the masks of steps by part, and prints a row a batch.
+    """Times the masks of steps by part, and prints rows for each batch: of a schema for each
+    request, by as many threads as said, and of one schema for all.
 
     `follow and fill` lasts from a step's tokens to its masks, `hand over` from there until they are
     in the sampler's table. `one by one` is the work of llguidance alone, in this thread.
     """
-    table = Table(title=f"the masks of a step, {num_cores()} cores")
+    table = Table(title=f"the masks of a step, ms, {num_cores()} cores")
     names = ("follow and fill", "hand over", "one by one: follow", "one by one: fill")
-    for name in ("requests", *(f"{name} ms" for name in names)):
+    for name in ("requests", "schemas", "threads", *names):
         table.add_column(name, justify="right")
     folder = resolve_model(args.model)
     model = ModelConfig.load(folder)
     source = GrammarSource(load_vocabulary(folder, model.vocab_size, model.eos_token_ids))
-    for batch in args.host:
+    texts = [
+        Constraint(kind="json_schema", text=json.dumps(many_of(items)))
+        for items in varied_schemas(max(args.host))
+    ]
+    matchers = [source.compile(text) for text in texts]
+    for batch, is_shared, threads in product(args.host, (False, True), args.host_threads):
+        if is_shared and batch == 1:
+            continue
+        chosen = [0 if is_shared else slot for slot in range(batch)]
         config = EngineConfig(model_dir=folder)
         constraints = Constraints(config, model.vocab_size, model.eos_token_ids, lambda: None)
+        constraints._maker = MaskMaker(threads)
         sampler = Sampler(model.vocab_size, batch, device=torch.device("cpu"))
-        device = sampler._device
+        device, drawing = sampler._device, Drawing(sampler, constraints)
         assert device is not None
-        drawing, requests, alone = Drawing(sampler, constraints), list[Any](), list[LLMatcher]()
-        for slot, items in enumerate(varied_schemas(batch)):
-            text = Constraint(kind="json_schema", text=json.dumps(many_of(items)))
-            requests.append(HostRequest(slot, text))
-            row = SampleRow(
-                params=requests[-1].params,
-                stop=StopCriteria(max_tokens=STEP_TOKENS),
-                seed=0,
-                eos_token_ids=(),
-            )
-            sampler.add(slot, row, (), ())
-            constraints._grammars[requests[-1].key] = source.compile(text)
-            alone.append(constraints._grammars[requests[-1].key].deep_copy())
+        requests: list[Any] = [HostRequest(i, texts[index]) for i, index in enumerate(chosen)]
+        for request, index in zip(requests, chosen, strict=True):
+            stop = StopCriteria(max_tokens=STEP_TOKENS)
+            row = SampleRow(params=request.params, stop=stop, seed=0, eos_token_ids=())
+            sampler.add(request.slot, row, (), ())
+            constraints._grammars[request.key] = matchers[index]
+        alone = [matchers[index].deep_copy() for index in chosen]
         spent: list[list[float]] = [[] for _ in names]
         words = np.zeros(-(-model.vocab_size // 32), np.uint32)
         rng = np.random.default_rng(args.seed)
         for step in range(STEP_TOKENS):
             marks = [time.perf_counter()]
-            constraints.begin_masks(requests, is_awaited=True)
+            constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)
             marks.append(time.perf_counter())
             drawing._take_masks(requests)
             device.send_changes()
@@ -448,8 +453,8 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
             for request in requests:
                 bits = np.unpackbits(sent[request.slot], bitorder="little")
                 request.tokens.append(int(rng.choice(np.flatnonzero(bits))))
-        medians = [statistics.median(part[1:]) for part in spent]
-        table.add_row(str(batch), *(f"{value:.3f}" for value in medians))
+        medians = [f"{statistics.median(part[1:]):.3f}" for part in spent]
+        table.add_row(*map(str, (batch, len({*chosen}), threads)), *medians)
         constraints.close()
     console.print(table)
 
@@ -498,6 +503,12 @@ def main() -> None:
         type=lambda text: [int(part) for part in text.split(",")],
         default=[],
         help="requests of a step, such as 1,16,64, whose masks alone are timed; nothing else is",
+    )
+    parser.add_argument(
+        "--host-threads",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[min(MAX_THREADS, num_cores() // 2)],
+        help="with --host: threads for masks, such as 1,2,4,8; default: as many as an engine has",
     )
     parser.add_argument("--turns", type=int, default=5, help="timed rounds of the table of steps")
     parser.add_argument("--device", default="cpu")

@@ -92,8 +92,8 @@ def next_tokens(of: LLMatcher, followed: Sequence[int]) -> set[int] | None:
 class Walk:
     """A sample of a random text of a pattern, and a state that follows it alone: the reference."""
 
-    def __init__(self, pattern: str) -> None:
-        self.grammar = grammar(pattern)
+    def __init__(self, pattern: str, of: LLMatcher | None = None) -> None:
+        self.grammar = of or grammar(pattern)
         self.state = state_of(self.grammar)
         self.followed: list[int] = []
         self.new: list[int] = []
@@ -169,8 +169,12 @@ def test_masks_are_those_of_each_sample_alone(
     fresh_seed()
     monkeypatch.setattr(masks, "num_cores", lambda: random.choice([1, 8]))
     monkeypatch.setattr(masks, "MIN_SHARED", random.choice([2, 16]))
-    maker = MaskMaker()
-    walks = [Walk(random.choice(PATTERNS)) for _ in range(count)]
+    monkeypatch.setattr(masks, "MIN_GRAMMARS", random.choice([1, 4]))
+    maker, grammars = MaskMaker(), {pattern: grammar(pattern) for pattern in PATTERNS}
+    walks = [
+        Walk(pattern, random.choice([None, grammars[pattern]]))
+        for pattern in random.choices(PATTERNS, k=count)
+    ]
     for _ in range(40):
         turn(maker, random.sample(walks, random.randint(1, count)), drafted=drafted)
     maker.close()

@@ -46,7 +46,9 @@ NUM_ALONE = 16
 """Number of masks that a sample gets by itself after it was in a slow group."""
 MAX_THREADS = 8
 MIN_SHARED = 8
-"""Number of masks from which on several threads share them."""
+"""Number of masks from which on several threads share them, if they are of enough grammars."""
+MIN_GRAMMARS = 4
+"""Copies of one grammar share a lexer behind a lock, so that threads would wait for each other."""
 _WRONG_TOKEN = ("doesn't satisfy the grammar", "parser stopped in consume_token")
 """In messages of llguidance about tokens that may not come; all others are about its limits."""
 
@@ -61,6 +63,7 @@ class ConstraintState:
     """
 
     def __init__(self, grammar: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.grammar = grammar
         self.matcher = grammar.deep_copy()
         """Has consumed all tokens of the sample that were followed."""
         self.eos_token_ids = eos_token_ids
@@ -195,17 +198,25 @@ class MaskJob(NamedTuple):
     """Slot whose row its mask may be written to; negative: there is none."""
 
 
+_Member = tuple[int, ConstraintState, MaskJob]
+"""A job whose mask is made together with others: its place among the jobs, its state."""
+
+
 class MaskMaker:
     """Computes the masks of a step: in a thread of its own while the model computes, or at once
     where the caller would only wait for them.
+
+    Args:
+        num_threads: Threads for the masks that are made together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
         self._orders: queue.SimpleQueue[tuple[Sequence[MaskJob], MaskRows | None] | None]
         self._orders = queue.SimpleQueue()
         self._made: queue.SimpleQueue[list[Made]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        num_threads = min(MAX_THREADS, num_cores() // 2)
+        if num_threads is None:
+            num_threads = min(MAX_THREADS, num_cores() // 2)
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
 
     def begin(
@@ -254,63 +265,67 @@ class MaskMaker:
             if state is None:
                 made[place] = _alone(job)
             else:
-                group.append(_Member(place, state, job))
+                group.append((place, state, job))
         if rows is not None and group:
             self._make_together(group, rows, made)
         return made
 
-    def _make_together(self, group: Sequence[_Member], rows: MaskRows, made: list[Made]) -> None:
+    def _make_together(self, group: list[_Member], rows: MaskRows, made: list[Made]) -> None:
         """Writes the mask of each member into the row of its slot, and its error into `made`."""
         began = time.monotonic()
-        self._follow(group, made)
+        executor = self._executor_for(group)
+        _follow(group, made, executor)
         wanted = [(state.matcher, job.slot) for place, state, job in group if made[place] is None]
-        self._fill(wanted, rows)
+        address, row_bytes = rows.ctypes.data, rows.shape[1] * rows.itemsize
+        if executor is not None and wanted:
+            executor.unsafe_compute_mask_ptr(wanted, address, row_bytes, len(rows))
+        else:
+            for matcher, slot in wanted:
+                matcher.unsafe_compute_mask_ptr(address + slot * row_bytes, row_bytes)
         for place, state, _ in group:
-            made[place] = made[place] or state.problem()
+            if state.matcher.is_error():
+                made[place] = made[place] or state.problem()
         if time.monotonic() - began > SLOW_TOGETHER_S:
             for _, state, _ in group:
                 state.num_alone = NUM_ALONE
 
-    def _follow(self, group: Sequence[_Member], made: list[Made]) -> None:
-        """Has the states follow their tokens, of which each mostly has one."""
-        single: list[_Member] = []
-        pairs: list[tuple[LLMatcher, int]] = []
-        for member in group:
-            place, state, job = member
-            if len(job.tokens) == 1 and job.tokens[0] not in state.eos_token_ids:
-                single.append(member)
-                pairs.append((state.matcher, job.tokens[0]))
-                continue
-            try:
-                state.follow(job.tokens)
-            except Exception as error:  # whatever it is, it is this sample's alone
-                made[place] = _failure(error)
-        if self._executor is not None and len(pairs) >= MIN_SHARED:
-            are_right = self._executor.consume_token_par(pairs)
+    def _executor_for(self, group: list[_Member]) -> LLExecutor | None:
+        """The threads that make the masks of a group, which is sorted for them; None: this one."""
+        if self._executor is None or len(group) < MIN_SHARED:
+            return None
+        num_grammars = len({id(state.grammar) for _, state, _ in group})
+        if num_grammars < MIN_GRAMMARS:
+            return None
+        if num_grammars < len(group):
+            # A thread gets neighbours.
+            group.sort(key=lambda member: id(member[1].grammar))
+        return self._executor
+
+
+def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None) -> None:
+    """Has states follow their tokens, mostly one each; writes what fails into `made`."""
+    single: list[_Member] = []
+    pairs: list[tuple[LLMatcher, int]] = []
+    for member in group:
+        place, state, job = member
+        tokens = job.tokens
+        if len(tokens) == 1 and tokens[0] not in state.eos_token_ids:
+            single.append(member)
+            pairs.append((state.matcher, tokens[0]))
+            continue
+        try:
+            state.follow(tokens)
+        except Exception as error:  # whatever it is, it is this sample's alone
+            made[place] = _failure(error)
+    if executor is not None and pairs:
+        are_right = executor.consume_token_par(pairs)
+    else:
+        are_right = [matcher.consume_token(token) for matcher, token in pairs]
+    for (place, state, job), is_right in zip(single, are_right, strict=True):
+        if is_right:
+            state.num_accepted += 1
         else:
-            are_right = [matcher.consume_token(token) for matcher, token in pairs]
-        for (place, state, job), is_right in zip(single, are_right, strict=True):
-            if is_right:
-                state.num_accepted += 1
-            else:
-                made[place] = state.refusal(job.tokens[0])
-
-    def _fill(self, wanted: list[tuple[LLMatcher, int]], rows: MaskRows) -> None:
-        """Writes the mask of each matcher into its row."""
-        address, row_bytes = rows.ctypes.data, rows.shape[1] * rows.itemsize
-        if self._executor is not None and len(wanted) >= MIN_SHARED:
-            self._executor.unsafe_compute_mask_ptr(wanted, address, row_bytes, len(rows))
-            return
-        for matcher, slot in wanted:
-            matcher.unsafe_compute_mask_ptr(address + slot * row_bytes, row_bytes)
-
-
-class _Member(NamedTuple):
-    """A job whose mask is made together with others."""
-
-    place: int
-    state: ConstraintState
-    job: MaskJob
+            made[place] = state.refusal(job.tokens[0])
 
 
 def _alone(job: MaskJob) -> Made:
