@@ -290,12 +290,14 @@ def test_what_is_not_begun_is_not_taken() -> None:
         assert constraints.take_masks() == []
 
 
-def test_a_sample_whose_masks_are_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sample_whose_masks_are_slow_is_ended(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that are computed together are timed one by one once they take long."""
-    maker, states = MaskMaker(), [state_of(grammar("a*")) for _ in range(2)]
+    maker, states = MaskMaker(), [state_of(grammar("a*")) for _ in range(count)]
     jobs = [MaskJob(state, [], (), slot) for slot, state in enumerate(states)]
-    assert [allowed(mask) for mask in made(maker, jobs)] == 2 * [{*b"a", END}]
-    monkeypatch.setattr(masks, "SLOW_TOGETHER_S", 0.0)
+    assert [allowed(mask) for mask in made(maker, jobs)] == count * [{*b"a", END}]
     monkeypatch.setattr(masks, "SLOW_MASK_S", 0.0)
     monkeypatch.setattr(masks, "MAX_SLOW_S", 1e-3)
     num_masks, found = 0, list[Result]()

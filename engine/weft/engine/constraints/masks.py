@@ -285,7 +285,7 @@ class MaskMaker:
         for place, state, _ in group:
             if state.matcher.is_error():
                 made[place] = made[place] or state.problem()
-        if time.monotonic() - began > SLOW_TOGETHER_S:
+        if time.monotonic() - began > min(SLOW_TOGETHER_S, SLOW_MASK_S * len(group)):
             for _, state, _ in group:
                 state.num_alone = NUM_ALONE
 
