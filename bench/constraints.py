@@ -4,6 +4,7 @@
     python bench/constraints.py --instances DIR      JSONSchemaBench: its folder maskbench/data
     python bench/constraints.py --suite DIR          also JSON-Schema-Test-Suite: its folder tests
     python bench/constraints.py --device cuda --batches 1,16,64
+    python bench/constraints.py --host 1,16,64 --host-threads 1,4,8
 
 The first table is of schemas with instances that are valid under them or not. A valid instance that
 is accepted with its properties in another order counts apart; so does one with properties that the
@@ -13,6 +14,9 @@ tests, instances are texts of random walks through the masks, which `jsonschema`
 The table of steps, with `--batches`, is of an engine, which makes masks while the model computes:
 milliseconds of a decode step in which all requests are constrained, each by a schema of its own,
 beside a step of the same requests without constraints, in alternation.
+
+The table of `--host` needs no model and no GPU: milliseconds of a step in which random texts of as
+many schemas go on by a token each.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +42,20 @@ from rich.table import Table
 from serving.setup import describe_setup
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from weft.engine.config import EngineConfig
+from weft.engine.constraints.constraints import Constraints
 from weft.engine.constraints.grammar import GrammarSource
+from weft.engine.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.constraints.vocabulary import load_vocabulary, tokenizer_of
+from weft.engine.cores import num_cores
+from weft.engine.drawing import Drawing
 from weft.engine.llm import LLM
 from weft.engine.messages import Inbox, Submit
 from weft.engine.models.config import ModelConfig
 from weft.engine.models.demo import DEMO_NAME, resolve_model
 from weft.engine.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.sampling.sampler import Sampler, SampleRow
+from weft.engine.scheduler.state import RequestKey, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from weft.testing.engine.random_schemas import Schema, varied_schemas
@@ -361,6 +373,92 @@ def time_steps(args: argparse.Namespace, console: Console) -> list[dict[str, flo
     return rows
 
 
+class HostRequest:
+    """What masks ask of a running request.
+
+    Args:
+        slot: Its slot.
+        constraint: Its constraint.
+    """
+
+    state, sample, num_prompt_tokens = State.RUNNING, 0, 0
+
+    def __init__(self, slot: int, constraint: Constraint) -> None:
+        self.key, self.slot = RequestKey(1, str(slot), 1), slot
+        self.params = SamplingParams(constraint=constraint)
+        self.tokens: list[int] = []
+
+    @property
+    def num_generated(self) -> int:
+        """Number of its tokens."""
+        return len(self.tokens)
+
+
+def time_host(args: argparse.Namespace, console: Console) -> None:
+    """Times the masks of steps by part, and prints rows for each batch: of a schema for each
+    request, by as many threads as said, and of one schema for all.
+
+    `follow and fill` lasts from a step's tokens to its masks, `hand over` from there until they are
+    in the sampler's table. `one by one` is the work of llguidance alone, in this thread.
+    """
+    table = Table(title=f"the masks of a step, ms, {num_cores()} cores")
+    names = ("follow and fill", "hand over", "one by one: follow", "one by one: fill")
+    for name in ("requests", "schemas", "threads", *names):
+        table.add_column(name, justify="right")
+    folder = resolve_model(args.model)
+    model = ModelConfig.load(folder)
+    source = GrammarSource(load_vocabulary(folder, model.vocab_size, model.eos_token_ids))
+    texts = [
+        Constraint(kind="json_schema", text=json.dumps(many_of(items)))
+        for items in varied_schemas(max(args.host))
+    ]
+    matchers = [source.compile(text) for text in texts]
+    for batch, is_shared, threads in product(args.host, (False, True), args.host_threads):
+        if is_shared and batch == 1:
+            continue
+        chosen = [0 if is_shared else slot for slot in range(batch)]
+        config = EngineConfig(model_dir=folder)
+        constraints = Constraints(config, model.vocab_size, model.eos_token_ids, lambda: None)
+        constraints._maker = MaskMaker(threads)
+        sampler = Sampler(model.vocab_size, batch, device=torch.device("cpu"))
+        device, drawing = sampler._device, Drawing(sampler, constraints)
+        assert device is not None
+        requests: list[Any] = [HostRequest(i, texts[index]) for i, index in enumerate(chosen)]
+        for request, index in zip(requests, chosen, strict=True):
+            stop = StopCriteria(max_tokens=STEP_TOKENS)
+            row = SampleRow(params=request.params, stop=stop, seed=0, eos_token_ids=())
+            sampler.add(request.slot, row, (), ())
+            constraints._grammars[request.key] = matchers[index]
+        alone = [matchers[index].deep_copy() for index in chosen]
+        spent: list[list[float]] = [[] for _ in names]
+        words = np.zeros(-(-model.vocab_size // 32), np.uint32)
+        rng = np.random.default_rng(args.seed)
+        for step in range(STEP_TOKENS):
+            marks = [time.perf_counter()]
+            constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)
+            marks.append(time.perf_counter())
+            drawing._take_masks(requests)
+            device.send_changes()
+            marks.append(time.perf_counter())
+            for matcher, request in zip(alone, requests, strict=True):
+                if step:
+                    matcher.consume_token(request.tokens[-1])
+            marks.append(time.perf_counter())
+            for matcher in alone:
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            marks.append(time.perf_counter())
+            for part, (begin, end) in zip(spent, pairwise(marks), strict=True):
+                part.append(1e3 * (end - begin))
+            sent = device.plain_tables.masks.numpy().view(np.uint8)
+            for request in requests:
+                bits = np.unpackbits(sent[request.slot], bitorder="little")
+                request.tokens.append(int(rng.choice(np.flatnonzero(bits))))
+        medians = [f"{statistics.median(part[1:]):.3f}" for part in spent]
+        table.add_row(*map(str, (batch, len({*chosen}), threads)), *medians)
+        constraints.close()
+    console.print(table)
+
+
 def own_cases(
     source: GrammarSource, tokenizer: Tokenizer, config: ModelConfig, count: int, seed: int
 ) -> Iterator[Case]:
@@ -400,6 +498,18 @@ def main() -> None:
         default=[],
         help="requests of a step, such as 1,16,64; default: no table of steps",
     )
+    parser.add_argument(
+        "--host",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[],
+        help="requests of a step, such as 1,16,64, whose masks alone are timed; nothing else is",
+    )
+    parser.add_argument(
+        "--host-threads",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[min(MAX_THREADS, num_cores() // 2)],
+        help="with --host: threads for masks, such as 1,2,4,8; default: as many as an engine has",
+    )
     parser.add_argument("--turns", type=int, default=5, help="timed rounds of the table of steps")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -409,6 +519,9 @@ def main() -> None:
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, default=RESULTS / "constraints.json")
     args = parser.parse_args()
+    if args.host:
+        time_host(args, Console())
+        return
     folder, console = resolve_model(args.model), Console()
     config = ModelConfig.load(folder)
     source = GrammarSource(load_vocabulary(folder, config.vocab_size, config.eos_token_ids))

@@ -30,7 +30,7 @@ from weft.engine.scheduler.state import Request
 from weft.engine.speculative.trees import tree_of
 
 if TYPE_CHECKING:
-    from weft.engine.constraints.masks import Mask, Masks
+    from weft.engine.constraints.masks import Masks
 
 Rows = Callable[[], npt.NDArray[np.int64]]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
@@ -309,7 +309,8 @@ class Drawing:
             begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
             others = [item.request for item in plan.verifies if not _needs_drafts(item)]
             requests = [*requests[:begin], *others, *requests[behind:]]
-        self._constraints.begin_masks(requests, is_awaited=is_late)
+        rows = self._sampler.mask_memory
+        self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
 
     def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
         """Draws one token for each request; with drafts, one for each accepted draft and one more.
@@ -391,11 +392,18 @@ class Drawing:
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
         """Passes the computed masks to the sampler; returns errors by index of the request."""
         errors: dict[int, WeftError] = {}
+        written: list[Request] = []
         for request, masks in self._constraints.take_masks():
-            if isinstance(masks, WeftError):
+            if masks is None:
+                written.append(request)
+            elif isinstance(masks, WeftError):
                 errors[requests.index(request)] = masks
             else:
-                self._set_mask(request, masks[0])
+                self._set_mask(request, masks)
+        if written:
+            slots = np.array([request.slot for request in written], np.int64)
+            counts = [request.num_generated for request in written]
+            self._sampler.set_masks(slots, counts)
         return errors
 
     def _awaits_drafts(self, plan: Plan) -> bool:
@@ -404,11 +412,12 @@ class Drawing:
             return False
         return any(map(_needs_drafts, plan.verifies))
 
-    def _set_mask(self, request: Request, mask: Mask | None) -> None:
+    def _set_mask(self, request: Request, masks: Masks) -> None:
+        """Passes the mask of a request's next token to the sampler."""
         if self._sampler.is_on_device:
             # How many drafts of earlier steps were accepted the sampler does not know.
             self._sampler.went_on(request.slot, request.num_generated)
-        self._sampler.set_mask(request.slot, mask)
+        self._sampler.set_mask(request.slot, masks[0])
 
     def _take_masks_behind_drafts(
         self, plan: Plan, firsts: npt.NDArray[np.int64]
@@ -439,7 +448,8 @@ class Drawing:
             if isinstance(masks, WeftError):
                 errors[index] = masks
                 continue
-            self._set_mask(request, masks[0])
+            assert masks is not None, "these are not written to rows of slots"
+            self._set_mask(request, masks)
             first, depths = int(firsts[index]), _depths(plan.drafts[index - len(plan.decodes)])
             rows += range(first + 1, first + len(masks))
             counts += [request.num_generated + depth for depth in depths[1 : len(masks)]]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,14 @@ from weft.engine.config import EngineConfig
 from weft.engine.constraints import masks
 from weft.engine.constraints.constraints import Constraints
 from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.constraints.masks import ConstraintState, Mask, MaskJob, MaskMaker, Masks
+from weft.engine.constraints.masks import (
+    ConstraintState,
+    Mask,
+    MaskJob,
+    MaskMaker,
+    MaskRows,
+    Masks,
+)
 from weft.engine.constraints.vocabulary import tokenizer_of
 from weft.engine.errors import Internal, InvalidRequest
 from weft.engine.request import Constraint, SamplingParams
@@ -86,17 +92,17 @@ def next_tokens(of: LLMatcher, followed: Sequence[int]) -> set[int] | None:
 class Walk:
     """A sample of a random text of a pattern, and a state that follows it alone: the reference."""
 
-    def __init__(self, pattern: str) -> None:
-        self.grammar = grammar(pattern)
+    def __init__(self, pattern: str, of: LLMatcher | None = None) -> None:
+        self.grammar = of or grammar(pattern)
         self.state = state_of(self.grammar)
         self.followed: list[int] = []
         self.new: list[int] = []
         self.drafts: list[int] = []
 
-    def job(self, *, has_drafts: bool = False) -> MaskJob:
+    def job(self, slot: int, *, has_drafts: bool = False) -> MaskJob:
         self.followed += self.new
         self.drafts = random_drafts(self.followed, self.grammar) if has_drafts else []
-        return MaskJob(self.state, self.new, self.drafts)
+        return MaskJob(self.state, self.new, self.drafts, slot)
 
     def check(self, masks: Result) -> None:
         """Compares masks, and draws the next token; a text that ends begins anew."""
@@ -119,6 +125,19 @@ class Walk:
             self.followed, self.new = [], []
 
 
+def made(maker: MaskMaker, jobs: Sequence[MaskJob], *, is_awaited: bool = True) -> list[Result]:
+    """Has masks made, and checks that rows of other slots stay as they are."""
+    before = np.full((50, -(-VOCAB // 32)), random.getrandbits(32), np.uint32)
+    rows = before.copy()
+    maker.begin(jobs, random.choice([rows, None]), is_awaited=is_awaited)
+    found, results = maker.take(), list[Result]()
+    for job, one in zip(jobs, found, strict=True):
+        results.append([rows[job.slot]] if one is None else one)
+    others = [slot for slot in range(50) if slot not in {job.slot for job in jobs}]
+    assert (rows[others] == before[others]).all()
+    return results
+
+
 def turn(
     maker: MaskMaker, walks: Sequence[Walk], *others: MaskJob, drafted: float = 0.0
 ) -> list[Result]:
@@ -130,9 +149,12 @@ def turn(
         others: Jobs beside them.
         drafted: Share of the walks that have drafts.
     """
-    jobs = [*(walk.job(has_drafts=random.random() < drafted) for walk in walks), *others]
-    maker.begin(jobs, is_awaited=random.random() < 0.8)
-    found: list[Result] = list(maker.take())
+    slots = random.sample(range(-1, 50), len(walks) + len(others))
+    jobs = [
+        *(walk.job(slots.pop(), has_drafts=random.random() < drafted) for walk in walks),
+        *(job._replace(slot=slots.pop()) for job in others),
+    ]
+    found = made(maker, jobs, is_awaited=random.random() < 0.8)
     for walk, mask in zip(walks, found, strict=False):
         walk.check(mask)
     return found[len(walks) :]
@@ -146,9 +168,13 @@ def test_masks_are_those_of_each_sample_alone(
     """Drafts are looked at, and change nothing about the sample."""
     fresh_seed()
     monkeypatch.setattr(masks, "num_cores", lambda: random.choice([1, 8]))
-    monkeypatch.setattr(masks, "MASKS_OF_A_THREAD", random.choice([2, 16]))
-    maker = MaskMaker()
-    walks = [Walk(random.choice(PATTERNS)) for _ in range(count)]
+    monkeypatch.setattr(masks, "MIN_SHARED", random.choice([2, 16]))
+    monkeypatch.setattr(masks, "MIN_GRAMMARS", random.choice([1, 4]))
+    maker, grammars = MaskMaker(), {pattern: grammar(pattern) for pattern in PATTERNS}
+    walks = [
+        Walk(pattern, random.choice([None, grammars[pattern]]))
+        for pattern in random.choices(PATTERNS, k=count)
+    ]
     for _ in range(40):
         turn(maker, random.sample(walks, random.randint(1, count)), drafted=drafted)
     maker.close()
@@ -179,12 +205,13 @@ def test_whatever_fails_is_the_failure_of_its_sample(
     maker, walks = MaskMaker(), [Walk(pattern) for pattern in PATTERNS[:num_others]]
     failing = state_of(grammar("ab"))
     turn(maker, walks, MaskJob(failing, []))
+    # Several tokens, as behind drafts: a single one is followed together with those of others.
 
     def fail(tokens: Sequence[int]) -> None:
         raise MemoryError
 
     monkeypatch.setattr(failing, "follow", fail)
-    (error,) = turn(maker, walks, MaskJob(failing, [*b"a"]))
+    (error,) = turn(maker, walks, MaskJob(failing, [*b"ab"]))
     assert isinstance(error, Internal)
     assert "MemoryError" in error.message
     for _ in range(5):
@@ -194,8 +221,8 @@ def test_whatever_fails_is_the_failure_of_its_sample(
 
 def test_tokens_that_come_at_once_are_followed() -> None:
     maker, states = MaskMaker(), [state_of(grammar("abc|abd")) for _ in range(2)]
-    maker.begin([MaskJob(states[0], [*b"ab"]), MaskJob(states[1], [])])
-    first, second = maker.take()
+    jobs = [MaskJob(states[0], [*b"ab"], (), 3), MaskJob(states[1], [], (), 1)]
+    first, second = made(maker, jobs)
     assert allowed(first) == {*b"cd"}
     assert allowed(second) == {*b"a"}
     assert [state.num_accepted for state in states] == [2, 0]
@@ -240,22 +267,22 @@ def test_what_is_not_begun_is_not_taken() -> None:
     """A step whose masks could not be begun fails; the next one has nothing of it."""
     constraints = Constraints(EngineConfig(model_dir=Path("model")), VOCAB, [END], lambda: None)
 
-    def begin(jobs: Sequence[MaskJob], *, is_awaited: bool) -> None:
+    def begin(jobs: Sequence[MaskJob], rows: MaskRows | None, *, is_awaited: bool) -> None:
         raise MemoryError
 
-    request = SimpleNamespace(
-        key=1,
-        sample=0,
-        params=SamplingParams(constraint=Constraint(kind="regex", text="a*")),
-        state=State.RUNNING,
-        tokens=[5],
-        num_prompt_tokens=1,
-    )
+    class Sample:
+        key, sample, slot, state = 1, 0, 0, State.RUNNING
+        params = SamplingParams(constraint=Constraint(kind="regex", text="a*"))
+        tokens: Sequence[int] = (5,)
+        num_prompt_tokens = 1
+
+    request = Sample()
     constraints._grammars[1] = grammar("a*")  # type: ignore[index]
     for _ in range(2):
         constraints._maker = MaskMaker()
         constraints.begin_masks([request])  # type: ignore[list-item]
         ((_, found),) = constraints.take_masks()
+        assert found is not None
         assert allowed(found) == {*b"a", END}
         constraints._maker.begin = begin  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
@@ -263,18 +290,20 @@ def test_what_is_not_begun_is_not_taken() -> None:
         assert constraints.take_masks() == []
 
 
-def test_a_sample_whose_masks_are_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sample_whose_masks_are_slow_is_ended(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that are computed together are timed one by one once they take long."""
-    maker, states = MaskMaker(), [state_of(grammar("a*")) for _ in range(2)]
-    maker.begin([MaskJob(state, []) for state in states])
-    assert [allowed(mask) for mask in maker.take()] == 2 * [{*b"a", END}]
-    monkeypatch.setattr(masks, "SLOW_TOGETHER_S", 0.0)
+    maker, states = MaskMaker(), [state_of(grammar("a*")) for _ in range(count)]
+    jobs = [MaskJob(state, [], (), slot) for slot, state in enumerate(states)]
+    assert [allowed(mask) for mask in made(maker, jobs)] == count * [{*b"a", END}]
     monkeypatch.setattr(masks, "SLOW_MASK_S", 0.0)
     monkeypatch.setattr(masks, "MAX_SLOW_S", 1e-3)
     num_masks, found = 0, list[Result]()
     while not any(isinstance(mask, InvalidRequest) for mask in found):
-        maker.begin([MaskJob(state, [*b"a"]) for state in states])
-        found, num_masks = list(maker.take()), num_masks + 1
+        jobs = [MaskJob(state, [*b"a"], (), slot) for slot, state in enumerate(states)]
+        found, num_masks = made(maker, jobs), num_masks + 1
         assert num_masks < 2_000
     # What takes a microsecond or some adds up.
     assert num_masks > 3

@@ -343,7 +343,7 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     with monkeypatch.context() as patch:
         patch.setattr(stats, "_longest_step_s", 0.0)
         patch.setattr(masks.ConstraintState, "next_masks", slow_once)
-        patch.setattr(masks.MaskJob, "is_alone", True)
+        patch.setattr(masks.ConstraintState, "in_group", None)
         error, beside = desk.run(*(desk.submit(slow, prompt()) for _ in range(2)))
         # Else the engine would wait so much longer before it counts as stalled.
         assert 0.0 < stats._longest_step_s < 5.0

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 VOCAB = 150
 NUM_SLOTS = 3
+NUM_PROMPT = 9
 
 
 def random_row(rng: np.random.Generator) -> SampleRow:
@@ -86,15 +87,19 @@ def test_both_samplers_draw_and_report_the_same() -> None:
                 device.remove(slot)
             if slot not in lengths:
                 row = random_row(rng)
-                prompt, output = (rng.integers(VOCAB, size=n).tolist() for n in (9, 4))
+                prompt, output = (rng.integers(VOCAB, size=n).tolist() for n in (NUM_PROMPT, 4))
                 output = output if rng.random() < 0.5 else []
                 host.add(slot, row, prompt, output)
                 device.add(slot, row, prompt, output)
                 lengths[slot] = len(prompt) + len(output)
             if rng.random() < 0.3:
                 mask = random_mask(rng) if rng.random() < 0.7 else None
-                host.set_mask(slot, mask)
-                device.set_mask(slot, mask)
+                for sampler in (host, device):
+                    if mask is not None and rng.random() < 0.5:
+                        sampler.mask_memory()[slot] = mask
+                        sampler.set_masks(np.array([slot]), [lengths[slot] - NUM_PROMPT])
+                    else:
+                        sampler.set_mask(slot, mask)
         slots = rng.permutation(NUM_SLOTS)[: int(rng.integers(1, NUM_SLOTS + 1))]
         positions = np.array([lengths[slot] for slot in slots.tolist()])
         logits = torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32))

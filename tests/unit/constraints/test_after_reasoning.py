@@ -33,7 +33,10 @@ class FakeState:
         self.text: tuple[int, ...] = ()
         self.vocab_size = VOCAB
         self.is_lost = False
-        self.num_alone, self.num_words, self.matcher = 0, -(-VOCAB // 32), object()
+
+    @property
+    def in_group(self) -> FakeState:
+        return self
 
     @property
     def num_accepted(self) -> int:
@@ -195,13 +198,12 @@ def test_it_joins_a_group_only_once_it_is_constrained() -> None:
     inner = FakeState()
     state = AfterReasoning(cast(Any, inner), VOCAB, Reasoning(end=(7,)))
     assert spread(state.next_masks([1, 9]), 1) == [None]
-    assert state.num_alone
+    assert state.in_group is None
     state.next_masks([7])
-    assert state.num_alone
+    assert state.in_group is None
     state.next_masks([1])
-    assert not state.num_alone
-    assert state.matcher is inner.matcher
-    state.follow([2])
+    assert state.in_group is inner
+    inner.follow([2])
     assert (state.num_accepted, inner.num_accepted) == (5, 2)
     with pytest.raises(Internal):
         state.next_masks([9])

@@ -20,7 +20,6 @@ from weft.engine.request import Reasoning
 from weft.engine.scheduler.plan import DraftTree, parents_of
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
     from weft.engine.constraints.masks import ConstraintState, Mask, Masks
 
 
@@ -50,8 +49,7 @@ class Place(NamedTuple):
 class AfterReasoning:
     """The position of one sample whose constraint may begin later than it does.
 
-    It has the interface of the state that it wraps. While the sample is before the constraint its
-    masks cost nothing.
+    While the sample is before the constraint its masks cost nothing.
 
     Args:
         state: Of the constraint, at its beginning.
@@ -84,24 +82,9 @@ class AfterReasoning:
         return self._num_before + self._state.num_accepted
 
     @property
-    def matcher(self) -> LLMatcher:
-        """See `ConstraintState.matcher`."""
-        return self._state.matcher
-
-    @property
-    def num_words(self) -> int:
-        """See `ConstraintState`."""
-        return self._state.num_words
-
-    @property
-    def num_alone(self) -> int:
+    def in_group(self) -> ConstraintState | None:
         """See `ConstraintState`: there are groups only of samples whose tokens are constrained."""
-        is_before = self._place.phase is not Phase.CONSTRAINED
-        return max(int(is_before), self._state.num_alone)
-
-    @num_alone.setter
-    def num_alone(self, number: int) -> None:
-        self._state.num_alone = number
+        return self._state.in_group if self._place.phase is Phase.CONSTRAINED else None
 
     @property
     def is_lost(self) -> bool:
@@ -111,14 +94,6 @@ class AfterReasoning:
     @is_lost.setter
     def is_lost(self, is_lost: bool) -> None:
         self._state.is_lost = is_lost
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """See `ConstraintState.follow`; for samples whose tokens are constrained."""
-        self._state.follow(tokens)
-
-    def check(self) -> None:
-        """See `ConstraintState.check`."""
-        self._state.check()
 
     def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
         """See `ConstraintState.next_masks`."""

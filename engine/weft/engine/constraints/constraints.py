@@ -16,7 +16,7 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from weft.engine.constraints.after_reasoning import AfterReasoning
-    from weft.engine.constraints.masks import ConstraintState, MaskMaker, Masks
+    from weft.engine.constraints.masks import ConstraintState, Made, MaskMaker, MaskRows
 
 MAX_REFUSED = 64
 """Most constraints that are remembered as taking too long."""
@@ -54,8 +54,8 @@ class Constraints:
         self._waiting: dict[Constraint, list[RequestKey]] = {}
         self._grammars: dict[RequestKey, LLMatcher] = {}
         """Matchers of the unfinished requests at the beginning of a text."""
-        self._states: dict[tuple[RequestKey, int], ConstraintState | AfterReasoning] = {}
-        """Grammar states by request and sample, from the sample's first step on this engine."""
+        self._states: dict[Request, ConstraintState | AfterReasoning] = {}
+        """Grammar states of samples, from their first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
@@ -125,7 +125,7 @@ class Constraints:
         constraint = request.params.constraint
         if constraint is None:
             return
-        self._states.pop((request.key, request.sample), None)
+        self._states.pop(request, None)
         if not is_last:
             return
         self._grammars.pop(request.key, None)
@@ -144,6 +144,7 @@ class Constraints:
         accepted: Sequence[Sequence[int]] | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
         *,
+        rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
     ) -> None:
         """Starts computing the masks of requests that draw in the current step, except ended ones.
@@ -152,52 +153,48 @@ class Constraints:
             requests: Which.
             accepted: For each, tokens that it has already drawn in this step; None: none.
             drafts: For each, drafts that get masks too; None: none.
+            rows: Gives the rows that masks may be written to; None: they may not.
             is_awaited: `take_masks` follows at once.
         """
         self._masked = []
         if not self._grammars:
             return
-        none: list[Sequence[int]] = [()] * len(requests)
-        masked = [
-            (request, drawn, behind)
-            for request, drawn, behind in zip(
-                requests, accepted or none, drafts or none, strict=True
-            )
-            if request.params.constraint is not None and request.state is not State.FINISHED
-        ]
-        if not masked:
-            return
         from weft.engine.constraints.masks import MaskJob, MaskMaker
 
-        self._maker = self._maker or MaskMaker()
-        jobs = []
-        for request, drawn, behind in masked:
-            state = self._state(request)
+        masked, jobs = list[Request](), list[MaskJob]()
+        for index, request in enumerate(requests):
+            if request.params.constraint is None or request.state is State.FINISHED:
+                continue
+            state = self._states.get(request) or self._begun(request)
             begin = request.num_prompt_tokens + state.num_accepted
-            num_known = len(request.tokens)
-            tokens = request.tokens[begin:] + list(drawn[max(0, begin - num_known) :])
-            jobs.append(MaskJob(state, tokens, behind))
-        self._maker.begin(jobs, is_awaited=is_awaited)
-        self._masked = [request for request, _, _ in masked]
+            tokens = request.tokens[begin:]
+            if accepted is not None:
+                tokens += accepted[index][max(0, begin - len(request.tokens)) :]
+            behind = () if drafts is None else drafts[index]
+            jobs.append(MaskJob(state, tokens, behind, request.slot))
+            masked.append(request)
+        if not masked:
+            return
+        self._maker = self._maker or MaskMaker()
+        self._maker.begin(jobs, None if rows is None else rows(), is_awaited=is_awaited)
+        self._masked = masked
 
-    def _state(self, request: Request) -> ConstraintState | AfterReasoning:
-        """The grammar state of a sample; built by replay if the sample is new here."""
+    def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
+        """The grammar state of a sample that is new here, before its first token."""
         from weft.engine.constraints.after_reasoning import AfterReasoning
         from weft.engine.constraints.masks import ConstraintState
 
-        key = request.key, request.sample
-        state: ConstraintState | AfterReasoning | None = self._states.get(key)
-        if state is None:
-            grammar = self._grammars[request.key]
-            constraint = request.params.constraint
-            state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
-            if constraint is not None and (constraint.reasoning or constraint.alternatives):
-                lifted = constraint.alternatives
-                state = AfterReasoning(state, self._vocab_size, constraint.reasoning, lifted)
-            self._states[key] = state
+        grammar = self._grammars[request.key]
+        constraint = request.params.constraint
+        state: ConstraintState | AfterReasoning
+        state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
+        if constraint is not None and (constraint.reasoning or constraint.alternatives):
+            lifted = constraint.alternatives
+            state = AfterReasoning(state, self._vocab_size, constraint.reasoning, lifted)
+        self._states[request] = state
         return state
 
-    def take_masks(self) -> list[tuple[Request, Masks | WeftError]]:
+    def take_masks(self) -> list[tuple[Request, Made]]:
         """Waits for the masks that `begin_masks` started."""
         if not self._masked:
             return []
@@ -205,14 +202,15 @@ class Constraints:
         masked, self._masked = self._masked, []
         began = time.monotonic()
         masks = self._maker.take()
-        if any(isinstance(found, InvalidRequest) for found in masks):
+        made = list(zip(masked, masks, strict=True))
+        failed = [(request, found) for request, found in made if isinstance(found, InvalidRequest)]
+        if failed:
             self._lost_s += time.monotonic() - began
-        for request, found in zip(masked, masks, strict=True):
+        for request, error in failed:
             constraint = request.params.constraint
-            is_slow = isinstance(found, WeftError) and found.message == TOO_SLOW
-            if is_slow and constraint is not None:
+            if error.message == TOO_SLOW and constraint is not None:
                 self._refuse(constraint, masked)
-        return list(zip(masked, masks, strict=True))
+        return made
 
     def take_lost_s(self) -> float:
         """Seconds, since the last call, that steps waited where masks were too slow."""
@@ -226,7 +224,7 @@ class Constraints:
             del self._refused[next(iter(self._refused))]
         for request in others:
             if request.params.constraint == constraint:
-                self._state(request).is_lost = True
+                self._states[request].is_lost = True
 
     def sizes(self) -> dict[str, int]:
         """Sizes of what grows with requests."""

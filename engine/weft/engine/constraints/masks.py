@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import queue
 import threading
@@ -31,6 +30,12 @@ Masks = list[Mask | None]
 None: every token may come.
 """
 
+MaskRows = npt.NDArray[np.uint32]
+"""[num_slots, ceil(vocab_size / 32)]: a mask for each slot, where the sampler reads it."""
+
+Made = Masks | WeftError | None
+"""What becomes of a job; None: the mask of the next token is in the row of its slot."""
+
 SLOW_MASK_S = 5e-3
 """CPU seconds beyond which a mask counts as slow; llguidance ends it at about 20 ms."""
 MAX_SLOW_S = 1.0
@@ -40,8 +45,10 @@ SLOW_TOGETHER_S = 2e-2
 NUM_ALONE = 16
 """Number of masks that a sample gets by itself after it was in a slow group."""
 MAX_THREADS = 8
-MASKS_OF_A_THREAD = 16
-"""Number of masks for which another thread pays."""
+MIN_SHARED = 8
+"""Number of masks from which on several threads share them, if they are of enough grammars."""
+MIN_GRAMMARS = 4
+"""Copies of one grammar share a lexer behind a lock, so that threads would wait for each other."""
 _WRONG_TOKEN = ("doesn't satisfy the grammar", "parser stopped in consume_token")
 """In messages of llguidance about tokens that may not come; all others are about its limits."""
 
@@ -56,10 +63,12 @@ class ConstraintState:
     """
 
     def __init__(self, grammar: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher = grammar.deep_copy()
-        self._eos_token_ids = eos_token_ids
+        self.grammar = grammar
+        self.matcher = grammar.deep_copy()
+        """Has consumed all tokens of the sample that were followed."""
+        self.eos_token_ids = eos_token_ids
         self._slow_s = 0.0
-        self.num_words = -(-vocab_size // 32)
+        self._num_words = -(-vocab_size // 32)
         self.num_accepted = 0
         """Number of tokens that it has followed."""
         self.num_alone = 0
@@ -68,9 +77,9 @@ class ConstraintState:
         """It gets no mask any more: its grammar is too slow."""
 
     @property
-    def matcher(self) -> LLMatcher:
-        """The matcher, after it has consumed all tokens of the sample so far."""
-        return self._matcher
+    def in_group(self) -> ConstraintState | None:
+        """The state to be followed together with those of other samples; None: by itself."""
+        return None if self.num_alone > 0 or self.is_lost else self
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Follows more tokens of the sample.
@@ -85,22 +94,29 @@ class ConstraintState:
         if self.is_lost:
             raise _too_slow()
         for token in tokens:
-            if token in self._eos_token_ids or not self._matcher.consume_token(token):
-                told = self._matcher.get_error()
-                if not any(wrong in told for wrong in _WRONG_TOKEN):
-                    self.check()
-                message = f"token {token} behind {self.num_accepted} is not of the sample's grammar"
-                raise Internal(message, stage="decode")
+            if token in self.eos_token_ids or not self.matcher.consume_token(token):
+                raise self.refusal(token)
             self.num_accepted += 1
 
-    def check(self) -> None:
-        """Raises InvalidRequest if the grammar takes too much, or no text goes on from here."""
-        if not self._matcher.is_error():
-            return
-        if "NoExtension" not in self._matcher.get_error():
-            raise _too_slow()
+    def refusal(self, token: int) -> WeftError:
+        """Why the matcher has not consumed the next token."""
+        told = self.matcher.get_error()
+        is_wrong = any(wrong in told for wrong in _WRONG_TOKEN)
+        message = f"token {token} behind {self.num_accepted} is not of the sample's grammar"
+        return (None if is_wrong else self.problem()) or Internal(message, stage="decode")
+
+    def problem(self) -> InvalidRequest | None:
+        """The error if the grammar takes too much, or no text goes on from here."""
+        if not self.matcher.is_error():
+            return None
+        if "NoExtension" not in self.matcher.get_error():
+            return _too_slow()
         message = "no text satisfies it that goes on from here"
-        raise InvalidRequest(message, stage="decode", param="constraint")
+        return InvalidRequest(message, stage="decode", param="constraint")
+
+    def _check(self) -> None:
+        if (error := self.problem()) is not None:
+            raise error
 
     def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
         """Follows more tokens of the sample, then returns the masks of what may come behind them.
@@ -119,7 +135,7 @@ class ConstraintState:
         """
         began = time.thread_time()
         self.follow(tokens)
-        words = np.zeros((1 + len(drafts), self.num_words), np.uint32)
+        words = np.zeros((1 + len(drafts), self._num_words), np.uint32)
         self._fill(words[0])
         if drafts:
             self._fill_behind(drafts, words)
@@ -132,8 +148,8 @@ class ConstraintState:
         return list(words)
 
     def _fill(self, row: npt.NDArray[np.uint32]) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.check()
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
 
     def _fill_behind(self, drafts: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
         """Writes the mask behind each draft into its row, from one to the next of them."""
@@ -144,7 +160,7 @@ class ConstraintState:
         for row, (token, parent) in enumerate(zip(drafts, parents_of(drafts), strict=True), 1):
             before = paths[parent]
             is_allowed = words[parent, token // 32] >> token % 32 & 1
-            if before is None or not is_allowed or token in self._eos_token_ids:
+            if before is None or not is_allowed or token in self.eos_token_ids:
                 paths.append(None)
                 continue
             path = [*before, row]
@@ -160,10 +176,10 @@ class ConstraintState:
         while same < min(len(behind), len(path)) and behind[same] == path[same]:
             same += 1
         if len(behind) > same:
-            self._matcher.rollback(len(behind) - same)
+            self.matcher.rollback(len(behind) - same)
         for row in path[same:]:
-            self._matcher.consume_token(drafts[row - 1])
-        self.check()
+            self.matcher.consume_token(drafts[row - 1])
+        self._check()
 
 
 def _too_slow() -> InvalidRequest:
@@ -178,40 +194,55 @@ class MaskJob(NamedTuple):
     """Tokens since its last job; not changed until the masks are taken."""
     drafts: Sequence[int] = ()
     """Drafts behind them, of which each gets a mask too."""
+    slot: int = -1
+    """Slot whose row its mask may be written to; negative: there is none."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether its masks are to be computed by themselves."""
-        return len(self.drafts) > 0 or self.state.num_alone > 0 or self.state.is_lost
+
+_Member = tuple[int, ConstraintState, MaskJob]
+"""A job whose mask is made together with others: its place among the jobs, its state."""
 
 
 class MaskMaker:
     """Computes the masks of a step: in a thread of its own while the model computes, or at once
     where the caller would only wait for them.
+
+    Args:
+        num_threads: Threads for the masks that are made together.
     """
 
-    def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[Sequence[MaskJob] | None] = queue.SimpleQueue()
-        self._made: queue.SimpleQueue[list[Masks | WeftError]] = queue.SimpleQueue()
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._orders: queue.SimpleQueue[tuple[Sequence[MaskJob], MaskRows | None] | None]
+        self._orders = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[list[Made]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        if num_threads is None:
+            num_threads = min(MAX_THREADS, num_cores() // 2)
+        self._executor = LLExecutor(num_threads) if num_threads > 1 else None
 
-    def begin(self, jobs: Sequence[MaskJob], *, is_awaited: bool = False) -> None:
+    def begin(
+        self,
+        jobs: Sequence[MaskJob],
+        rows: MaskRows | None = None,
+        *,
+        is_awaited: bool = False,
+    ) -> None:
         """Starts on the masks of a step; those of the previous step must have been taken.
 
         Args:
             jobs: Of the step.
+            rows: Where those of the jobs' slots are written until the masks are taken; None: none.
             is_awaited: The caller has nothing else to do until they are there.
         """
         if is_awaited:
-            self._made.put(_masks_of(jobs))
+            self._made.put(self._masks_of(jobs, rows))
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
             self._thread.start()
-        self._orders.put(jobs)
+        self._orders.put((jobs, rows))
 
-    def take(self) -> list[Masks | WeftError]:
-        """Waits for the masks of each job; an error for each that failed."""
+    def take(self) -> list[Made]:
+        """Waits for what becomes of each job."""
         return self._made.get()
 
     def close(self) -> None:
@@ -221,28 +252,86 @@ class MaskMaker:
             self._thread = None
 
     def _run(self) -> None:
-        while (jobs := self._orders.get()) is not None:
-            self._made.put(_masks_of(jobs))
+        while (order := self._orders.get()) is not None:
+            self._made.put(self._masks_of(*order))
+
+    def _masks_of(self, jobs: Sequence[MaskJob], rows: MaskRows | None) -> list[Made]:
+        """The masks of each job; those that need not be timed are made together."""
+        made: list[Made] = [None] * len(jobs)
+        group: list[_Member] = []
+        for place, job in enumerate(jobs):
+            is_single = rows is not None and job.slot >= 0 and not job.drafts
+            state = job.state.in_group if is_single else None
+            if state is None:
+                made[place] = _alone(job)
+            else:
+                group.append((place, state, job))
+        if rows is not None and group:
+            self._make_together(group, rows, made)
+        return made
+
+    def _make_together(self, group: list[_Member], rows: MaskRows, made: list[Made]) -> None:
+        """Writes the mask of each member into the row of its slot, and its error into `made`."""
+        began = time.monotonic()
+        executor = self._executor_for(group)
+        _follow(group, made, executor)
+        wanted = [(state.matcher, job.slot) for place, state, job in group if made[place] is None]
+        address, row_bytes = rows.ctypes.data, rows.shape[1] * rows.itemsize
+        if executor is not None and wanted:
+            executor.unsafe_compute_mask_ptr(wanted, address, row_bytes, len(rows))
+        else:
+            for matcher, slot in wanted:
+                matcher.unsafe_compute_mask_ptr(address + slot * row_bytes, row_bytes)
+        for place, state, _ in group:
+            if state.matcher.is_error():
+                made[place] = made[place] or state.problem()
+        if time.monotonic() - began > min(SLOW_TOGETHER_S, SLOW_MASK_S * len(group)):
+            for _, state, _ in group:
+                state.num_alone = NUM_ALONE
+
+    def _executor_for(self, group: list[_Member]) -> LLExecutor | None:
+        """The threads that make the masks of a group, which is sorted for them; None: this one."""
+        if self._executor is None or len(group) < MIN_SHARED:
+            return None
+        num_grammars = len({id(state.grammar) for _, state, _ in group})
+        if num_grammars < MIN_GRAMMARS:
+            return None
+        if num_grammars < len(group):
+            # A thread gets neighbours.
+            group.sort(key=lambda member: id(member[1].grammar))
+        return self._executor
 
 
-def _masks_of(jobs: Sequence[MaskJob]) -> list[Masks | WeftError]:
-    """The masks of each job; those that need not be timed together."""
-    found: list[Masks | WeftError] = [[]] * len(jobs)
-    together = [place for place, job in enumerate(jobs) if not job.is_alone]
-    alone = [place for place, job in enumerate(jobs) if job.is_alone]
-    if len(together) < 2:
-        alone, together = sorted(together + alone), []
-    for place in alone:
-        found[place] = _alone(jobs[place])
-    for place, masks in zip(together, _together([jobs[p] for p in together]), strict=True):
-        found[place] = masks
-    return found
+def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None) -> None:
+    """Has states follow their tokens, mostly one each; writes what fails into `made`."""
+    single: list[_Member] = []
+    pairs: list[tuple[LLMatcher, int]] = []
+    for member in group:
+        place, state, job = member
+        tokens = job.tokens
+        if len(tokens) == 1 and tokens[0] not in state.eos_token_ids:
+            single.append(member)
+            pairs.append((state.matcher, tokens[0]))
+            continue
+        try:
+            state.follow(tokens)
+        except Exception as error:  # whatever it is, it is this sample's alone
+            made[place] = _failure(error)
+    if executor is not None and pairs:
+        are_right = executor.consume_token_par(pairs)
+    else:
+        are_right = [matcher.consume_token(token) for matcher, token in pairs]
+    for (place, state, job), is_right in zip(single, are_right, strict=True):
+        if is_right:
+            state.num_accepted += 1
+        else:
+            made[place] = state.refusal(job.tokens[0])
 
 
-def _alone(job: MaskJob) -> Masks | WeftError:
+def _alone(job: MaskJob) -> Made:
     try:
         return job.state.next_masks(job.tokens, job.drafts)
-    except Exception as error:  # whatever it is, it is this sample's alone
+    except Exception as error:  # like above
         return _failure(error)
 
 
@@ -251,49 +340,3 @@ def _failure(error: Exception) -> WeftError:
         return error
     logger.warning("a mask failed", exc_info=error)
     return Internal(f"no mask: {type(error).__name__}: {error}", stage="decode")
-
-
-def _together(jobs: Sequence[MaskJob]) -> list[Masks | WeftError]:
-    """The masks of several jobs without drafts, by several threads if they are many."""
-    if not jobs:
-        return []
-    began = time.monotonic()
-    found: list[Masks | WeftError] = [[]] * len(jobs)
-    allowed: list[tuple[LLMatcher, int]] = []
-    for place, job in enumerate(jobs):
-        try:
-            job.state.follow(job.tokens)
-            allowed.append((job.state.matcher, place))
-        except Exception as error:
-            found[place] = _failure(error)
-    words = np.zeros((len(jobs), jobs[0].state.num_words), np.uint32)
-    _fill(allowed, words)
-    for _, place in allowed:
-        try:
-            jobs[place].state.check()
-            found[place] = [words[place]]
-        except WeftError as error:
-            found[place] = error
-    if time.monotonic() - began > SLOW_TOGETHER_S:
-        for job in jobs:
-            job.state.num_alone = NUM_ALONE
-    return found
-
-
-def _fill(matchers: list[tuple[LLMatcher, int]], words: npt.NDArray[np.uint32]) -> None:
-    """Writes the mask of each matcher into its row."""
-    wanted = min(MAX_THREADS, num_cores() // 2, len(matchers) // MASKS_OF_A_THREAD)
-    if wanted > 1:
-        row_bytes = words.shape[1] * 4
-        _executor(wanted).unsafe_compute_mask_ptr(
-            matchers, words.ctypes.data, row_bytes, len(words)
-        )
-        return
-    for matcher, place in matchers:
-        row = words[place]
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-
-
-@functools.lru_cache(maxsize=MAX_THREADS)
-def _executor(num_threads: int) -> LLExecutor:
-    return LLExecutor(num_threads)

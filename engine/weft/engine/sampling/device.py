@@ -168,6 +168,17 @@ class DeviceSampler:
         if words is not None:
             self._masks.set(slot, words)
 
+    def mask_memory(self) -> npt.NDArray[np.uint32]:
+        """[num_slots, ceil(vocab_size / 32)]: what is sent; rows may be written now."""
+        return self._masks.memory()
+
+    def have_masks(self, slots: Int64Array) -> None:
+        """Sends the rows of `mask_memory` of these slots, which may draw no other tokens."""
+        ends = self._host_params[slots, Field.MASK_END]
+        self._changed.update(slots[ends != ALWAYS_MASKED].tolist())
+        self._host_params[slots, Field.MASK_END] = ALWAYS_MASKED
+        self._masks.changed(slots.tolist())
+
     def mask_rows(
         self, slots: Int64Array, masks: Sequence[npt.NDArray[np.uint32] | None]
     ) -> Int64Array:

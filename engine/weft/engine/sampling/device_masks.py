@@ -48,12 +48,20 @@ class DeviceMasks:
             slot: Which.
             words: [num_words], copied.
         """
+        self.memory()[slot] = words
+        self._changed.add(slot)
+
+    def memory(self) -> npt.NDArray[np.uint32]:
+        """[num_slots, num_words]: masks on the host, of which `changed` says which to send."""
         if self._sent is not None:
             # Whoever masks knows the tokens that were drawn behind those copies: this is no wait.
             self._sent.wait()
             self._sent = None
-        self._words[slot] = words
-        self._changed.add(slot)
+        return self._words
+
+    def changed(self, slots: Sequence[int]) -> None:
+        """Has the masks of slots sent that were written to `memory`."""
+        self._changed.update(slots)
 
     def send(self) -> None:
         """Sends the masks set since the last call, and may be some others again."""

@@ -247,6 +247,30 @@ class Sampler:
         if self._device is not None:
             self._send_mask(slot)
 
+    def mask_memory(self) -> npt.NDArray[np.uint32]:
+        """[num_slots, ceil(vocab_size / 32)]: where masks may be written before `set_masks`, once
+        the tokens of all steps so far are known.
+        """
+        return self._columns.masks if self._device is None else self._device.mask_memory()
+
+    def set_masks(self, slots: Int64Array, num_generated: Sequence[int]) -> None:
+        """Like `set_mask` with what lies in the rows of these slots of `mask_memory`.
+
+        Args:
+            slots: [M], distinct.
+            num_generated: Number of tokens that each of their samples has generated.
+        """
+        self._columns.is_masked[slots] = True
+        self._is_greedy[slots] = False
+        if self._device is None:
+            return
+        self._num_generated[slots] = num_generated
+        self._device.have_masks(slots)
+        for slot in self._edits.keys() & slots.tolist():
+            if len(self._edits[slot].stop_ids):
+                self._columns.masks[slot] = self._device.mask_memory()[slot]
+                self._send_mask(slot)
+
     def went_on(self, slot: int, num_generated: int) -> None:
         """Notes how many tokens a slot's sample has generated, where drafts of it were accepted."""
         self._num_generated[slot] = num_generated
