@@ -60,6 +60,10 @@ class Constraints:
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
         self._lost_s = 0.0
+        self._begin_s = 0.0
+        """Seconds that beginning on the masks of the step took; masks that are awaited are computed
+        there.
+        """
         self._refused: dict[Constraint, None] = {}
         """Constraints whose masks took too long; the oldest first."""
 
@@ -176,7 +180,9 @@ class Constraints:
         if not masked:
             return
         self._maker = self._maker or MaskMaker()
+        began = time.monotonic()
         self._maker.begin(jobs, None if rows is None else rows(), is_awaited=is_awaited)
+        self._begin_s = time.monotonic() - began
         self._masked = masked
 
     def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
@@ -205,7 +211,7 @@ class Constraints:
         made = list(zip(masked, masks, strict=True))
         failed = [(request, found) for request, found in made if isinstance(found, InvalidRequest)]
         if failed:
-            self._lost_s += time.monotonic() - began
+            self._lost_s += self._begin_s + time.monotonic() - began
         for request, error in failed:
             constraint = request.params.constraint
             if error.message == TOO_SLOW and constraint is not None:
