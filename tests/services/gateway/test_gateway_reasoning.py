@@ -148,6 +148,16 @@ async def test_stop_strings_act_behind_the_reasoning(mesh: Mesh) -> None:
     assert texts["choices"][0]["text"] == "No end "
 
 
+@templates(OPENED)
+async def test_stop_expressions_act_behind_the_reasoning(mesh: Mesh) -> None:
+    mesh.text = "It is STOP here.</think>It rains. STOP It snows."
+    message, reason = await mesh.whole(stop_regex="S.OP")
+    assert (message["reasoning"], message["content"]) == ("It is STOP here.", "It rains. ")
+    assert reason == "stop"
+    message, _ = await mesh.whole(stop_regex="S.OP", stop="rains")
+    assert (message["reasoning"], message["content"]) == ("It is STOP here.", "It ")
+
+
 @templates(OPENED, OPENS_ITSELF)
 async def test_either_calls_or_an_answer_of_a_schema(mesh: Mesh) -> None:
     """Where calls begin with a token of their own, it lifts the constraint."""

@@ -55,6 +55,11 @@ _GENERATION: Mapping[str, Keywords] = {
         "maxLength": MAX_STOP_BYTES,
         "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
     },
+    "stop_regex": {
+        "minLength": 1,
+        "maxLength": MAX_STOP_BYTES,
+        "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES},
+    },
     "seed": _range(-(2**63), 2**64 - 1),
     "presence_penalty": _range(-2, 2),
     "frequency_penalty": _range(-2, 2),

@@ -74,7 +74,6 @@ REFUSED: Mapping[str, Refused] = {
     },
     **_same("t_max_predict_ms t_max_prompt_ms", "given as timeout", -1),
     **_same("n_indent", "an indentation of lines"),
-    **_same("stop_regex", "regular expressions that end the text"),
     **_same("no_stop_trim", "a stop string is kept with include_stop_str_in_output"),
     **_same("ban_eos_token", "given as ignore_eos"),
     "spaces_between_special_tokens": _off("special tokens without spaces"),

@@ -302,11 +302,12 @@ def logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
-    stop = body.stop
+    stop, regex = body.stop, body.stop_regex
     return Stopping(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_regexes=(regex,) if isinstance(regex, str) else tuple(regex or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         include_stop=bool(body.include_stop_str_in_output),
