@@ -90,6 +90,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"cache_salt": "s" * 129}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"session_id": "s" * 129}, "session_id"),
     ({"end_session": True}, "end_session"),
     ({"priority": 1_000_001}, "priority"),

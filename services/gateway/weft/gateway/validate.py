@@ -120,6 +120,17 @@ def check_cache_salt(cache_salt: str) -> None:
         raise invalid("cache_salt", f"at most {MAX_SALT_BYTES} bytes")
 
 
+def given_salt(cache_salt: str | None) -> str:
+    """The salt of a JSON body; empty where it has none.
+
+    Raises:
+        InvalidRequest: It gives an empty one, which separates nothing: its client means to.
+    """
+    if cache_salt == "":
+        raise invalid("cache_salt", "is empty; leave it out, or give at least one character")
+    return cache_salt or ""
+
+
 def check_session_id(session_id: str) -> None:
     """Raises InvalidRequest for a session id that is too long."""
     if len(session_id.encode()) > MAX_SESSION_ID_BYTES:

@@ -389,6 +389,9 @@ class GenerationBody(Body):
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )
     best_of: Int | None = Field(None, description="only equal to n")
+    include_reasoning: bool | None = Field(
+        None, description="false: a chat's answer is sent without its reasoning; default true"
+    )
 
 
 class ChatBody(GenerationBody):

@@ -73,7 +73,7 @@ _GENERATION: Mapping[str, Keywords] = {
     "min_tokens": _range(0, MAX_TOKENS),
     "repetition_penalty": _range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "stop_token_ids": {"items": {"type": "integer", "minimum": 0}},
-    "cache_salt": {"maxLength": MAX_SALT_BYTES},
+    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_BYTES},
     "priority": _range(-MAX_PRIORITY, MAX_PRIORITY),
     "routing_key": {"maxLength": MAX_ROUTING_KEY_BYTES},
     "request_id": {"pattern": _CLIENT_ID},
@@ -119,7 +119,7 @@ BOUNDS: Mapping[str, Mapping[str, Keywords]] = {
     "DetokenizeBody": {"tokens": {"items": {"type": "integer", "minimum": 0}}},
     "EndSessionBody": {
         "session_id": {"minLength": 1, "maxLength": MAX_SESSION_ID_BYTES},
-        "cache_salt": {"maxLength": MAX_SALT_BYTES},
+        "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_BYTES},
     },
     "ContentPart": {"type": {"const": "text"}},
     "FunctionBody": {"name": {"pattern": _FUNCTION_NAME}},

@@ -27,19 +27,7 @@ _FINISH = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
 }
-_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""Line ends of Unicode that JSON may contain, and at which some clients cut a stream's lines."""
 _to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _encode(value: object) -> str:
-    """Serialises a value as compact JSON in one line, whatever counts as a line end."""
-    text = _to_text(value)
-    if text.isascii():
-        return text
-    for char, escape in _LINE_ENDS.items():
-        text = text.replace(char, escape)
-    return text
 
 
 _LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
@@ -48,7 +36,7 @@ _LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 def to_json(value: object) -> bytes:
     """Serialises a value as compact JSON in UTF-8, without any character that may end a line."""
-    text = _encode(value)
+    text = _to_text(value)
     if not text.isascii() and any(end in text for end in _LINE_ENDS):
         for end, spelled in _LINE_ENDS.items():
             text = text.replace(end, spelled)
@@ -195,6 +183,7 @@ class ChatWriter(AnswerWriter):
         *,
         include_usage: bool = False,
         make_parser: Callable[[], AnswerParser] | None = None,
+        shows_reasoning: bool = True,
     ) -> None:
         """Prepares the constant parts.
 
@@ -204,9 +193,11 @@ class ChatWriter(AnswerWriter):
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
             make_parser: Makes what takes a sample's text apart; None: all of it is content.
+            shows_reasoning: Whether the reasoning that is found so is sent.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._make_parser = make_parser
+        self._shows_reasoning = shows_reasoning
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
 
@@ -257,7 +248,7 @@ class ChatWriter(AnswerWriter):
             parser = self._parsers[delta.sample] = make_parser()
         part = parser.push(delta.text, is_last=delta.finish_reason is not None)
         added: dict[str, object] = {}
-        if part.reasoning:
+        if part.reasoning and self._shows_reasoning:
             added["reasoning"] = added["reasoning_content"] = part.reasoning
         if part.content:
             added["content"] = part.content
@@ -307,7 +298,7 @@ class ChatWriter(AnswerWriter):
             "content": part.content if has_text else None,
             "refusal": None,
         }
-        if part.reasoning:
+        if part.reasoning and self._shows_reasoning:
             message["reasoning"] = message["reasoning_content"] = part.reasoning
         if part.calls:
             message["tool_calls"] = [_call(call) for call in joined(part.calls)]

@@ -122,7 +122,6 @@ REFUSED: Mapping[str, Refused] = {
     **_same("return_meta_info return_cached_tokens_details details", "more facts of the request"),
     **_same("response_fields", "a choice of the answer's fields"),
     **_same("timings_per_token return_progress", "times in every chunk"),
-    "include_reasoning": _off("an answer without its reasoning"),
     "separate_reasoning": _off("reasoning within the content"),
     "stream_reasoning": _off("reasoning in one piece"),
     "reasoning_format": Refused("another place of the reasoning", ("auto", "deepseek")),
