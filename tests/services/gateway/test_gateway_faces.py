@@ -385,7 +385,8 @@ async def test_token_ids_beside_texts(mesh: Harness) -> None:
             prompts[index], *[None] * (len(mine) - 1)
         ]  # fmt: skip
     plain = await mesh.json("ChatCompletions", {"messages": USER})
-    assert "token_ids" not in json.dumps(plain)
+    assert plain["prompt_token_ids"] is plain["choices"][0]["token_ids"] is None
+    assert "token_ids" not in json.dumps(await mesh.events("ChatCompletions", {"messages": USER}))
 
 
 def streamed_ids(events: list[dict[str, Any]], count: int) -> list[list[int]]:

@@ -172,7 +172,10 @@ def test_what_fits_is_found_for_any_number_of_characters() -> None:
         ("((){256}){256}" * 3 + "a", "too large"),
         ("(a?){200}b", "may be absent"),
         ("^a", "anchors"),
-        ("a$", "anchors"),
+        ("a$b", "anchors"),
+        ("(a$)", "anchors"),
+        ("a$*", "anchors"),
+        ("$", "no text"),
         (r"\ba", "not supported"),
         (r"(a)\1", "not supported"),
         ("(?=a)b", r"\(\?:"),
@@ -188,6 +191,11 @@ def test_what_fits_is_found_for_any_number_of_characters() -> None:
 def test_what_cannot_be_used_is_told(pattern: str, why: str) -> None:
     with pytest.raises(PatternError, match=why):
         StopPatterns([pattern])
+
+
+def test_an_expression_may_say_that_the_text_ends_with_it() -> None:
+    for pattern in (r"[.!]\s*$", r"x$|[.!]$"):
+        assert scan(PatternScanner(StopPatterns([pattern]), False), "Hm. So") == ("Hm", True)
 
 
 def test_long_expressions_are_read() -> None:

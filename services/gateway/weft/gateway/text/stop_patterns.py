@@ -92,6 +92,7 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
+        self._depth = 0
 
     def parse(self) -> _Node:
         node = self._alternatives()
@@ -134,8 +135,10 @@ class _Parser:
             return CharSet("\n", is_negated=True)
         if char in "*+?":
             raise PatternError(f"nothing to repeat at position {self._at - 1}")
+        if char == "$" and self._depth == 0 and self._peek() in ("", "|"):
+            return _All([])  # a text ends where a match does
         if char in "^$":
-            raise PatternError(f"anchors such as {char} are not supported")
+            raise PatternError(f"anchors such as {char} are supported at the end alone, as $")
         return CharSet(char)
 
     def _group(self) -> _Node:
@@ -143,7 +146,9 @@ class _Parser:
             if self._pattern[self._at : self._at + 2] != "?:":
                 raise PatternError("of the groups that begin with (? only (?: is supported")
             self._at += 2
+        self._depth += 1
         node = self._alternatives()
+        self._depth -= 1
         if self._peek() != ")":
             raise PatternError("a group is not closed")
         self._at += 1

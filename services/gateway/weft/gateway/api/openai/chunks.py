@@ -22,6 +22,8 @@ from weft.v1 import common_pb2
 DONE = b"data: [DONE]\n\n"
 _PART_ITEMS = 256
 """Most items of a list that are encoded at once, where lists may be very long."""
+_NOT_ASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
+"""What whole answers have of a prompt in any case: clients of vLLM read these fields unasked."""
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -64,6 +66,11 @@ def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
     }
+
+
+def _usage_tail(usage: common_pb2.Usage) -> bytes:
+    """The end of an event that shows a usage."""
+    return b'],"usage":%b}\n\n' % to_json(usage_json(usage))
 
 
 def weft_json(
@@ -131,8 +138,7 @@ class AnswerWriter(ABC):
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Encodes deltas as consecutive events."""
         if self.usage_so_far is not None:
-            usage = to_json(usage_json(self.usage_so_far()))
-            self._set_tail(b'],"usage":%b}\n\n' % usage)
+            self._set_tail(_usage_tail(self.usage_so_far()))
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod
@@ -153,13 +159,13 @@ class AnswerWriter(ABC):
         is_large = self.prompt_logprobs is not None or self.prompt_ids is not None
         encode = large_to_json if is_large else to_json
         # One by one: the encoder holds Python's lock for the whole of a value.
-        choices = b",".join([encode(self._choice(delta)) for delta in deltas])
+        choices = b",".join([encode(self._whole_choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
         more = b"," + encode(fields)[1:] if fields else b"}"
         return b"".join((head, b',"choices":[', choices, b"]", more))
 
     @abstractmethod
-    def _choice(self, delta: Delta) -> dict[str, object]: ...
+    def _whole_choice(self, delta: Delta) -> dict[str, object]: ...
 
     def _has_rare(self, delta: Delta) -> bool:
         """Whether a delta's event has more than text and a reason to finish."""
@@ -225,16 +231,21 @@ class ChatWriter(AnswerWriter):
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
         """See `AnswerWriter.whole`."""
+        of_prompt: dict[str, object] = dict(_NOT_ASKED)
         if self.prompt_logprobs is not None:
-            fields = {**fields, **self.prompt_logprobs.of_chat()}
+            of_prompt.update(self.prompt_logprobs.of_chat())
         if self.prompt_ids is not None:
-            fields = {**fields, "prompt_token_ids": list(self.prompt_ids[0])}
-        return super().whole(deltas, fields)
+            of_prompt["prompt_token_ids"] = list(self.prompt_ids[0])
+        return super().whole(deltas, {**fields, **of_prompt})
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
         """Builds the prefix of a choice's events, and its first event."""
         prefix = self._head + b'{"index":%d,"delta":{' % index
         tail = self._suffix
+        if self.usage_so_far is not None and not self._prefixes:
+            # Before the first token, as vLLM's.
+            usage = common_pb2.Usage(prompt_tokens=self.usage_so_far().prompt_tokens)
+            tail = self._suffix.removesuffix(self._tail) + _usage_tail(usage)
         if self.prompt_ids is not None and not self._prefixes:
             ids = to_json(list(self.prompt_ids[0]))
             tail = self._suffix.removesuffix(self._tail) + b'],"prompt_token_ids":' + ids
@@ -275,7 +286,7 @@ class ChatWriter(AnswerWriter):
         }
         return self._head + to_json(choice) + self._tail
 
-    def _choice(self, delta: Delta) -> dict[str, object]:
+    def _whole_choice(self, delta: Delta) -> dict[str, object]:
         return {
             "index": delta.sample,
             "message": {"role": "assistant", **self._message(delta)},
@@ -284,6 +295,7 @@ class ChatWriter(AnswerWriter):
             ),
             "finish_reason": self._finish(delta),
             "stop_reason": delta.stop_reason,
+            "token_ids": None,
             **self._ids(delta),
         }
 
@@ -375,6 +387,12 @@ class CompletionWriter(AnswerWriter):
                 self._tail,
             )
         )
+
+    def _whole_choice(self, delta: Delta) -> dict[str, object]:
+        choice = self._choice(delta)
+        for name in (*_NOT_ASKED, "token_ids"):
+            choice.setdefault(name, None)
+        return choice
 
     def _choice(self, delta: Delta) -> dict[str, object]:
         number = delta.sample // self._samples_per_prompt

@@ -226,6 +226,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             "count": len(ids),
             "max_model_len": resolved.served.context_tokens,
             "tokens": ids,
+            "token_strs": None,
         }
 
         def build() -> bytes:
