@@ -24,6 +24,8 @@ _PART_ITEMS = 256
 """Most items of a list that are encoded at once, where lists may be very long."""
 _NOT_ASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
 """What whole answers have of a prompt in any case: clients of vLLM read these fields unasked."""
+_MESSAGE = {"refusal": None, "reasoning": None, "reasoning_content": None}
+"""What whole messages have in any case, for the same clients."""
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -302,13 +304,13 @@ class ChatWriter(AnswerWriter):
     def _message(self, delta: Delta) -> dict[str, object]:
         """The message of a sample's whole text, but for its role."""
         if self._make_parser is None:
-            return {"content": delta.text, "refusal": None}
+            return {"content": delta.text, **_MESSAGE}
         parser = self._parsers[delta.sample] = self._make_parser()
         part = parser.push(delta.text, is_last=True)
         has_text = bool(part.content) or not part.calls
         message: dict[str, object] = {
             "content": part.content if has_text else None,
-            "refusal": None,
+            **_MESSAGE,
         }
         if part.reasoning and self._shows_reasoning:
             message["reasoning"] = message["reasoning_content"] = part.reasoning
