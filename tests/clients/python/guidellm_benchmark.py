@@ -10,16 +10,18 @@ from pathlib import Path
 from settings import URL
 
 with tempfile.TemporaryDirectory() as folder:
+    report = Path(folder) / "report.json"
     command = [
-        *(str(Path(sys.executable).with_name("guidellm")), "benchmark", "run", "--target", URL),
-        *("--profile", "concurrent", "--rate", "2", "--max-requests", "6"),
-        *("--processor", os.environ["WEFT_TEST_MODEL_DIR"]),
-        *("--data", "prompt_tokens=48,output_tokens=12", "--output-dir", folder),
-        *("--outputs", "json"),
+        *(str(Path(sys.executable).with_name("guidellm")), "run"),
+        *("--backend", f"kind=openai_http,target={URL}"),
+        *("--profile", "kind=concurrent,streams=2"),
+        *("--constraint", "kind=max_requests,count=6"),
+        *("--tokenizer", f"kind=hf_auto,model={os.environ['WEFT_TEST_MODEL_DIR']}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=48,output_tokens=12"),
+        *("--output", f"kind=json,path={report}", "--disable-console"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (report,) = Path(folder).glob("*.json")
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert totals["successful"] >= 6, totals

@@ -1,4 +1,4 @@
-"""Random bodies to every dialect: an answer or a refusal that names what is wrong, never a 5xx."""
+"""Random bodies to every API: an answer or a refusal that names what is wrong, never a 5xx."""
 
 from __future__ import annotations
 
@@ -14,14 +14,29 @@ from pydantic import BaseModel
 from weft.common.rpc.errors import from_rpc_error
 from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, ShowBody
+from weft.gateway.api.openai.bodies import (
+    ChatBody as OpenAIChatBody,
+)
+from weft.gateway.api.openai.bodies import (
+    CompletionBody,
+    DetokenizeBody,
+    EndSessionBody,
+    TokenizeBody,
+)
 from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.testing.services.dialect_edge import TEMPLATE
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.testing.services.random_bodies import random_body
-from weft.v1 import decode_pb2, dialects_pb2_grpc
+from weft.v1 import decode_pb2, dialects_pb2_grpc, openai_pb2_grpc
 
 CALLS: list[tuple[str, str, type[BaseModel]]] = [
+    ("OpenAI", "ChatCompletions", OpenAIChatBody),
+    ("OpenAI", "CountChatTokens", OpenAIChatBody),
+    ("OpenAI", "Completions", CompletionBody),
+    ("OpenAI", "TokenizeText", TokenizeBody),
+    ("OpenAI", "DetokenizeTokens", DetokenizeBody),
+    ("OpenAI", "EndSession", EndSessionBody),
     ("Responses", "CreateResponse", ResponsesBody),
     ("Anthropic", "CreateMessage", MessagesBody),
     ("Anthropic", "CountTokens", CountTokensBody),
@@ -62,7 +77,8 @@ async def test_random_bodies(
     number = 20000 if request.config.getoption("--full") else 400
     num_good = 0
     async with gateway(tmp_path, script, step_s=0, max_stored_responses=20) as mesh:
-        stub = getattr(dialects_pb2_grpc, f"{service}ServiceStub")(mesh.channel)
+        module = openai_pb2_grpc if service == "OpenAI" else dialects_pb2_grpc
+        stub = getattr(module, f"{service}ServiceStub")(mesh.channel)
         for turn in range(number):
             body = random_body(rng, cls)
             where: Any = (seed, turn, body)

@@ -47,7 +47,8 @@ async def test_chat_whole_answer(mesh: Harness) -> None:
     answer = await mesh.json("ChatCompletions", body)
     answers.ChatAnswer.model_validate_json(json.dumps(answer))
     choice = answer["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    unasked = dict.fromkeys(("refusal", "reasoning", "reasoning_content"))
+    assert choice["message"] == {"role": "assistant", "content": TEXT, **unasked}
     assert choice["finish_reason"] == "stop"
     prompt = mesh.ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert mesh.workers[0].prompts == [prompt]
@@ -385,7 +386,8 @@ async def test_token_ids_beside_texts(mesh: Harness) -> None:
             prompts[index], *[None] * (len(mine) - 1)
         ]  # fmt: skip
     plain = await mesh.json("ChatCompletions", {"messages": USER})
-    assert "token_ids" not in json.dumps(plain)
+    assert plain["prompt_token_ids"] is plain["choices"][0]["token_ids"] is None
+    assert "token_ids" not in json.dumps(await mesh.events("ChatCompletions", {"messages": USER}))
 
 
 def streamed_ids(events: list[dict[str, Any]], count: int) -> list[list[int]]:

@@ -141,7 +141,7 @@ async def test_echo_with_logprobs(mesh: Harness, form: str, num_top: int) -> Non
         assert offsets[len(ids)] == len(text)
     (plain,) = await completion(mesh, {**body, "prompt": texts[0], "echo": True})
     assert plain["logprobs"] is None
-    assert "prompt_logprobs" not in plain
+    assert plain["prompt_logprobs"] is None
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 3])
@@ -259,7 +259,7 @@ async def test_prompt_logprobs_of_a_chat(mesh: Harness) -> None:
     assert answer["prompt_logprobs"] == listed(mesh.app.model.vocabulary, ids, 3)
     assert answer["choices"][0]["message"]["content"] == ANSWER
     plain = await mesh.json("ChatCompletions", body)
-    assert "prompt_logprobs" not in plain
+    assert plain["prompt_logprobs"] is None
     assert not mesh.workers[0].submits[1].HasField("prompt_logprobs")
 
 

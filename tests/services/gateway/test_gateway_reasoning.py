@@ -134,6 +134,21 @@ async def test_without_a_token_for_its_end_there_is_no_reasoning(mesh: Mesh) -> 
 
 
 @templates(OPENED)
+async def test_reasoning_is_left_out_of_the_answer(mesh: Mesh) -> None:
+    mesh.text = "Hm, so.</think>It rains."
+    message, reason = await mesh.whole(include_reasoning=False)
+    assert message["content"] == "It rains."
+    assert message["reasoning"] is message["reasoning_content"] is None
+    assert reason == "stop"
+    bodies = [{"messages": USER, "include_reasoning": value} for value in (False, True)]
+    answers = [await mesh.harness.json("ChatCompletions", body) for body in bodies]
+    assert answers[0]["usage"] == answers[1]["usage"]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await mesh.harness.post("Completions", {"prompt": "a", "include_reasoning": False})
+    assert from_rpc_error(caught.value).param == "include_reasoning"
+
+
+@templates(OPENED)
 async def test_stop_strings_act_behind_the_reasoning(mesh: Mesh) -> None:
     mesh.text = "It is STOP here.</think>It rains. STOP It snows."
     message, reason = await mesh.whole(stop=["STOP"])
@@ -146,6 +161,16 @@ async def test_stop_strings_act_behind_the_reasoning(mesh: Mesh) -> None:
         "Completions", {"prompt": "a", "stop": "STOP", "max_tokens": 100}
     )
     assert texts["choices"][0]["text"] == "No end "
+
+
+@templates(OPENED)
+async def test_stop_expressions_act_behind_the_reasoning(mesh: Mesh) -> None:
+    mesh.text = "It is STOP here.</think>It rains. STOP It snows."
+    message, reason = await mesh.whole(stop_regex="S.OP")
+    assert (message["reasoning"], message["content"]) == ("It is STOP here.", "It rains. ")
+    assert reason == "stop"
+    message, _ = await mesh.whole(stop_regex="S.OP", stop="rains")
+    assert (message["reasoning"], message["content"]) == ("It is STOP here.", "It ")
 
 
 @templates(OPENED, OPENS_ITSELF)

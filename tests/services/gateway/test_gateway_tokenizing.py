@@ -182,6 +182,15 @@ async def test_tokenize_takes_no_more_text_than_a_prompt(mesh: Harness) -> None:
     assert some["count"] == len(some["tokens"]) > some["max_model_len"]
 
 
+async def test_the_tokens_of_a_chat_are_counted(mesh: Harness) -> None:
+    counted = await mesh.json("CountChatTokens", {"messages": USER, "max_tokens": 3})
+    answer = await mesh.json("ChatCompletions", {"messages": USER, "max_tokens": 3})
+    assert counted == {"input_tokens": answer["usage"]["prompt_tokens"]}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await mesh.post("CountChatTokens", {"messages": USER, "temperature": "hot"})
+    assert from_rpc_error(caught.value).param == "temperature"
+
+
 async def test_echo_of_token_ids(mesh: Harness) -> None:
     lists = [mesh.ids("the fox"), mesh.ids("Hello 你好")]
     body = {"prompt": lists, "echo": True, "max_tokens": 90}

@@ -75,6 +75,8 @@ async def test_calls_are_told_from_text(mesh: Mesh) -> None:
         "role": "assistant",
         "content": "It rains.",
         "refusal": None,
+        "reasoning": None,
+        "reasoning_content": None,
     }
 
 
@@ -368,7 +370,7 @@ async def test_reasoning_stands_apart(mesh: Mesh) -> None:
     mesh.text = '{"a": "</think>"}'
     message, _ = await mesh.whole(response_format={"type": "json_object"})
     assert message["content"] == mesh.text
-    assert "reasoning_content" not in message
+    assert message["reasoning_content"] is None
     mesh.text = " is 4.\n"
     last = {"role": "assistant", "content": "Two and two"}
     message, _ = await mesh.whole(messages=[*USER, last], continue_final_message=True)

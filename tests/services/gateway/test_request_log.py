@@ -109,7 +109,9 @@ async def test_a_log_says_how_to_ask_again_and_nothing_of_what_was_said(tmp_path
             "A secret prompt",
             client_id="mine",
             sampling=constrained,
-            stop=common_pb2.StopCriteria(max_tokens=50, stop=["secret end"]),
+            stop=common_pb2.StopCriteria(
+                max_tokens=50, stop=["secret end"], stop_regex=["secret.+"]
+            ),
         )
         (line,) = await logged(path, 1)
         (submit,) = harness.workers[0].submits

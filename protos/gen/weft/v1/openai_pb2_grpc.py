@@ -59,6 +59,11 @@ class OpenAIServiceStub:
                 request_serializer=weft_dot_v1_dot_openai__pb2.RetrieveModelRequest.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.CountChatTokens = channel.unary_unary(
+                '/weft.v1.OpenAIService/CountChatTokens',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.TokenizeText = channel.unary_unary(
                 '/weft.v1.OpenAIService/TokenizeText',
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
@@ -130,6 +135,13 @@ class OpenAIServiceServicer:
 
     def RetrieveModel(self, request, context):
         """Describes one model; 404 when there is no such.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountChatTokens(self, request, context):
+        """Counts the prompt tokens of a chat's body; llama.cpp's JSON.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,6 +224,11 @@ def add_OpenAIServiceServicer_to_server(servicer, server):
             'RetrieveModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RetrieveModel,
                     request_deserializer=weft_dot_v1_dot_openai__pb2.RetrieveModelRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'CountChatTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountChatTokens,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
             'TokenizeText': grpc.unary_unary_rpc_method_handler(
@@ -365,6 +382,33 @@ class OpenAIService:
             target,
             '/weft.v1.OpenAIService/RetrieveModel',
             weft_dot_v1_dot_openai__pb2.RetrieveModelRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountChatTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.OpenAIService/CountChatTokens',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,
             channel_credentials,

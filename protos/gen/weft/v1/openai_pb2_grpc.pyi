@@ -46,6 +46,8 @@ class OpenAIServiceStub:
     """Lists the models that requests can name."""
     RetrieveModel: _grpc.UnaryUnaryMultiCallable[_openai_pb2.RetrieveModelRequest, _httpbody_pb2.HttpBody]
     """Describes one model; 404 when there is no such."""
+    CountChatTokens: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Counts the prompt tokens of a chat's body; llama.cpp's JSON."""
     TokenizeText: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Turns a text or a conversation into token ids; vLLM's JSON."""
     DetokenizeTokens: _grpc.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -79,6 +81,8 @@ class OpenAIServiceAsyncStub(OpenAIServiceStub):
     """Lists the models that requests can name."""
     RetrieveModel: _aio.UnaryUnaryMultiCallable[_openai_pb2.RetrieveModelRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Describes one model; 404 when there is no such."""
+    CountChatTokens: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Counts the prompt tokens of a chat's body; llama.cpp's JSON."""
     TokenizeText: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Turns a text or a conversation into token ids; vLLM's JSON."""
     DetokenizeTokens: _aio.UnaryUnaryMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -133,6 +137,14 @@ class OpenAIServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
         """Describes one model; 404 when there is no such."""
+
+    @_abc_1.abstractmethod
+    def CountChatTokens(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_httpbody_pb2.HttpBody, _abc.Awaitable[_httpbody_pb2.HttpBody]]:
+        """Counts the prompt tokens of a chat's body; llama.cpp's JSON."""
 
     @_abc_1.abstractmethod
     def TokenizeText(

@@ -78,6 +78,8 @@ class Stopping:
     """
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
+    stop_regexes: tuple[str, ...] = ()
+    """Regular expressions that end the text where a match is complete."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False

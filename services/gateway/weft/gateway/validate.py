@@ -25,6 +25,7 @@ from weft.gateway.request import (
     TokenPrompt,
 )
 from weft.gateway.text.model_card import ModelCard
+from weft.gateway.text.stop_patterns import PatternError, stop_patterns
 
 MAX_SAMPLES = 128
 MAX_REQUEST_SAMPLES = 1024
@@ -119,6 +120,17 @@ def check_cache_salt(cache_salt: str) -> None:
         raise invalid("cache_salt", f"at most {MAX_SALT_BYTES} bytes")
 
 
+def given_salt(cache_salt: str | None) -> str:
+    """The salt of a JSON body; empty where it has none.
+
+    Raises:
+        InvalidRequest: It gives an empty one, which separates nothing: its client means to.
+    """
+    if cache_salt == "":
+        raise invalid("cache_salt", "is empty; leave it out, or give at least one character")
+    return cache_salt or ""
+
+
 def check_session_id(session_id: str) -> None:
     """Raises InvalidRequest for a session id that is too long."""
     if len(session_id.encode()) > MAX_SESSION_ID_BYTES:
@@ -203,9 +215,24 @@ def check_stopping(
             raise invalid("stop", "a stop string is empty")
         if len(stop.encode()) > MAX_STOP_BYTES:
             raise invalid("stop", f"a stop string is longer than {MAX_STOP_BYTES} bytes")
+    _check_stop_regexes(stopping.stop_regexes)
     if len(stopping.stop_token_ids) > MAX_STOP_IDS:
         raise invalid("stop_token_ids", f"at most {MAX_STOP_IDS} ids")
     check_ids("stop_token_ids", stopping.stop_token_ids, vocabulary_size)
+
+
+def _check_stop_regexes(patterns: tuple[str, ...]) -> None:
+    if len(patterns) > MAX_STOPS:
+        raise invalid("stop_regex", f"{len(patterns)} expressions; at most {MAX_STOPS}")
+    for pattern in patterns:
+        if not pattern:
+            raise invalid("stop_regex", "an expression is empty")
+        if len(pattern.encode()) > MAX_STOP_BYTES:
+            raise invalid("stop_regex", f"an expression is longer than {MAX_STOP_BYTES} bytes")
+    try:
+        stop_patterns(patterns)
+    except PatternError as error:
+        raise invalid("stop_regex", f"cannot be used: {error}") from None
 
 
 def check_constraint(constraint: Constraint, param: str) -> None:

@@ -46,6 +46,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.OpenAIService/Completions": _FRONT,
     "/weft.v1.OpenAIService/Models": _FRONT,
     "/weft.v1.OpenAIService/RetrieveModel": _FRONT,
+    "/weft.v1.OpenAIService/CountChatTokens": _FRONT,
     "/weft.v1.OpenAIService/TokenizeText": _FRONT,
     "/weft.v1.OpenAIService/DetokenizeTokens": _FRONT,
     "/weft.v1.OpenAIService/CancelRequestById": _FRONT,

@@ -75,6 +75,7 @@ def terms(
     if not has_content:
         found[0].pop("constraint", None)
         found[1].pop("stop", None)
+        found[1].pop("stop_regex", None)
     return found[0], found[1]
 
 

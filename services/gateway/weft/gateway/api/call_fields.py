@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from weft.gateway.api.edge import CallFacts
+from weft.gateway.validate import given_salt
 
 
 class OwnFields(Protocol):
@@ -49,7 +50,7 @@ def call_fields(body: OwnFields, facts: CallFacts, routing_key: str = "") -> dic
         "client_request_id": facts.client_request_id,
         "model": body.model or "",
         "timeout_s": facts.timeout_s,
-        "cache_salt": body.cache_salt or "",
+        "cache_salt": given_salt(body.cache_salt),
         "priority": body.priority or 0,
         "routing_key": routing_key or facts.routing_key or body.session_id or "",
         "session_id": body.session_id or "",

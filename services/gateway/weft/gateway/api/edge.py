@@ -66,7 +66,7 @@ class CallFacts:
     """Decode worker from the metadata `x-worker-id` or `x-data-parallel-rank`; None: none."""
 
 
-def call_facts(context: Context, prefix: str) -> CallFacts:
+def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
     """Names a new request and reads its call's deadline, trace context and client metadata.
 
     However the call ends, its trailer has the new name.
@@ -74,12 +74,13 @@ def call_facts(context: Context, prefix: str) -> CallFacts:
     Args:
         context: Context of the call.
         prefix: Of the request id, such as "chatcmpl".
+        joint: What follows the prefix.
 
     Raises:
         InvalidRequest: A value of the metadata is no number where it must be, or two contradict
             each other.
     """
-    request_id = f"{prefix}-{secrets.token_hex(16)}"
+    request_id = f"{prefix}{joint}{secrets.token_hex(16)}"
     current_request_id.set(request_id)
     context.set_trailing_metadata(((_ID_KEY, request_id),))
     traceparent = client_request_id = routing_key = ""

@@ -47,6 +47,7 @@ from weft.gateway.text.answer.demand import blame_constraint
 from weft.gateway.text.answer.make import reasoning_of, settle_constraint
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.render import RenderPlan
+from weft.gateway.text.stop_patterns import stop_patterns
 from weft.gateway.text.stops import StopAutomaton
 from weft.gateway.validate import check_request, num_prompt_logprobs, unsupported
 from weft.v1 import gateway_pb2
@@ -516,6 +517,7 @@ def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., Ren
         RenderPlan,
         model.vocabulary,
         stops=StopAutomaton(stopping.stops) if stopping.stops else None,
+        patterns=stop_patterns(stopping.stop_regexes) if stopping.stop_regexes else None,
         stop_ids=frozenset((*stopping.stop_token_ids, *eos_ids)),
         min_tokens=stopping.min_tokens,
         include_stop=stopping.include_stop,

@@ -134,4 +134,5 @@ def _stop(stopping: Stopping, max_tokens: int) -> common_pb2.StopCriteria:
         stop_token_ids=stopping.stop_token_ids,
         ignore_eos=stopping.ignore_eos,
         include_stop_in_output=stopping.include_stop,
+        stop_regex=stopping.stop_regexes,
     )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.answer.reasoning_gate import ReasoningGate
 from weft.gateway.text.detokenize import make_detokenizer
+from weft.gateway.text.stop_patterns import PatternScanner, ScannerChain, StopPatterns
 from weft.gateway.text.stops import StopAutomaton, StopScanner
 from weft.gateway.text.vocabulary import Vocabulary
 
@@ -28,6 +29,7 @@ class RenderPlan:
         shown_ids: Collection[int] = (),
         reasoning: ReasoningFormat | None = None,
         begins_reasoning: bool = False,
+        patterns: StopPatterns | None = None,
     ) -> None:
         """Prepares the rendering.
 
@@ -44,10 +46,12 @@ class RenderPlan:
             reasoning: How the reasoning is written in which stop strings do not count; None: they
                 count everywhere.
             begins_reasoning: A sample begins within it.
+            patterns: Regular expressions that count as stop strings do; None: there are none.
         """
         self.vocabulary = vocabulary
         self.prompt_ids = prompt_ids
         self.automaton = stops
+        self.patterns = patterns
         self.stop_ids = stop_ids
         self.min_tokens = min_tokens
         self.include_stop = include_stop
@@ -65,13 +69,11 @@ class SampleRenderer:
         self._detokenizer = make_detokenizer(
             plan.vocabulary, plan.prompt_ids, plan.skip_special_tokens, plan.shown_ids
         )
+        self._scanner = _make_scanner(plan)
         self._gate = (
             ReasoningGate(plan.reasoning, plan.begins_reasoning)
-            if plan.reasoning is not None and plan.automaton is not None
+            if plan.reasoning is not None and self._scanner is not None
             else None
-        )
-        self._scanner = (
-            StopScanner(plan.automaton, plan.include_stop) if plan.automaton is not None else None
         )
         self._stop_ids = plan.stop_ids
         self._include_stop = plan.include_stop
@@ -81,11 +83,11 @@ class SampleRenderer:
         self._stop_id: int | None = None
         self._num_tokens = 0
         self.is_stopped = False
-        """Whether a stop string was found, after which nothing more is shown."""
+        """Whether a stop string or expression was found, after which nothing more is shown."""
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string that was found, or else the stop token that ended the sample."""
+        """What was found, or else the stop token that ended the sample."""
         if self.is_stopped and self._scanner is not None:
             return self._scanner.found
         return self._stop_id
@@ -138,4 +140,20 @@ class SampleRenderer:
         if self._scanner is None:
             return text + rest
         rest = self._scan(rest, is_last=True)
-        return text + rest + ("" if self.is_stopped else self._scanner.finish())
+        if self.is_stopped:
+            return text + rest
+        last = self._scanner.finish()
+        self.is_stopped = bool(self._scanner.found)
+        return text + rest + last
+
+
+def _make_scanner(plan: RenderPlan) -> StopScanner | PatternScanner | ScannerChain | None:
+    """What finds the ends of one sample's text; None: only tokens end it."""
+    strings = patterns = None
+    if plan.automaton is not None:
+        strings = StopScanner(plan.automaton, plan.include_stop)
+    if plan.patterns is not None:
+        patterns = PatternScanner(plan.patterns, plan.include_stop)
+    if strings is not None and patterns is not None:
+        return ScannerChain(strings, patterns)
+    return strings or patterns

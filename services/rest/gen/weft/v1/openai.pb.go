@@ -122,13 +122,14 @@ const file_weft_v1_openai_proto_rawDesc = "" +
 	"\x05model\x18\x01 \x01(\tR\x05model\"9\n" +
 	"\x18CancelRequestByIdRequest\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x01 \x01(\tR\trequestId2\xd1\b\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId2\xbe\t\n" +
 	"\rOpenAIService\x12`\n" +
 	"\x0fChatCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1f\x82\xd3\xe4\x93\x02\x19:\x01*\"\x14/v1/chat/completions0\x01\x12W\n" +
 	"\vCompletions\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x1a\x82\xd3\xe4\x93\x02\x14:\x01*\"\x0f/v1/completions0\x01\x12J\n" +
 	"\x06Models\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x12\x82\xd3\xe4\x93\x02\f\x12\n" +
 	"/v1/models\x12c\n" +
-	"\rRetrieveModel\x12\x1d.weft.v1.RetrieveModelRequest\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17\x12\x15/v1/models/{model=**}\x12P\n" +
+	"\rRetrieveModel\x12\x1d.weft.v1.RetrieveModelRequest\x1a\x14.google.api.HttpBody\"\x1d\x82\xd3\xe4\x93\x02\x17\x12\x15/v1/models/{model=**}\x12k\n" +
+	"\x0fCountChatTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\",\x82\xd3\xe4\x93\x02&:\x01*\"!/v1/chat/completions/input_tokens\x12P\n" +
 	"\fTokenizeText\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/tokenize\x12V\n" +
 	"\x10DetokenizeTokens\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/detokenize\x12_\n" +
 	"\x0fLoadLoraAdapter\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\" \x82\xd3\xe4\x93\x02\x1a:\x01*\"\x15/v1/load_lora_adapter\x12c\n" +
@@ -163,28 +164,30 @@ var file_weft_v1_openai_proto_depIdxs = []int32{
 	2,  // 1: weft.v1.OpenAIService.Completions:input_type -> google.api.HttpBody
 	3,  // 2: weft.v1.OpenAIService.Models:input_type -> google.protobuf.Empty
 	0,  // 3: weft.v1.OpenAIService.RetrieveModel:input_type -> weft.v1.RetrieveModelRequest
-	2,  // 4: weft.v1.OpenAIService.TokenizeText:input_type -> google.api.HttpBody
-	2,  // 5: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
-	2,  // 6: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
-	2,  // 7: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
-	2,  // 8: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
-	1,  // 9: weft.v1.OpenAIService.CancelRequestById:input_type -> weft.v1.CancelRequestByIdRequest
-	3,  // 10: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
-	3,  // 11: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
-	2,  // 12: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
-	2,  // 13: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
-	2,  // 14: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
-	2,  // 15: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
-	2,  // 16: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
-	2,  // 17: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
-	2,  // 18: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
-	2,  // 19: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
-	2,  // 20: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
-	2,  // 21: weft.v1.OpenAIService.CancelRequestById:output_type -> google.api.HttpBody
-	2,  // 22: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
-	2,  // 23: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
-	12, // [12:24] is the sub-list for method output_type
-	0,  // [0:12] is the sub-list for method input_type
+	2,  // 4: weft.v1.OpenAIService.CountChatTokens:input_type -> google.api.HttpBody
+	2,  // 5: weft.v1.OpenAIService.TokenizeText:input_type -> google.api.HttpBody
+	2,  // 6: weft.v1.OpenAIService.DetokenizeTokens:input_type -> google.api.HttpBody
+	2,  // 7: weft.v1.OpenAIService.LoadLoraAdapter:input_type -> google.api.HttpBody
+	2,  // 8: weft.v1.OpenAIService.UnloadLoraAdapter:input_type -> google.api.HttpBody
+	2,  // 9: weft.v1.OpenAIService.EndSession:input_type -> google.api.HttpBody
+	1,  // 10: weft.v1.OpenAIService.CancelRequestById:input_type -> weft.v1.CancelRequestByIdRequest
+	3,  // 11: weft.v1.OpenAIService.Ready:input_type -> google.protobuf.Empty
+	3,  // 12: weft.v1.OpenAIService.OpenApi:input_type -> google.protobuf.Empty
+	2,  // 13: weft.v1.OpenAIService.ChatCompletions:output_type -> google.api.HttpBody
+	2,  // 14: weft.v1.OpenAIService.Completions:output_type -> google.api.HttpBody
+	2,  // 15: weft.v1.OpenAIService.Models:output_type -> google.api.HttpBody
+	2,  // 16: weft.v1.OpenAIService.RetrieveModel:output_type -> google.api.HttpBody
+	2,  // 17: weft.v1.OpenAIService.CountChatTokens:output_type -> google.api.HttpBody
+	2,  // 18: weft.v1.OpenAIService.TokenizeText:output_type -> google.api.HttpBody
+	2,  // 19: weft.v1.OpenAIService.DetokenizeTokens:output_type -> google.api.HttpBody
+	2,  // 20: weft.v1.OpenAIService.LoadLoraAdapter:output_type -> google.api.HttpBody
+	2,  // 21: weft.v1.OpenAIService.UnloadLoraAdapter:output_type -> google.api.HttpBody
+	2,  // 22: weft.v1.OpenAIService.EndSession:output_type -> google.api.HttpBody
+	2,  // 23: weft.v1.OpenAIService.CancelRequestById:output_type -> google.api.HttpBody
+	2,  // 24: weft.v1.OpenAIService.Ready:output_type -> google.api.HttpBody
+	2,  // 25: weft.v1.OpenAIService.OpenApi:output_type -> google.api.HttpBody
+	13, // [13:26] is the sub-list for method output_type
+	0,  // [0:13] is the sub-list for method input_type
 	0,  // [0:0] is the sub-list for extension type_name
 	0,  // [0:0] is the sub-list for extension extendee
 	0,  // [0:0] is the sub-list for field type_name

@@ -25,6 +25,7 @@ const (
 	OpenAIService_Completions_FullMethodName       = "/weft.v1.OpenAIService/Completions"
 	OpenAIService_Models_FullMethodName            = "/weft.v1.OpenAIService/Models"
 	OpenAIService_RetrieveModel_FullMethodName     = "/weft.v1.OpenAIService/RetrieveModel"
+	OpenAIService_CountChatTokens_FullMethodName   = "/weft.v1.OpenAIService/CountChatTokens"
 	OpenAIService_TokenizeText_FullMethodName      = "/weft.v1.OpenAIService/TokenizeText"
 	OpenAIService_DetokenizeTokens_FullMethodName  = "/weft.v1.OpenAIService/DetokenizeTokens"
 	OpenAIService_LoadLoraAdapter_FullMethodName   = "/weft.v1.OpenAIService/LoadLoraAdapter"
@@ -51,6 +52,8 @@ type OpenAIServiceClient interface {
 	Models(ctx context.Context, in *emptypb.Empty, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Describes one model; 404 when there is no such.
 	RetrieveModel(ctx context.Context, in *RetrieveModelRequest, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
+	// Counts the prompt tokens of a chat's body; llama.cpp's JSON.
+	CountChatTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Turns a text or a conversation into token ids; vLLM's JSON.
 	TokenizeText(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error)
 	// Turns token ids into text; vLLM's JSON.
@@ -129,6 +132,16 @@ func (c *openAIServiceClient) RetrieveModel(ctx context.Context, in *RetrieveMod
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(httpbody.HttpBody)
 	err := c.cc.Invoke(ctx, OpenAIService_RetrieveModel_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *openAIServiceClient) CountChatTokens(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (*httpbody.HttpBody, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(httpbody.HttpBody)
+	err := c.cc.Invoke(ctx, OpenAIService_CountChatTokens_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -231,6 +244,8 @@ type OpenAIServiceServer interface {
 	Models(context.Context, *emptypb.Empty) (*httpbody.HttpBody, error)
 	// Describes one model; 404 when there is no such.
 	RetrieveModel(context.Context, *RetrieveModelRequest) (*httpbody.HttpBody, error)
+	// Counts the prompt tokens of a chat's body; llama.cpp's JSON.
+	CountChatTokens(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Turns a text or a conversation into token ids; vLLM's JSON.
 	TokenizeText(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error)
 	// Turns token ids into text; vLLM's JSON.
@@ -268,6 +283,9 @@ func (UnimplementedOpenAIServiceServer) Models(context.Context, *emptypb.Empty) 
 }
 func (UnimplementedOpenAIServiceServer) RetrieveModel(context.Context, *RetrieveModelRequest) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method RetrieveModel not implemented")
+}
+func (UnimplementedOpenAIServiceServer) CountChatTokens(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
+	return nil, status.Error(codes.Unimplemented, "method CountChatTokens not implemented")
 }
 func (UnimplementedOpenAIServiceServer) TokenizeText(context.Context, *httpbody.HttpBody) (*httpbody.HttpBody, error) {
 	return nil, status.Error(codes.Unimplemented, "method TokenizeText not implemented")
@@ -368,6 +386,24 @@ func _OpenAIService_RetrieveModel_Handler(srv interface{}, ctx context.Context, 
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
 		return srv.(OpenAIServiceServer).RetrieveModel(ctx, req.(*RetrieveModelRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _OpenAIService_CountChatTokens_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(httpbody.HttpBody)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(OpenAIServiceServer).CountChatTokens(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: OpenAIService_CountChatTokens_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(OpenAIServiceServer).CountChatTokens(ctx, req.(*httpbody.HttpBody))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -530,6 +566,10 @@ var OpenAIService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RetrieveModel",
 			Handler:    _OpenAIService_RetrieveModel_Handler,
+		},
+		{
+			MethodName: "CountChatTokens",
+			Handler:    _OpenAIService_CountChatTokens_Handler,
 		},
 		{
 			MethodName: "TokenizeText",

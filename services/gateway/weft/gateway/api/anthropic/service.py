@@ -25,7 +25,7 @@ class AnthropicFace(dialects_pb2_grpc.AnthropicServiceServicer):
     async def CreateMessage(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         """See dialects.proto."""
         with field_names(NAMES, PARTS):
-            facts = call_facts(context, "msg")
+            facts = call_facts(context, "msg", "_")
             body, generate = await self._bodies.parse(
                 MessagesBody, request.data, lambda body: messages_request(body, facts)
             )

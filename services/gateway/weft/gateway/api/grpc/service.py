@@ -401,6 +401,7 @@ def _stopping(given: common_pb2.StopCriteria) -> Stopping:
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         min_tokens=given.min_tokens,
         stops=tuple(given.stop),
+        stop_regexes=tuple(given.stop_regex),
         stop_token_ids=tuple(given.stop_token_ids),
         ignore_eos=given.ignore_eos,
         include_stop=given.include_stop_in_output,

@@ -280,6 +280,12 @@ class TokenizeAnswer(Answer):
     token_strs: list[str] | None = None
 
 
+class CountAnswer(Answer):
+    """Body of the answer to POST /v1/chat/completions/input_tokens."""
+
+    input_tokens: int
+
+
 class DetokenizeAnswer(Answer):
     """Body of the answer to POST /detokenize."""
 

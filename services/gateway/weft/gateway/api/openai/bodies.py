@@ -312,6 +312,9 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
     n: Int | None = Field(None, description="choices per prompt, 1 to 128, default 1")
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
+    stop_regex: str | Stops | None = Field(
+        None, description="regular expressions, at most 16 of 256 bytes, that end the text"
+    )
     seed: Int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
     presence_penalty: float | None = Field(None, description="-2 to 2, default 0")
     frequency_penalty: float | None = Field(None, description="-2 to 2, default 0")
@@ -386,6 +389,9 @@ class GenerationBody(Body):
         None, description="vLLM's newer form of the `guided_` fields; one constraint in all"
     )
     best_of: Int | None = Field(None, description="only equal to n")
+    include_reasoning: bool | None = Field(
+        None, description="false: a chat's answer is sent without its reasoning; default true"
+    )
 
 
 class ChatBody(GenerationBody):

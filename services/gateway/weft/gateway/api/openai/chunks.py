@@ -22,24 +22,16 @@ from weft.v1 import common_pb2
 DONE = b"data: [DONE]\n\n"
 _PART_ITEMS = 256
 """Most items of a list that are encoded at once, where lists may be very long."""
+_NOT_ASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
+"""What whole answers have of a prompt in any case: clients of vLLM read these fields unasked."""
+_MESSAGE = {"refusal": None, "reasoning": None, "reasoning_content": None}
+"""What whole messages have in any case, for the same clients."""
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CANCELLED: "abort",
 }
-_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""Line ends of Unicode that JSON may contain, and at which some clients cut a stream's lines."""
 _to_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _encode(value: object) -> str:
-    """Serialises a value as compact JSON in one line, whatever counts as a line end."""
-    text = _to_text(value)
-    if text.isascii():
-        return text
-    for char, escape in _LINE_ENDS.items():
-        text = text.replace(char, escape)
-    return text
 
 
 _LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
@@ -48,7 +40,7 @@ _LINE_ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 def to_json(value: object) -> bytes:
     """Serialises a value as compact JSON in UTF-8, without any character that may end a line."""
-    text = _encode(value)
+    text = _to_text(value)
     if not text.isascii() and any(end in text for end in _LINE_ENDS):
         for end, spelled in _LINE_ENDS.items():
             text = text.replace(end, spelled)
@@ -76,6 +68,11 @@ def usage_json(usage: common_pb2.Usage) -> dict[str, object]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
     }
+
+
+def _usage_tail(usage: common_pb2.Usage) -> bytes:
+    """The end of an event that shows a usage."""
+    return b'],"usage":%b}\n\n' % to_json(usage_json(usage))
 
 
 def weft_json(
@@ -143,8 +140,7 @@ class AnswerWriter(ABC):
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """Encodes deltas as consecutive events."""
         if self.usage_so_far is not None:
-            usage = to_json(usage_json(self.usage_so_far()))
-            self._set_tail(b'],"usage":%b}\n\n' % usage)
+            self._set_tail(_usage_tail(self.usage_so_far()))
         return b"".join([self._event(delta) for delta in deltas])
 
     @abstractmethod
@@ -165,13 +161,13 @@ class AnswerWriter(ABC):
         is_large = self.prompt_logprobs is not None or self.prompt_ids is not None
         encode = large_to_json if is_large else to_json
         # One by one: the encoder holds Python's lock for the whole of a value.
-        choices = b",".join([encode(self._choice(delta)) for delta in deltas])
+        choices = b",".join([encode(self._whole_choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
         more = b"," + encode(fields)[1:] if fields else b"}"
         return b"".join((head, b',"choices":[', choices, b"]", more))
 
     @abstractmethod
-    def _choice(self, delta: Delta) -> dict[str, object]: ...
+    def _whole_choice(self, delta: Delta) -> dict[str, object]: ...
 
     def _has_rare(self, delta: Delta) -> bool:
         """Whether a delta's event has more than text and a reason to finish."""
@@ -195,6 +191,7 @@ class ChatWriter(AnswerWriter):
         *,
         include_usage: bool = False,
         make_parser: Callable[[], AnswerParser] | None = None,
+        shows_reasoning: bool = True,
     ) -> None:
         """Prepares the constant parts.
 
@@ -204,9 +201,11 @@ class ChatWriter(AnswerWriter):
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
             make_parser: Makes what takes a sample's text apart; None: all of it is content.
+            shows_reasoning: Whether the reasoning that is found so is sent.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._make_parser = make_parser
+        self._shows_reasoning = shows_reasoning
         self._parsers: dict[int, AnswerParser] = {}
         self._prefixes: dict[int, bytes] = {}
 
@@ -234,16 +233,21 @@ class ChatWriter(AnswerWriter):
 
     def whole(self, deltas: Sequence[Delta], fields: Mapping[str, object]) -> bytes:
         """See `AnswerWriter.whole`."""
+        of_prompt: dict[str, object] = dict(_NOT_ASKED)
         if self.prompt_logprobs is not None:
-            fields = {**fields, **self.prompt_logprobs.of_chat()}
+            of_prompt.update(self.prompt_logprobs.of_chat())
         if self.prompt_ids is not None:
-            fields = {**fields, "prompt_token_ids": list(self.prompt_ids[0])}
-        return super().whole(deltas, fields)
+            of_prompt["prompt_token_ids"] = list(self.prompt_ids[0])
+        return super().whole(deltas, {**fields, **of_prompt})
 
     def _open(self, index: int) -> tuple[bytes, bytes]:
         """Builds the prefix of a choice's events, and its first event."""
         prefix = self._head + b'{"index":%d,"delta":{' % index
         tail = self._suffix
+        if self.usage_so_far is not None and not self._prefixes:
+            # Before the first token, as vLLM's.
+            usage = common_pb2.Usage(prompt_tokens=self.usage_so_far().prompt_tokens)
+            tail = self._suffix.removesuffix(self._tail) + _usage_tail(usage)
         if self.prompt_ids is not None and not self._prefixes:
             ids = to_json(list(self.prompt_ids[0]))
             tail = self._suffix.removesuffix(self._tail) + b'],"prompt_token_ids":' + ids
@@ -257,7 +261,7 @@ class ChatWriter(AnswerWriter):
             parser = self._parsers[delta.sample] = make_parser()
         part = parser.push(delta.text, is_last=delta.finish_reason is not None)
         added: dict[str, object] = {}
-        if part.reasoning:
+        if part.reasoning and self._shows_reasoning:
             added["reasoning"] = added["reasoning_content"] = part.reasoning
         if part.content:
             added["content"] = part.content
@@ -284,7 +288,7 @@ class ChatWriter(AnswerWriter):
         }
         return self._head + to_json(choice) + self._tail
 
-    def _choice(self, delta: Delta) -> dict[str, object]:
+    def _whole_choice(self, delta: Delta) -> dict[str, object]:
         return {
             "index": delta.sample,
             "message": {"role": "assistant", **self._message(delta)},
@@ -293,21 +297,22 @@ class ChatWriter(AnswerWriter):
             ),
             "finish_reason": self._finish(delta),
             "stop_reason": delta.stop_reason,
+            "token_ids": None,
             **self._ids(delta),
         }
 
     def _message(self, delta: Delta) -> dict[str, object]:
         """The message of a sample's whole text, but for its role."""
         if self._make_parser is None:
-            return {"content": delta.text, "refusal": None}
+            return {"content": delta.text, **_MESSAGE}
         parser = self._parsers[delta.sample] = self._make_parser()
         part = parser.push(delta.text, is_last=True)
         has_text = bool(part.content) or not part.calls
         message: dict[str, object] = {
             "content": part.content if has_text else None,
-            "refusal": None,
+            **_MESSAGE,
         }
-        if part.reasoning:
+        if part.reasoning and self._shows_reasoning:
             message["reasoning"] = message["reasoning_content"] = part.reasoning
         if part.calls:
             message["tool_calls"] = [_call(call) for call in joined(part.calls)]
@@ -384,6 +389,12 @@ class CompletionWriter(AnswerWriter):
                 self._tail,
             )
         )
+
+    def _whole_choice(self, delta: Delta) -> dict[str, object]:
+        choice = self._choice(delta)
+        for name in (*_NOT_ASKED, "token_ids"):
+            choice.setdefault(name, None)
+        return choice
 
     def _choice(self, delta: Delta) -> dict[str, object]:
         number = delta.sample // self._samples_per_prompt

@@ -28,6 +28,12 @@ _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel], type[BaseModel] |
         answers.CompletionAnswer,
         answers.CompletionAnswer,
     ),
+    "/v1/chat/completions/input_tokens": (
+        "Counts the tokens of a conversation.",
+        bodies.ChatBody,
+        answers.CountAnswer,
+        None,
+    ),
     "/tokenize": ("Text to token ids.", bodies.TokenizeBody, answers.TokenizeAnswer, None),
     "/v1/load_lora_adapter": (
         "Loads a LoRA adapter on all workers.",

@@ -52,7 +52,7 @@ from weft.gateway.generation.stream import Delta, TokenStream
 from weft.gateway.request import GenerateRequest, TextPrompt, TokenPrompt
 from weft.gateway.text.answer.make import parser_maker
 from weft.gateway.text.detokenize import make_detokenizer
-from weft.gateway.validate import check_ids
+from weft.gateway.validate import check_ids, given_salt
 from weft.v1 import common_pb2, openai_pb2, openai_pb2_grpc
 
 _JSON = "application/json"
@@ -101,6 +101,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
                 stream.card.vocabulary,
                 include_usage=_includes_usage(body),
                 make_parser=parser_maker(generate, stream.card, stream.generations[0].prompt),
+                shows_reasoning=body.include_reasoning is not False,
             )
 
         await self._answer(generate, body, write, context)
@@ -225,6 +226,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             "count": len(ids),
             "max_model_len": resolved.served.context_tokens,
             "tokens": ids,
+            "token_strs": None,
         }
 
         def build() -> bytes:
@@ -233,6 +235,17 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             return to_json(answer)
 
         return await _build(len(ids), build)
+
+    async def CountChatTokens(self, request: HttpBody, context: Context) -> HttpBody:
+        """See openai.proto."""
+        facts = call_facts(context, "chatcmpl")
+        _, generate = await self._bodies.parse(
+            ChatBody, request.data, lambda body: chat_request(body, facts)
+        )
+        resolved = await self._models.find(generate.model)
+        card = await self._models.card(resolved)
+        ids = await resolved.served.preparer.tokenize(card, generate.prompts[0])
+        return _json({"input_tokens": len(ids)})
 
     async def DetokenizeTokens(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
@@ -265,7 +278,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
     async def EndSession(self, request: HttpBody, context: Context) -> HttpBody:
         """See openai.proto."""
         body, _ = await self._bodies.parse(EndSessionBody, request.data, lambda body: None)
-        num_told = end_session(self._fleet, body.session_id, body.cache_salt or "")
+        num_told = end_session(self._fleet, body.session_id, given_salt(body.cache_salt))
         return _json({"status": "success", "workers": num_told})
 
     async def CancelRequestById(

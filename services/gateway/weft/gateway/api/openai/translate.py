@@ -32,7 +32,13 @@ from weft.gateway.request import (
     TextPrompt,
     TokenPrompt,
 )
-from weft.gateway.validate import check_not_streamed, check_range, invalid, unsupported
+from weft.gateway.validate import (
+    check_not_streamed,
+    check_range,
+    given_salt,
+    invalid,
+    unsupported,
+)
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
@@ -89,6 +95,8 @@ def completion_request(body: CompletionBody, facts: CallFacts) -> GenerateReques
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
+    if body.include_reasoning is False:
+        raise unsupported("include_reasoning", "the text of a completion is not taken apart")
     return _request(
         body,
         facts,
@@ -205,7 +213,7 @@ def _request(
         skip_special_tokens=body.skip_special_tokens is not False,
         timeout_s=earliest(facts.timeout_s, body.timeout),
         first_token_timeout_s=earliest(facts.first_token_timeout_s, body.ttft_timeout),
-        cache_salt=body.cache_salt or "",
+        cache_salt=given_salt(body.cache_salt),
         priority=body.priority or 0,
         routing_key=body.routing_key or facts.routing_key or body.session_id or "",
         session_id=body.session_id or "",
@@ -302,11 +310,12 @@ def logit_bias(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _stopping(body: GenerationBody, max_tokens: int | None) -> Stopping:
-    stop = body.stop
+    stop, regex = body.stop, body.stop_regex
     return Stopping(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_regexes=(regex,) if isinstance(regex, str) else tuple(regex or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         include_stop=bool(body.include_stop_str_in_output),

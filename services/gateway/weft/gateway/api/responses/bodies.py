@@ -163,6 +163,9 @@ class ResponsesBody(DialectBody):
     access_programs: Any = Field(None, description="not supported")
     # Those of chats that the Responses API does not have itself.
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
+    stop_regex: str | Stops | None = Field(
+        None, description="regular expressions, at most 16 of 256 bytes, that end the text"
+    )
     seed: int | None = Field(None, description="64-bit; same seed, same text")
     top_k: int | None = Field(None, description="candidates kept; 0 or -1 = all, the default")
     min_p: float | None = Field(None, description="0 to 1, default 0")

@@ -163,11 +163,12 @@ def _sampling(body: ResponsesBody, constraint: Constraint | None) -> Sampling:
 
 
 def _stopping(body: ResponsesBody) -> Stopping:
-    stop = body.stop
+    stop, regex = body.stop, body.stop_regex
     return Stopping(
         max_tokens=body.max_output_tokens,
         min_tokens=body.min_tokens or 0,
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_regexes=(regex,) if isinstance(regex, str) else tuple(regex or ()),
         ignore_eos=bool(body.ignore_eos),
     )
 
