@@ -42,19 +42,19 @@ from rich.table import Table
 from serving.setup import describe_setup
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from weft.engine.config import EngineConfig
-from weft.engine.constraints.constraints import Constraints
-from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.constraints.masks import MAX_THREADS, MaskMaker
-from weft.engine.constraints.vocabulary import load_vocabulary, tokenizer_of
-from weft.engine.cores import num_cores
-from weft.engine.drawing import Drawing
-from weft.engine.llm import LLM
-from weft.engine.messages import Inbox, Submit
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.demo import DEMO_NAME, resolve_model
-from weft.engine.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.sampling.sampler import Sampler, SampleRow
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.cores import num_cores
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.demo import DEMO_NAME, resolve_model
+from weft.engine.drawing.draws import Drawing
+from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.features.constraints.constraints import Constraints
+from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
+from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Inbox, Submit
 from weft.engine.scheduler.state import RequestKey, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))

@@ -37,19 +37,19 @@ from rich.table import Table
 from safetensors.torch import save_file
 from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
-from weft.engine.config import MAX_TREE_REQUESTS
-from weft.engine.llm import LLM
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.demo import resolve_model
-from weft.engine.models.dtypes import resolve_dtype
-from weft.engine.request import StopCriteria
-from weft.engine.runner.step import StepRequests
+from weft.engine.base.config import MAX_TREE_REQUESTS
+from weft.engine.base.request import StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.executor.drafts.tree_graphs import TreeArrays
+from weft.engine.executor.step import StepRequests
+from weft.engine.features.speculative import gate
+from weft.engine.loop.llm import LLM
+from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request
-from weft.engine.speculative import gate
-from weft.engine.speculative.drafter import Drafter
-from weft.engine.speculative.eagle import EagleDrafter
-from weft.engine.speculative.tree_graphs import TreeArrays
 
 HEADS = {"smollm2-135m": DRAFT}
 """Heads that exist; others get random weights."""

@@ -4,7 +4,7 @@
 
 That one calls torch some dozens of times, as a step does on the host, and then rests as if for the
 device. Beside it adapters of Llama-3.1-8B's shape are read without end: with and without giving way
-(`weft.engine.host_turn`), and not at all.
+(`weft.engine.base.give_way`), and not at all.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from model_shapes import write_config
 from random_adapters import write_adapter
 from rich.console import Console
 from rich.table import Table
-from weft.engine.host_turn import HostTurn
-from weft.engine.lora.formats import read_adapter
-from weft.engine.lora.plan import DENSE
-from weft.engine.lora.projections import projections_of
-from weft.engine.lora.weights import host_weights
-from weft.engine.models.config import ModelConfig
-from weft.engine.parts import MAX_SWITCH_S
+from weft.engine.base.give_way import HostPriority
+from weft.engine.checkpoint.adapters.plan import DENSE
+from weft.engine.checkpoint.adapters.projections import projections_of
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.loop.build import MAX_SWITCH_S
+from weft.engine.model.adapters.formats import read_adapter
+from weft.engine.model.adapters.weights import host_weights
 
 NUM_CALLS, REST_S = 60, 0.0044
 RANK = 16
@@ -51,7 +51,7 @@ def measure(
     num_steps: int, paths: list[Path], model: ModelConfig, *, gives_way: bool
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of each step on the host, seconds of each read; without paths none is read."""
-    host, stop = HostTurn(), threading.Event()
+    host, stop = HostPriority(), threading.Event()
     values, steps, reads = torch.zeros(8), list[float](), list[float]()
 
     def read_on() -> None:

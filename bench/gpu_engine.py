@@ -33,12 +33,12 @@ from gpu_roof import Rates, decode_work, measure_rates, mixed_seconds, prompt_wo
 from gpu_setup import describe_gpu
 from gpu_trace import Idle, Trace, counted_waits
 from model_shapes import MODELS, write_config
-from weft.engine.layers.moe import SparseMLP
-from weft.engine.llm import LLM
-from weft.engine.messages import Inbox, SessionBatch, Submit
-from weft.engine.models.config import ModelConfig
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.graphs import GraphBucket
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.executor.graphs import GraphBucket
+from weft.engine.loop.llm import LLM
+from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.protocol.messages import GatewayBatch, Inbox, Submit
 from weft.kernels.greedy import greedy_rows
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 256
@@ -144,7 +144,7 @@ class Run:
     all_seconds: float = 0.0
     """Time until the last token of all requests."""
 
-    def take(self, told: list[SessionBatch]) -> None:
+    def take(self, told: list[GatewayBatch]) -> None:
         """Takes the tokens out of `told`, and empties it."""
         for session in told:
             for tokens in session.all_tokens():
@@ -198,7 +198,7 @@ def run_requests(
     began = time.perf_counter()
     all_began: float | None = None
     num_done, busy_until = 0, 0.0
-    told: list[SessionBatch] = []
+    told: list[GatewayBatch] = []
     with counted_waits() as waits:
         while num_done < len(prompts):
             outbox = engine.turn(inbox)

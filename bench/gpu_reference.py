@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from weft.engine.layers.weights import Weights
-from weft.engine.models.checkpoint import RandomWeights
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.registry import model_class
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.archs.registry import model_class
+from weft.engine.model.weights.checkpoint import RandomWeights
+from weft.engine.model.weights.weights import Weights
 
 BF16_ULPS = 4
 TOKENS_AT_ONCE = 8192

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from weft.engine.models.config import ModelConfig
+from weft.engine.checkpoint.config import ModelConfig
 
 ELEMENT_BYTES = 2
 """Size of bfloat16."""

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.sampling import Sampler, SampleRow
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.sampler import Sampler, SampleRow
 
 KINDS: dict[str, tuple[SamplingParams, bool, int | None]] = {
     "greedy": (SamplingParams(temperature=0.0), False, None),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from weft.engine.device_copies import Mark
+from weft.engine.base.device_copies import Mark
 
 HOST_GAP_US = 10.0
 """A longer gap is no kernel's launch within a graph: the device waits for the host."""

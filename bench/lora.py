@@ -42,10 +42,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
-from weft.engine.llm import LLM
-from weft.engine.messages import Inbox, Submit
-from weft.engine.models.demo import resolve_model
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Inbox, Submit
 from weft.engine.scheduler.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)

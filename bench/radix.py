@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
 from weft.engine.memory.keys import PageKeys
-from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
-from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.memory.tree import PrefixTree
 
 PAGE_SIZE = 16
 NAMESPACE = bytes(32)
@@ -59,8 +59,8 @@ class Tree:
     name = "radix tree"
 
     def __init__(self, num_pages: int, policy: EvictionName = "lru") -> None:
-        self.cache = RadixCache(PAGE_SIZE, EVICTION_POLICIES[policy])
-        self.memory = KvMemory(num_pages + 1, self.cache)
+        self.cache = PrefixTree(PAGE_SIZE, EVICTION_POLICIES[policy])
+        self.memory = PageMemory(num_pages + 1, self.cache)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages found, with a reference each."""
@@ -97,7 +97,7 @@ class Dictionary:
 
     def __init__(self, num_pages: int) -> None:
         self.cache = PageKeyCache()
-        self.memory = KvMemory(num_pages + 1, self.cache)
+        self.memory = PageMemory(num_pages + 1, self.cache)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Pages found, with a reference each."""

@@ -52,15 +52,15 @@ from serving.systems import Answer
 from step_kinds import StepCounts, StepKinds, described_steps, table_of_steps
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.constraints.masks import ConstraintState
-from weft.engine.constraints.vocabulary import load_vocabulary
-from weft.engine.llm import LLM, GeneratedSample
-from weft.engine.lora.files import DRAFT_FOLDER
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.demo import resolve_model
-from weft.engine.models.dtypes import resolve_dtype
-from weft.engine.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.features.constraints.masks import ConstraintState
+from weft.engine.features.constraints.vocabulary import load_vocabulary
+from weft.engine.loop.llm import LLM, GeneratedSample
 
 DRAFT = ROOT / "drafts" / "smollm2-135m-eagle3"
 PROMPTS = ROOT / "scripts" / "draft_training" / "held_out.json"

@@ -34,21 +34,21 @@ from rich.console import Console
 from rich.table import Table
 from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engine
 from weft.decode.events import batch_to_proto
-from weft.engine.config import EngineConfig
-from weft.engine.constraints.constraints import Constraints
-from weft.engine.engine import Engine
-from weft.engine.flight import FlightRecorder
-from weft.engine.intake import Intake
-from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.features.constraints.constraints import Constraints
+from weft.engine.loop.build import EngineParts
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.flight import FlightRecorder
+from weft.engine.loop.intake import Intake
 from weft.engine.memory.layout import PlaneLayout
-from weft.engine.memory.radix_cache import RadixCache
-from weft.engine.messages import EngineInfo, Inbox, Outbox, Submit
-from weft.engine.parts import EngineParts
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.batch import ForwardBatch
-from weft.engine.runner.runner import ModelRunner
-from weft.engine.transfer.plane import DataPlane
-from weft.engine.transfer.window import DirectWindow
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.protocol.messages import EngineInfo, Inbox, Outbox, Submit
+from weft.engine.transfer.exchange import DirectExchange
+from weft.engine.transfer.transport import Transport
 from weft.kernels.lora import LoraStep
 
 PAGE_SIZE = 16
@@ -214,7 +214,7 @@ class Bench:
         return took_s
 
     def _end_all(self) -> None:
-        self.turn_until_idle(Inbox(closed_sessions=[1]))
+        self.turn_until_idle(Inbox(closed_gateways=[1]))
         self.engine.memory.flush_cache()
 
     def turn_until_idle(self, inbox: Inbox | None) -> None:
@@ -234,8 +234,8 @@ class Bench:
             max_step_tokens=config.max_step_tokens,
         )
         digest = bytes(32)
-        prefixes = RadixCache(PAGE_SIZE)
-        plane = DataPlane(config, DirectWindow(runner.pool_bytes), lambda: None)
+        prefixes = PrefixTree(PAGE_SIZE)
+        plane = Transport(config, DirectExchange(runner.pool_bytes), lambda: None)
         info = EngineInfo(
             epoch=1,
             model_digest=digest,
@@ -257,7 +257,7 @@ class Bench:
         return EngineParts(
             runner=runner,
             layout=LAYOUT,
-            memory=KvMemory(num_pages, prefixes),
+            memory=PageMemory(num_pages, prefixes),
             prefixes=prefixes,
             intake=Intake(config, LAYOUT, digest, self._vocab_size, (), MAX_CONTEXT_TOKENS),
             constraints=Constraints(config, self._vocab_size, frozenset(), lambda: None),

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from rich.table import Table
-from weft.engine.engine import Engine
+from weft.engine.features.speculative.step_times import size_class
+from weft.engine.loop.engine import Engine
 from weft.engine.scheduler.plan import Plan, Run
-from weft.engine.speculative.step_times import size_class
 
 MOST_KINDS = 12
 """In a table: those that took most of the time."""

@@ -46,12 +46,12 @@ from weft.common.worker.fill_client import FillClient
 from weft.common.worker.frames import merge
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.messages import Inbox, Outbox, Submit
-from weft.engine.models.demo import resolve_model
-from weft.engine.parts import load_parts
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.messages import Inbox, Outbox, Submit
 from weft.engine.scheduler.state import FillRecord
 
 Row = Literal["cold", "device", "host", "disk", "store"]

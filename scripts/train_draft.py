@@ -50,8 +50,8 @@ from draft_training.writing import Writer, answer_held_out, write_held_out, writ
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weft.engine.llm import LLM
-from weft.engine.models.demo import resolve_model
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.loop.llm import LLM
 
 HELD_OUT = Path(__file__).with_name("draft_training") / "held_out.json"
 SIZES = (2048, 4096, 8192, 16384)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from weft.engine.messages import (
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.protocol.messages import (
     Cancel,
     FillCommand,
     FillerEvent,
@@ -20,7 +21,6 @@ from weft.engine.messages import (
     LeaseQuery,
     Submit,
 )
-from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.scheduler.state import FillCandidate
 
 from gpu_mesh.worker import FromWorker, run_worker

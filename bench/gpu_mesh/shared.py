@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.nixl import Notification, PoolRegion
 from weft.engine.transfer.staging_memory import pin
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.messages import FillCommand, FillReply, Inbox, LeaseReply, SessionBatch
-from weft.engine.parts import load_parts
-from weft.engine.transfer import staging_parts
+from weft.engine.base.config import EngineConfig
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.messages import FillCommand, FillReply, GatewayBatch, Inbox, LeaseReply
+from weft.engine.transfer import build as staging_parts
 
 from gpu_mesh.shared import VERSION, CopyReceiver, CopySenders, SharedPages
 
@@ -25,7 +25,7 @@ class FromWorker:
 
     at: float = 0.0
     """Seconds of the host's monotonic clock."""
-    sessions: list[SessionBatch] = field(default_factory=list)
+    sessions: list[GatewayBatch] = field(default_factory=list)
     fill_commands: list[FillCommand] = field(default_factory=list)
     fill_replies: list[FillReply] = field(default_factory=list)
     lease_replies: list[LeaseReply] = field(default_factory=list)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from weft.engine.lora.formats import read_adapter
-from weft.engine.models.config import ModelConfig
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.adapters.formats import read_adapter
 
 from serving.systems import Answer, load_transformers
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from weft.engine.errors import WeftError
+from weft.engine.base.errors import WeftError
 
 from serving.load import LoadError
 from serving.series import Ledger, Series

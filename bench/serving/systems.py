@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging as transformers_logging
-from weft.engine.llm import LLM, to_error
-from weft.engine.messages import Inbox, Submit
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM, to_error
+from weft.engine.protocol.messages import Inbox, Submit
 
 KV_MEMORY_BYTES = 512 << 20
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
 
 from .texts import Text
 

@@ -18,7 +18,7 @@ from weft.cli.chaos.mesh import ChaosMesh
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
 from weft.cli.chaos.run import answers_in_peace
 from weft.cli.chaos.tiny import TINY_NAME, make_tiny_model
-from weft.engine.faults import FaultSpec
+from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.chaos_mesh import Chaos, bear_quarantine
 
 pytestmark = [

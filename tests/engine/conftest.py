@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from weft.engine.config import EngineConfig
+from weft.engine.base.config import EngineConfig
 from weft.testing.models.threads import one_thread
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.models.demo import DEMO_NAME, resolve_model
+from weft.engine.checkpoint.demo import DEMO_NAME, resolve_model
 from weft.testing.meshes.local_mesh import LocalMesh
 from weft.testing.meshes.mesh_kinds import (
     DRAFTED_TOKENS,

@@ -28,7 +28,7 @@ from weft.cli.channel import (
     open_blocking_channel,
 )
 from weft.cli.numbers import MAX_SECONDS, number
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _LIST_TIMEOUT_S = 10.0

@@ -11,7 +11,7 @@ from typing import cast
 import grpc
 from weft.common.rpc import channel
 from weft.common.rpc.tls import Identity
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 """Metadata of a call."""

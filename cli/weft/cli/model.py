@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from weft.engine.errors import ModelError, WeftError
-from weft.engine.models import demo
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.digest import combine_digests, file_digest
-from weft.engine.models.dtypes import DTYPES, resolve_dtype
-from weft.engine.models.files import Progress as Report
-from weft.engine.models.files import weight_files
+from weft.engine.base.errors import ModelError, WeftError
+from weft.engine.checkpoint import demo
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.digest import combine_digests, file_digest
+from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
+from weft.engine.checkpoint.files import Progress as Report
+from weft.engine.checkpoint.files import weight_files
 
 
 def main(argv: Sequence[str]) -> int:

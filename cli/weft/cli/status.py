@@ -22,7 +22,7 @@ from weft.cli.channel import (
     open_channel,
 )
 from weft.common.rpc.tls import Identity
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 from weft.v1 import (
     common_pb2,
     gateway_pb2,

@@ -29,7 +29,7 @@ from weft.cli.channel import (
 )
 from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.rpc.tls import Identity
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 from weft.v1 import trace_pb2, trace_pb2_grpc
 
 _TIMEOUT_S = 10.0

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
-from weft.engine.llm import LLM, GeneratedSample
-from weft.engine.lora.rows import DevicePlace
-from weft.engine.lora.weights import HostWeights
-from weft.engine.messages import AdapterOrder, Inbox, SampleProgress, SessionEnd, Submit
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.features.lora.rows import DevicePlace
+from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.model.adapters.weights import HostWeights
+from weft.engine.protocol.messages import AdapterOrder, Inbox, SampleProgress, SessionEnd, Submit
 from weft.testing.engine.adapter_orders import check_random_orders
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.late_device import LateDevice

@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from weft.engine.errors import AdapterError, error_class
-from weft.engine.lora.digest import adapter_digest
-from weft.engine.lora.files import open_adapter
-from weft.engine.lora.formats import read_adapter
-from weft.engine.models.config import ModelConfig
+from weft.engine.base.errors import AdapterError, error_class
+from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.engine.checkpoint.adapters.files import open_adapter
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.adapters.formats import read_adapter
 from weft.testing.models.tiny_adapters import (
     CONFIG_FILE,
     PREFIX,

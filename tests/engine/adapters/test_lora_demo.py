@@ -8,9 +8,9 @@ import pytest
 from peft import PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
-from weft.engine.llm import LLM
-from weft.engine.models import demo
-from weft.engine.request import StopCriteria
+from weft.engine.base.request import StopCriteria
+from weft.engine.checkpoint import demo
+from weft.engine.loop.llm import LLM
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.threads import one_thread
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.errors import AdapterError
-from weft.engine.lora.adapter import Adapter
+from weft.engine.base.errors import AdapterError
+from weft.engine.model.adapters.adapter import Adapter
 from weft.testing.models.merged_adapters import (
     assert_equals_peft,
     assert_same_logits,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.errors import AdapterError
-from weft.engine.lora.digest import adapter_digest
-from weft.engine.lora.formats import read_adapter
-from weft.engine.lora.names import DENSE_KINDS
-from weft.engine.models.config import ModelConfig
+from weft.engine.base.errors import AdapterError
+from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.engine.checkpoint.adapters.names import DENSE_KINDS
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.adapters.formats import read_adapter
 from weft.testing.models.merged_adapters import assert_equals_peft
 from weft.testing.models.tiny_adapters import (
     PREFIX,

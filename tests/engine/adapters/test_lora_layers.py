@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.models.loader import load_model
+from weft.engine.model.loader import load_model
 from weft.testing.models.lora_models import RANKS, lora_step, make_adapters, make_experts, merge
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.tiny_models import make_tiny

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft.utils import ModulesToSaveWrapper
-from weft.engine.errors import AdapterError, ConfigError
-from weft.engine.llm import LLM
-from weft.engine.request import StopCriteria
+from weft.engine.base.errors import AdapterError, ConfigError
+from weft.engine.base.request import StopCriteria
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.lora_reference import BASE, PeftModels, load, unload_all
 from weft.testing.models.merged_adapters import merged, read

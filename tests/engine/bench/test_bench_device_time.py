@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.llm import LLM
+from weft.engine.loop.llm import LLM
 from weft.kernels import cpu
 from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.models.tiny_models import make_tiny

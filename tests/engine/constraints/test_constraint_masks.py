@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
-from weft.engine.config import EngineConfig
-from weft.engine.constraints import masks
-from weft.engine.constraints.constraints import Constraints
-from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.constraints.masks import (
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import Internal, InvalidRequest
+from weft.engine.base.request import Constraint, SamplingParams
+from weft.engine.features.constraints import masks
+from weft.engine.features.constraints.constraints import Constraints
+from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.features.constraints.masks import (
     ConstraintState,
     Mask,
     MaskJob,
@@ -23,9 +25,7 @@ from weft.engine.constraints.masks import (
     MaskRows,
     Masks,
 )
-from weft.engine.constraints.vocabulary import tokenizer_of
-from weft.engine.errors import Internal, InvalidRequest
-from weft.engine.request import Constraint, SamplingParams
+from weft.engine.features.constraints.vocabulary import tokenizer_of
 from weft.engine.scheduler.plan import DraftTree, parents_of
 from weft.engine.scheduler.state import State
 from weft.testing.kernels.kernel_checks import fresh_seed

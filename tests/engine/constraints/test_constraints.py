@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.constraints import compiling, masks
-from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.errors import Internal, InvalidRequest
-from weft.engine.llm import LLM
-from weft.engine.messages import Cancel, Inbox, Ping, SampleProgress
-from weft.engine.request import Constraint, Reasoning, StopCriteria
+from weft.engine.base.errors import Internal, InvalidRequest
+from weft.engine.base.request import Constraint, Reasoning, StopCriteria
+from weft.engine.features.constraints import compiling, masks
+from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Cancel, Inbox, Ping, SampleProgress
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
 from weft.testing.engine.random_schemas import person, varied_schemas
 from weft.testing.models.threads import one_thread

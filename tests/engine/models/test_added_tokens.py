@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from weft.cli.chaos.tiny import write_tokenizer
-from weft.engine.errors import AdapterError, ConfigError
-from weft.engine.llm import LLM, GeneratedSample
-from weft.engine.request import StopCriteria
+from weft.engine.base.errors import AdapterError, ConfigError
+from weft.engine.base.request import StopCriteria
+from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.models.lora_reference import BASE, PeftModels, unload_all
 from weft.testing.models.tiny_adapters import peft_model
 from weft.testing.models.tiny_drafts import make_tiny_draft, make_tiny_eagle

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from weft.engine.errors import ModelError
-from weft.engine.models import demo
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.digest import file_digest
-from weft.engine.models.loader import load_model
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint import demo
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.digest import file_digest
+from weft.engine.model.loader import load_model
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.threads import one_thread
 
 CONVERT = """
-from weft.engine.models.demo import resolve_model
+from weft.engine.checkpoint.demo import resolve_model
 def report(done, total):
     print(done, total, flush=True)
 print("at", resolve_model("demo", report), flush=True)

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine import device, parts
-from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
-from weft.engine.llm import LLM
-from weft.engine.lora.names import VOCABULARY
-from weft.engine.models.interface import CausalLM
-from weft.engine.models.loader import load_model
-from weft.engine.request import StopCriteria
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.request import StopCriteria
+from weft.engine.checkpoint.adapters.names import VOCABULARY
+from weft.engine.executor import device
+from weft.engine.loop import build as parts
+from weft.engine.loop.llm import LLM
+from weft.engine.model.interface import Model
+from weft.engine.model.loader import load_model
 from weft.testing.kernels.lora_cases import LoraCase
 from weft.testing.models.lora_models import LAYERS, RANKS, lora_step, make_adapters, make_experts
 from weft.testing.models.paging import PagedDriver, PagedRequest
@@ -46,7 +47,7 @@ def run_plain(driver: PagedDriver, work: Work) -> torch.Tensor:
 
 
 def in_parts(
-    model: CausalLM, prompt: list[int], sizes: list[int], run: Run = run_plain, slot: int = 0
+    model: Model, prompt: list[int], sizes: list[int], run: Run = run_plain, slot: int = 0
 ) -> torch.Tensor:
     """Logits of every position, computed in steps of these sizes, round and round."""
     driver, request, parts_ = PagedDriver(model, 100), PagedRequest(slot=slot), []

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.errors import ModelError
-from weft.engine.llm import LLM
-from weft.engine.models.config import ModelConfig
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.errors import ModelError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.loop.llm import LLM
 from weft.gateway.text.model_card import load_model_card
 from weft.testing.models.tiny_models import make_tiny
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.models.interface import CausalLM
-from weft.engine.models.loader import load_model
+from weft.engine.model.interface import Model
+from weft.engine.model.loader import load_model
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
@@ -72,7 +72,7 @@ class Pair:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.ours: CausalLM = load_model(path, "float32").model
+        self.ours: Model = load_model(path, "float32").model
         self.reference, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
         )

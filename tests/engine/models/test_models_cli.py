@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from weft.cli import model as command
-from weft.engine.models import demo
-from weft.engine.models.digest import file_digest
-from weft.engine.models.loader import load_model
+from weft.engine.checkpoint import demo
+from weft.engine.checkpoint.digest import file_digest
+from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_models import make_tiny
 
 

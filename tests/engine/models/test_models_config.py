@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.errors import ModelError
-from weft.engine.models import architectures
-from weft.engine.models.config import ModelConfig, RopeConfig, SlidingWindow
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint import architectures
+from weft.engine.checkpoint.config import ModelConfig, RopeConfig, SlidingWindow
 from weft.testing.models.tiny_models import tiny_config
 
 LLAMA3 = {

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.errors import ConfigError, ModelError
-from weft.engine.models import architectures, digest, registry
-from weft.engine.models.dtypes import cpu_has_fast_bfloat16, resolve_dtype
-from weft.engine.models.llama import LlamaForCausalLM
-from weft.engine.models.loader import LoadedModel, load_model
+from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.checkpoint import architectures, digest
+from weft.engine.checkpoint.dtypes import cpu_has_fast_bfloat16, resolve_dtype
+from weft.engine.model.archs import registry
+from weft.engine.model.archs.llama import LlamaForCausalLM
+from weft.engine.model.loader import LoadedModel, load_model
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny, save_weights
@@ -237,8 +238,8 @@ def test_an_unknown_architecture_is_refused_with_those_supported(model_dir: Path
 
 def test_other_distributions_add_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("Mine", "weft.engine.models.llama:LlamaForCausalLM", "weft.models"),
-        EntryPoint("Broken", "weft.engine.models.llama:Missing", "weft.models"),
+        EntryPoint("Mine", "weft.engine.model.archs.llama:LlamaForCausalLM", "weft.models"),
+        EntryPoint("Broken", "weft.engine.model.archs.llama:Missing", "weft.models"),
     ]
     monkeypatch.setattr(architectures, "entry_points", lambda group: points)
     assert registry.model_class("Mine") is LlamaForCausalLM

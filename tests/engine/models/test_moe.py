@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from weft.engine.errors import ModelError
-from weft.engine.models.config import ModelConfig, MoEConfig
-from weft.engine.models.loader import load_model
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.config import ModelConfig, MoEConfig
+from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.sampling.sampler import derive_seed
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.sampler import derive_seed
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import KnownDrafter, speculate
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_models import make_tiny

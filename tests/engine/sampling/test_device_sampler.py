@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from weft.engine.drawing import Drawing
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.sampling import Sampler, SampleRow, device_check
-from weft.engine.sampling.device import RowsOnDevice
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.draws import Drawing
+from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.executor import device_check
+from weft.engine.executor.device_sampling import RowsOnDevice
 from weft.engine.scheduler.plan import Plan
 from weft.testing.scheduling.bare_request import bare_request
 

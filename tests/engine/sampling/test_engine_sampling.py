@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.llm import LLM, GeneratedSample
-from weft.engine.messages import Inbox, Submit
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.protocol.messages import Inbox, Submit
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from weft.engine.errors import ContextTooLong, InvalidRequest
-from weft.engine.llm import LLM
-from weft.engine.messages import Cancel, Inbox, SampleProgress, Submit
-from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.base.errors import ContextTooLong, InvalidRequest
+from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Cancel, Inbox, SampleProgress, Submit
 from weft.testing.engine.constrained import Desk, Outcome
 from weft.testing.models.tiny_adapters import make_adapter, vocabulary_tensors, write_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft

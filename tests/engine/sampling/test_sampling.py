@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
-from weft.engine.errors import Internal, InvalidRequest
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.sampling import Sampler, SampleRow, derive_seed
+from weft.engine.base.errors import Internal, InvalidRequest
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.sampler import Sampler, SampleRow, derive_seed
 from weft.testing.kernels import naive_sampling
 from weft.testing.kernels.naive_sampling import NaiveParams
 

@@ -13,15 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from weft.engine.end_tokens import end_token_ids
-from weft.engine.llm import LLM
-from weft.engine.lora.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
-from weft.engine.models.demo import resolve_model
-from weft.engine.models.eagle3 import adaptable_shapes
-from weft.engine.models.eagle3_config import Eagle3Config
-from weft.engine.request import StopCriteria
-from weft.engine.speculative.adapted import AdaptedDrafter
-from weft.engine.speculative.draft_adapter import read_draft_adapter
+from weft.engine.base.end_tokens import end_token_ids
+from weft.engine.base.request import StopCriteria
+from weft.engine.checkpoint.adapters.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.eagle3_config import Eagle3Config
+from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.loop.llm import LLM
+from weft.engine.model.adapters.draft_adapter import read_draft_adapter
+from weft.engine.model.heads.eagle3 import adaptable_shapes
 from weft.testing.engine.drafters import RandomGate
 
 ROOT = Path(__file__).resolve().parents[3]

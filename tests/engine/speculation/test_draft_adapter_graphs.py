@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from weft.engine import parts
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.llm import LLM
-from weft.engine.lora.files import DRAFT_FOLDER, AdapterFiles, TensorEntry
-from weft.engine.lora.pool import LoraPool
-from weft.engine.models.eagle3 import Eagle3Head, adaptable_shapes
-from weft.engine.models.eagle3_config import Eagle3Config
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.speculative.draft_rows import DraftAdapterFiles
-from weft.engine.speculative.drafted import DraftedModel
-from weft.engine.speculative.gate import tree_shapes
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER, AdapterFiles, TensorEntry
+from weft.engine.checkpoint.eagle3_config import Eagle3Config
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.drafts.draft_rows import DraftAdapterFiles
+from weft.engine.features.speculative.gate import tree_shapes
+from weft.engine.loop import build as parts
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
 from weft.testing.engine.captured_drafts import capture_chains, capture_trees, num_replays
 from weft.testing.engine.draft_adapter_cases import PAGE, VOCAB, DraftAdapterCase, random_prompts
 from weft.testing.engine.drafters import KnownDrafter

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.engine import Engine
-from weft.engine.errors import AdapterError
-from weft.engine.llm import LLM
-from weft.engine.lora.files import DRAFT_FOLDER
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.speculative.adapted import AdaptedDrafter
-from weft.engine.speculative.draft_adapter import MODULES, read_draft_adapter
+from weft.engine.base.errors import AdapterError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.engine.model.adapters.draft_adapter import MODULES, read_draft_adapter
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead, check_chains
 from weft.testing.models.merged_adapters import merged, read

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.executor.drafts.chains import ChainGraphs, ChainShape, StaticChains, chain_shapes
+from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan
-from weft.engine.speculative.chains import ChainGraphs, ChainShape, StaticChains, chain_shapes
 from weft.testing.engine.captured_drafts import Recorded, capture, capture_chains
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import WatchedHead, check_chains

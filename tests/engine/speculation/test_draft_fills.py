@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.state import Timeline
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import (

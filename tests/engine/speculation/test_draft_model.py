@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, ModelError
-from weft.engine.llm import LLM
-from weft.engine.messages import Cancel, Inbox, Submit
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.step import StepArrays
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.executor.step import StepArrays
+from weft.engine.features.speculative.gate import DECAY, MeasuredGate
+from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Cancel, Inbox, Submit
 from weft.engine.scheduler.acceptance import Acceptance
 from weft.engine.scheduler.plan import DraftShape, VerifyItem
-from weft.engine.speculative.gate import DECAY, MeasuredGate
-from weft.engine.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.models.tiny_adapters import make_adapter

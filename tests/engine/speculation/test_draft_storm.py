@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.engine import Engine
-from weft.engine.speculative.gate import tree_shapes
+from weft.engine.features.speculative.gate import tree_shapes
+from weft.engine.loop.engine import Engine
 from weft.testing.engine.draft_storm import check_storm, draft_storm, known_of, samplings_of
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate
 from weft.testing.engine.eagle3_cases import (

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from weft.engine.llm import LLM
-from weft.engine.models.decoder_only import DecoderOnlyLM
-from weft.engine.models.eagle3 import load_eagle3
-from weft.engine.models.loader import load_model
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.speculative.draft_adapter import read_draft_adapter
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.engine.model.adapters.draft_adapter import read_draft_adapter
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.eagle3 import load_eagle3
+from weft.engine.model.loader import load_model
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_drafts import NaiveHead
 from weft.testing.models.tiny_models import make_tiny

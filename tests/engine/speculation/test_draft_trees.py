@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
-from weft.engine.llm import LLM, GeneratedSample
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.drawing.sampler import Sampler
+from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.memory.keys import PageKeys
-from weft.engine.messages import Submit
-from weft.engine.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.sampling.sampler import Sampler
+from weft.engine.protocol.messages import Submit
 from weft.engine.scheduler.plan import DraftShape, Plan
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import NotedRuns, speculate, texts_of

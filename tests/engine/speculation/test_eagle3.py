@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.models.decoder_only import DecoderOnlyLM
-from weft.engine.models.draft_head import load_draft_head
-from weft.engine.models.eagle import EagleHead
-from weft.engine.models.loader import load_model
-from weft.engine.runner.step import PageTable
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.executor.step import PageTable
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_head import load_draft_head
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.heads.eagle import EagleHead
+from weft.engine.model.loader import load_model
 from weft.engine.scheduler.plan import VerifyItem
-from weft.engine.speculative.drafted import DraftedModel
-from weft.engine.speculative.eagle import EagleDrafter
 from weft.kernels import cpu
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.threads import one_thread

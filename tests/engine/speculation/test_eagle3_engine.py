@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError, ModelError
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import KnownDrafter, speculate, texts_of
 from weft.testing.engine.eagle3_cases import WatchedHead, check_chains
 from weft.testing.models.tiny_adapters import make_adapter

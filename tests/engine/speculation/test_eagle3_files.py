@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.errors import ModelError
-from weft.engine.models.decoder_only import DecoderOnlyLM
-from weft.engine.models.eagle3 import load_eagle3
-from weft.engine.models.eagle3_config import default_aux_layers
-from weft.engine.models.loader import load_model
-from weft.engine.speculative.drafted import DraftedModel
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.eagle3_config import default_aux_layers
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.heads.eagle3 import load_eagle3
+from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_drafts import Tensors, head_entries, make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 

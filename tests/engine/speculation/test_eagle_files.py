@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.errors import ModelError
-from weft.engine.models.decoder_only import DecoderOnlyLM
-from weft.engine.models.draft_head import load_draft_head
-from weft.engine.models.loader import load_model
-from weft.engine.speculative.drafted import DraftedModel
+from weft.engine.base.errors import ModelError
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_head import load_draft_head
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_drafts import Tensors, head_entries, make_tiny_draft, make_tiny_eagle
 from weft.testing.models.tiny_models import make_tiny
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from weft.engine.engine import Engine
-from weft.engine.llm import LLM, GeneratedSample
-from weft.engine.models.demo import resolve_model
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.meshes.mesh_prompts import PROMPTS

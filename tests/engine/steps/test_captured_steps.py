@@ -12,18 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from weft.engine.drawing import Draw
-from weft.engine.llm import LLM
-from weft.engine.messages import Submit
-from weft.engine.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.runner import graphs
-from weft.engine.runner.runner import Drawable
-from weft.engine.runner.step import StepArrays
-from weft.engine.sampling.sampler import SampleRow, SamplesUnderWay
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.drawing.draws import Draw
+from weft.engine.drawing.sampler import SampleRow, SamplesUnderWay
+from weft.engine.executor import graphs
+from weft.engine.executor.runner import Drawable
+from weft.engine.executor.step import StepArrays
+from weft.engine.features.speculative.fixed_gate import FixedGate
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Submit
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
-from weft.engine.speculative.fixed_gate import FixedGate
 from weft.kernels import cpu
 from weft.testing.engine.captured_drafts import capture_chains
 from weft.testing.engine.captured_steps import RecordedSteps

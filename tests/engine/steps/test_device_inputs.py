@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.config import EngineConfig
-from weft.engine.lora.pool import LoraPool, plan_lora
-from weft.engine.lora.projections import projections_of
-from weft.engine.models.config import ModelConfig
-from weft.engine.runner.batch import ForwardBatch
-from weft.engine.runner.device_inputs import DeviceInputs
-from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import ALL_BEFORE, PageTable, StepArrays, StepDecodes
+from weft.engine.base.config import EngineConfig
+from weft.engine.checkpoint.adapters.projections import projections_of
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.executor.adapter_rows import LoraPool, plan_lora
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.ragged_columns import RaggedColumns
+from weft.engine.executor.step import ALL_BEFORE, PageTable, StepArrays, StepDecodes
+from weft.engine.model.batch import ForwardBatch
 from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.device_copies import Mark
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.device_inputs import DeviceInputs
-from weft.engine.runner.draw_graphs import DrawGraphs
-from weft.engine.runner.graphs import GraphBucket
-from weft.engine.runner.keeping import TokenKeeper
-from weft.engine.runner.step import PageTable, StepArrays, StepDecodes, StepRequests
-from weft.engine.sampling.device import CapturedDraws, Way
-from weft.engine.sampling.sampler import Sampler, SampleRow
+from weft.engine.base.device_copies import Mark
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.sampler import Sampler, SampleRow
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.device_sampling import CapturedDraws, Way
+from weft.engine.executor.draw_graphs import DrawGraphs
+from weft.engine.executor.graphs import GraphBucket
+from weft.engine.executor.keeping import TokenKeeper
+from weft.engine.executor.step import PageTable, StepArrays, StepDecodes, StepRequests
 from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.device_sampling import Field

@@ -7,7 +7,7 @@ import weakref
 from contextlib import suppress
 
 import pytest
-from weft.engine.runner.graphs import without_collection
+from weft.engine.executor.graphs import without_collection
 
 
 class _Cycle:

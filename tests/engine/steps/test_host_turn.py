@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine import host_turn
-from weft.engine.drawing import Draw, Drawn
-from weft.engine.host_turn import HostTurn
-from weft.engine.llm import LLM
-from weft.engine.lora.formats import read_adapter
-from weft.engine.lora.plan import DENSE
-from weft.engine.lora.projections import projections_of
-from weft.engine.lora.weights import host_weights
-from weft.engine.models.config import ModelConfig
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.runner.runner import ModelRunner
+from weft.engine.base import give_way as host_turn
+from weft.engine.base.give_way import HostPriority
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.adapters.plan import DENSE
+from weft.engine.checkpoint.adapters.projections import projections_of
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.drawing.draws import Draw, Drawn
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.loop.llm import LLM
+from weft.engine.model.adapters.formats import read_adapter
+from weft.engine.model.adapters.weights import host_weights
 from weft.engine.scheduler.plan import Plan
 from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_models import make_tiny, tiny_config
@@ -59,15 +59,15 @@ def test_every_part_of_reading_gives_way(tmp_path: Path, monkeypatch: pytest.Mon
     model, path = ModelConfig.from_dict(config), make_adapter(tmp_path / "adapter", config, 1)
     num_waits = 0
 
-    def counted(host: HostTurn, most_s: float) -> None:
+    def counted(host: HostPriority, most_s: float) -> None:
         nonlocal num_waits
         num_waits += 1
 
     monkeypatch.setattr(host_turn, "SLICE_S", 0.0)
-    monkeypatch.setattr(HostTurn, "wait", counted)
+    monkeypatch.setattr(HostPriority, "wait", counted)
     token = host_turn._guest.set(None)
     try:
-        HostTurn().enter_thread()
+        HostPriority().enter_thread()
         adapter = read_adapter(path, model, max_rank=64, dtype=torch.float32, parts={DENSE})
         num_modules = len(adapter.modules)
         assert num_modules >= 2 * model.num_layers

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine import faults
-from weft.engine.faults import FaultSpec
-from weft.engine.request import SamplingParams
+from weft.engine.base import faults
+from weft.engine.base.faults import FaultSpec
+from weft.engine.base.request import SamplingParams
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.engine.engine_pair import (
     WAYS,

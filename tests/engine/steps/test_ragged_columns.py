@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from weft.engine.models.loader import load_model
-from weft.engine.runner import graphs
-from weft.engine.runner.batch import ForwardBatch
-from weft.engine.runner.graphs import (
+from weft.engine.executor import graphs
+from weft.engine.executor.graphs import (
     MAX_RAGGED_TOKENS,
     GraphBucket,
     GraphBuckets,
@@ -19,9 +17,11 @@ from weft.engine.runner.graphs import (
     ragged_buckets,
     step_buckets,
 )
-from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.step import ALL_BEFORE, StepArrays
-from weft.engine.speculative.drafted import DraftedModel, load_drafted
+from weft.engine.executor.ragged_columns import RaggedColumns
+from weft.engine.executor.step import ALL_BEFORE, StepArrays
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.heads.drafted import DraftedModel, load_drafted
+from weft.engine.model.loader import load_model
 from weft.kernels import cpu
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.testing.kernels.tree_cases import path_to, random_parents, words_of

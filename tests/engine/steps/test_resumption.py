@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.llm import LLM
-from weft.engine.messages import Finished, Inbox, Ping, SampleProgress, Submit
-from weft.engine.outgoing import Outgoing
-from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
-from weft.engine.resumption import first_to_run
+from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.loop.llm import LLM
+from weft.engine.loop.outgoing import Outgoing
+from weft.engine.loop.resumption import first_to_run
+from weft.engine.protocol.messages import Finished, Inbox, Ping, SampleProgress, Submit
 from weft.engine.scheduler.state import FillCandidate
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.errors import Overloaded
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.errors import Overloaded
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny

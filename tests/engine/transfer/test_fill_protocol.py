@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.engine.messages import (
+from weft.engine.base.request import SamplingParams
+from weft.engine.protocol.handle import FillEvent
+from weft.engine.protocol.messages import (
     Cancel,
     FillCommand,
     FillerEvent,
@@ -23,9 +25,7 @@ from weft.engine.messages import (
     LeaseQuery,
     ProcessExited,
 )
-from weft.engine.request import SamplingParams
-from weft.engine.transfer import filler as filler_module
-from weft.engine.transfer.handle import FillEvent
+from weft.engine.sources import filler as filler_module
 from weft.testing.engine.engine_pair import (
     WAYS,
     EnginePair,

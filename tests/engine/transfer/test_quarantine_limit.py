@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
-from weft.engine.messages import LoadReport, Outbox
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.protocol.messages import LoadReport, Outbox
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from weft.testing.models.tiny_models import make_tiny
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError
-from weft.engine.messages import Cancel
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.messages import Cancel
 from weft.engine.scheduler.plan import Plan
-from weft.engine.transfer import page_mover
-from weft.engine.transfer.page_mover import DeviceMove, PageMover
-from weft.engine.transfer.staging_parts import stages_on_device
+from weft.engine.transfer import mover as page_mover
+from weft.engine.transfer.build import stages_on_device
+from weft.engine.transfer.mover import DeviceMove, PageMover
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from weft.testing.engine.local_plane import join_planes
 from weft.testing.models.tiny_models import make_tiny

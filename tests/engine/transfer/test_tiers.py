@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine import faults
-from weft.engine.errors import ConfigError
-from weft.engine.faults import FaultPoint, FaultSpec
+from weft.engine.base import faults
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.faults import FaultPoint, FaultSpec
+from weft.engine.executor import device_pool
+from weft.engine.executor.device_pool import DevicePool, PinnedRows
+from weft.engine.executor.runner import ModelRunner
 from weft.engine.memory.keys import PageKeys
-from weft.engine.messages import Cancel
-from weft.engine.runner import device_pool
-from weft.engine.runner.device_pool import DevicePool, PinnedRows
-from weft.engine.runner.runner import ModelRunner
-from weft.engine.tiers.tier import Page
+from weft.engine.protocol.messages import Cancel
+from weft.engine.sources.tiers.tier import Page
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine import faults
-from weft.engine.faults import FaultSpec
-from weft.engine.messages import Cancel
+from weft.engine.base import faults
+from weft.engine.base.background import BackgroundThread
+from weft.engine.base.faults import FaultSpec
+from weft.engine.protocol.messages import Cancel
 from weft.engine.scheduler.state import State
-from weft.engine.tiers import tiers
-from weft.engine.tiers.loads import LoadChunk
-from weft.engine.tiers.mover import BackgroundThread
+from weft.engine.sources.tiers import tiers
+from weft.engine.sources.tiers.loads import LoadChunk
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny
 

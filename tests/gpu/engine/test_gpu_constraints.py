@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from weft.engine.llm import LLM
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.constrained import Desk, check_schemas
 from weft.testing.engine.random_schemas import varied_schemas
 from weft.testing.models.tiny_models import make_tiny

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from weft.engine.errors import ConfigError
-from weft.engine.llm import LLM, GeneratedSample
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.kernels.attention import paged_attention
 from weft.kernels.gpu import fixed_linear as fixed
 from weft.kernels.gpu import moe as gpu_moe

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError
-from weft.engine.llm import LLM
-from weft.engine.messages import Inbox, Submit
-from weft.engine.parts import load_parts
-from weft.engine.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Inbox, Submit
 from weft.testing.models.float32_reference import reference_logits, reference_model, ties_of
 from weft.testing.models.tiny_models import make_tiny
 

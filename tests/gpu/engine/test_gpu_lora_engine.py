@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.engine import Engine
-from weft.engine.llm import LLM
-from weft.engine.request import StopCriteria
+from weft.engine.base.request import StopCriteria
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.adapter_orders import check_random_orders
 from weft.testing.models.float32_reference import ties_with
 from weft.testing.models.lora_reference import PeftModels

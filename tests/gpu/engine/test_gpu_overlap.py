@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.engine import Engine
-from weft.engine.errors import WeftError
-from weft.engine.llm import LLM
-from weft.engine.messages import Cancel, Inbox, Outbox, Submit
-from weft.engine.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.base.errors import WeftError
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Cancel, Inbox, Outbox, Submit
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.models.tiny_models import make_tiny
 

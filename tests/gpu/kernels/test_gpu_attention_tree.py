@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from weft.engine.models.loader import load_model
-from weft.engine.runner.ragged_columns import RaggedColumns
-from weft.engine.runner.runner import ModelRunner
-from weft.engine.runner.step import ALL_BEFORE, StepArrays
+from weft.engine.executor.ragged_columns import RaggedColumns
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.step import ALL_BEFORE, StepArrays
+from weft.engine.model.loader import load_model
 from weft.kernels.attention import paged_attention
 from weft.testing.kernels import tree_cases
 from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.config import EngineConfig
-from weft.engine.parts import load_parts
-from weft.engine.runner.graphs import GraphBucket
+from weft.engine.base.config import EngineConfig
+from weft.engine.executor.graphs import GraphBucket
+from weft.engine.loop.build import load_parts
 from weft.testing.engine.graph_nodes import kept_graphs, node_counts
 from weft.testing.models.tiny_models import tiny_config
 

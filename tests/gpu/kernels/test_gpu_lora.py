@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from weft.engine.models.loader import load_model
+from weft.engine.model.loader import load_model
 from weft.kernels.gpu.dependent_launch import launch_options
 from weft.kernels.gpu.moe import moe as gpu_moe
 from weft.kernels.gpu.moe_route import route as gpu_moe_route

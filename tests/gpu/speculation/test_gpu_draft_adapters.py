@@ -7,12 +7,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from weft.engine.engine import Engine
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.speculative.captured import Graph
-from weft.engine.speculative.eagle import EagleDrafter
-from weft.engine.speculative.gate import tree_shapes
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.executor.drafts.captured import Graph
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.features.speculative.gate import tree_shapes
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.draft_adapter_cases import PAGE, VOCAB, DraftAdapterCase, random_prompts
 from weft.testing.engine.drafters import KnownDrafter, RandomGate
 from weft.testing.engine.eagle3_cases import WatchedHead

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.speculative.model_drafter import ModelDrafter
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.features.speculative.model_drafter import ModelDrafter
+from weft.engine.loop.llm import LLM
 from weft.testing.engine.drafters import RandomGate
 from weft.testing.models.tiny_models import make_tiny
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.engine.llm import LLM
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import VerifyItem
-from weft.engine.speculative.eagle import EagleDrafter
 from weft.kernels.step_rows import SlotTokens
 from weft.testing.engine.drafters import KnownDrafter, KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import NotedChains, WatchedHead, check_chains

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.page_mover import DeviceMove, Lanes, PageMover
+from weft.engine.transfer.mover import DeviceMove, Lanes, PageMover
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import DeviceStagingPages, PinnedStagingPages
 from weft.kernels.page_digest import page_digests

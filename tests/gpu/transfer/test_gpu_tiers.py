@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine import faults
-from weft.engine.faults import FaultSpec
-from weft.engine.llm import LLM
-from weft.engine.messages import Cancel
-from weft.engine.request import StopCriteria
-from weft.engine.runner import device_pool
+from weft.engine.base import faults
+from weft.engine.base.faults import FaultSpec
+from weft.engine.base.request import StopCriteria
+from weft.engine.executor import device_pool
+from weft.engine.loop.llm import LLM
+from weft.engine.protocol.messages import Cancel
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny
 

@@ -189,7 +189,7 @@ memory = ctypes.create_string_buffer(8192)
 small = Stack(ctypes.addressof(memory), 0, 8192)
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(small), None) == 0
 import torch
-from weft.engine.device import missing_native
+from weft.engine.executor.device import missing_native
 from weft.kernels import cpu
 from weft.kernels.linear import linear, pack_linear
 native = cpu.native_cpu()

@@ -20,7 +20,7 @@ import grpc
 import httpx
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from weft.engine.faults import FaultSpec
+from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, worker_pb2, worker_pb2_grpc

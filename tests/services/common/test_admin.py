@@ -20,8 +20,8 @@ from weft.cli.up.state import locked_state_folder
 from weft.common.admin import AdminServer, read_token
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.settings import LogLevel, ServiceSettings, load_settings
-from weft.engine.errors import ConfigError, FaultsDisabled, InvalidRequest, Unauthenticated
-from weft.engine.faults import BOARD, FaultSpec, FaultState
+from weft.engine.base.errors import ConfigError, FaultsDisabled, InvalidRequest, Unauthenticated
+from weft.engine.base.faults import BOARD, FaultSpec, FaultState
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
 from weft.v1 import admin_pb2, admin_pb2_grpc, common_pb2, gateway_pb2

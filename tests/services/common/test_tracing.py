@@ -18,8 +18,8 @@ from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.telemetry.spans import Tracer, new_trace, parse_traceparent
 from weft.decode.spans import RequestSpans
-from weft.engine.messages import Failed, Failure, Finished, SessionBatch, Submit
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.protocol.messages import Failed, Failure, Finished, GatewayBatch, Submit
 from weft.engine.scheduler.state import FillRecord, Timeline
 from weft.testing.models.tiny_tokenizers import write_model_dir
 from weft.testing.services.fake_decode import Event, Script
@@ -197,7 +197,7 @@ def submit(context: str, n: int = 1) -> Submit:
     )
 
 
-def finished(sample: int, timeline: Timeline) -> SessionBatch:
+def finished(sample: int, timeline: Timeline) -> GatewayBatch:
     end = Finished(
         request_id="r",
         attempt=1,
@@ -208,7 +208,7 @@ def finished(sample: int, timeline: Timeline) -> SessionBatch:
         cached_prompt_tokens=0,
         timeline=timeline,
     )
-    return SessionBatch(session=1, finished=[end])
+    return GatewayBatch(session=1, finished=[end])
 
 
 def timeline(**values: Any) -> Timeline:
@@ -293,7 +293,7 @@ def test_failed_and_abandoned_requests_leave_nothing_open() -> None:
     spans.on_submit(submit(CLIENT.traceparent))
     failure = Failure(reason="OUT_OF_PAGES", message="none left")
     failed = Failed(request_id="r", attempt=1, failure=failure, timeline=timeline(admitted_s=0.1))
-    spans.on_batch(SessionBatch(session=1, failed=[failed]))
+    spans.on_batch(GatewayBatch(session=1, failed=[failed]))
     by_name = {span.name: span for span in tracer.find("r", 10)}
     assert by_name.keys() == {"queue", "request"}
     assert by_name["request"].error == "OUT_OF_PAGES: none left"

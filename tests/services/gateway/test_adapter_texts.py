@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from weft.common.adapters.manifest import Entry
 from weft.common.adapters.registry import Registry
-from weft.engine.errors import AdapterError
-from weft.engine.tokenizer_files import TokenizerFiles
+from weft.engine.base.errors import AdapterError
+from weft.engine.base.tokenizer_files import TokenizerFiles
 from weft.gateway.adapters import cards as adapter_texts
 from weft.gateway.adapters.cards import AdapterCards, CopyGone
 from weft.gateway.adapters.directory import AdapterDirectory

@@ -19,7 +19,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from weft.common.admin import read_token
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.errors import ConfigError, InvalidApiKey, Unauthenticated
+from weft.engine.base.errors import ConfigError, InvalidApiKey, Unauthenticated
 from weft.gateway.admission.authenticate import ApiKeys
 from weft.gateway.admission.keys import KeySet, Tenant, new_key, parse_hash, read_keys, write_keys
 from weft.testing.services.fake_decode import Script

@@ -14,7 +14,7 @@ import pytest_asyncio
 from weft.common.rpc.errors import from_rpc_error
 from weft.decode.assembly import Assembly
 from weft.decode.convert import submit_from_proto
-from weft.engine.errors import WeftError
+from weft.engine.base.errors import WeftError
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.errors import InvalidRequest
+from weft.engine.base.errors import InvalidRequest
 from weft.gateway.api.openai.bodies import (
     Body,
     ChatBody,

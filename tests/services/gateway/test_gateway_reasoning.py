@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import AddedToken
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.constraints.schema import prepare_schema
+from weft.engine.features.constraints.schema import prepare_schema
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.answering_mesh import Mesh
 from weft.testing.services.gateway_harness import MODEL, gateway

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from jsonschema import Draft202012Validator
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.constraints.schema import prepare_schema
+from weft.engine.features.constraints.schema import prepare_schema
 from weft.testing.models.tiny_tokenizers import byte_level_bpe
 from weft.testing.services.answering_mesh import Mesh
 from weft.testing.services.fake_decode import Script

@@ -12,7 +12,7 @@ import grpc
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_client import FillClient
 from weft.common.worker.frames import HEADER, parse_inbox
-from weft.engine.config import EngineConfig
+from weft.engine.base.config import EngineConfig
 from weft.testing.services.fill_commands import fill_command
 from weft.v1 import kv_pb2, prefill_pb2_grpc
 

@@ -16,8 +16,8 @@ import pytest
 from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.common.worker import host
 from weft.common.worker.settings import WorkerSettings
-from weft.engine.errors import PeerUnavailable
-from weft.engine.messages import EngineInfo, Inbox
+from weft.engine.base.errors import PeerUnavailable
+from weft.engine.protocol.messages import EngineInfo, Inbox
 from weft.prefill.service import PrefillService
 
 INFO = EngineInfo(

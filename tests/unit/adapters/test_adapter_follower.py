@@ -15,7 +15,14 @@ from weft.common.adapters.registry import MANIFEST, Registry, Stamp
 from weft.common.worker import adapters as module
 from weft.common.worker import change_log
 from weft.common.worker.adapters import AdapterFollower
-from weft.engine.messages import AdapterOrder, AdapterReply, AdapterState, Failure, Inbox, Outbox
+from weft.engine.protocol.messages import (
+    AdapterOrder,
+    AdapterReply,
+    AdapterState,
+    Failure,
+    Inbox,
+    Outbox,
+)
 from weft.v1 import worker_pb2
 
 ONE, TWO = b"\1" * 32, b"\2" * 32

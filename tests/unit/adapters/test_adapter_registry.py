@@ -24,9 +24,9 @@ from weft.common.adapters.manifest import (
     serialise,
 )
 from weft.common.adapters.registry import MANIFEST, Registry
-from weft.engine.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
-from weft.engine.lora.digest import adapter_digest
-from weft.engine.lora.files import DRAFT_FOLDER
+from weft.engine.base.errors import AdapterError, ConfigError, InvalidRequest, Overloaded, WeftError
+from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.testing.models.adapter_files import CONFIG, WEIGHTS, write_adapter
 
 MAX_BYTES = 1 << 20

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.engine.errors import AdapterError
-from weft.engine.lora.names import parse_name
-from weft.engine.lora.patterns import is_quick
-from weft.engine.lora.peft_config import PeftConfig
+from weft.engine.base.errors import AdapterError
+from weft.engine.checkpoint.adapters.names import parse_name
+from weft.engine.checkpoint.adapters.patterns import is_quick
+from weft.engine.checkpoint.adapters.peft_config import PeftConfig
 
 UNSLOTH = (
     r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from weft.engine.constraints.after_reasoning import AfterReasoning
-from weft.engine.errors import Internal
-from weft.engine.request import Reasoning
+from weft.engine.base.errors import Internal
+from weft.engine.base.request import Reasoning
+from weft.engine.features.constraints.after_reasoning import AfterReasoning
 from weft.engine.scheduler.plan import DraftTree, parents_of
 
 VOCAB = 41

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from weft.engine.tiers.mover import BackgroundThread
+from weft.engine.base.background import BackgroundThread
 
 TIMEOUT_S = 30.0
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from weft.engine.sampling import device_masks
-from weft.engine.sampling.device_masks import DeviceMasks
+from weft.engine.executor import device_masks
+from weft.engine.executor.device_masks import DeviceMasks
 
 WORDS = 5
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weft.engine.scheduler.plan import Plan, PlanItem
-from weft.engine.stats import (
+from weft.engine.loop.stats import (
     MIN_STALE_S,
     RATE_WINDOW_S,
     STALE_STEPS,
@@ -16,7 +15,8 @@ from weft.engine.stats import (
     UNKNOWN_STEP_S,
     EngineStats,
 )
-from weft.engine.transfer.cost import FillCosts
+from weft.engine.scheduler.plan import Plan, PlanItem
+from weft.engine.sources.cost import FillCosts
 
 MAX_STEP_TOKENS = 512
 

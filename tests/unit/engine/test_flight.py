@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.engine.flight import MAX_ITEMS, FlightRecorder, read_plan
+from weft.engine.loop.flight import MAX_ITEMS, FlightRecorder, read_plan
 from weft.engine.scheduler.plan import Plan, PlanItem
 
 ARRIVALS = itertools.count()

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from weft.engine import host_turn
-from weft.engine.host_turn import HostTurn, give_way
-from weft.engine.tiers.mover import BackgroundThread
+from weft.engine.base import give_way as host_turn
+from weft.engine.base.background import BackgroundThread
+from weft.engine.base.give_way import HostPriority, give_way
 
 TIMEOUT_S = 30.0
 
@@ -38,16 +38,16 @@ def reaches(goal: Callable[[], bool]) -> bool:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> HostTurn:
+def host(monkeypatch: pytest.MonkeyPatch) -> HostPriority:
     """It gives way at each piece, and waits end by the turn's end alone."""
     monkeypatch.setattr(host_turn, "SLICE_S", 0.0)
     monkeypatch.setattr(host_turn, "MAX_WAIT_S", TIMEOUT_S)
     monkeypatch.setattr(host_turn, "MAX_PATIENCE_S", 10 * TIMEOUT_S)
-    return HostTurn()
+    return HostPriority()
 
 
 @pytest.fixture
-def worker(host: HostTurn) -> Iterator[Worker]:
+def worker(host: HostPriority) -> Iterator[Worker]:
     worker, thread = Worker(), BackgroundThread("test", lambda: None, host)
     thread.give(worker)
     yield worker
@@ -56,7 +56,7 @@ def worker(host: HostTurn) -> Iterator[Worker]:
     thread.close()
 
 
-def test_work_stands_still_while_the_host_computes(host: HostTurn, worker: Worker) -> None:
+def test_work_stands_still_while_the_host_computes(host: HostPriority, worker: Worker) -> None:
     for _ in range(3):
         assert reaches(lambda begun=worker.num_pieces: worker.num_pieces > begun + 10)
         host.begin()
@@ -68,7 +68,7 @@ def test_work_stands_still_while_the_host_computes(host: HostTurn, worker: Worke
 
 
 def test_work_goes_on_beside_a_host_that_never_rests(
-    host: HostTurn, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    host: HostPriority, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # Before the thread starts: it may be about to wait for as long as was allowed before.
     monkeypatch.setattr(host_turn, "MAX_WAIT_S", 0.001)
@@ -82,14 +82,14 @@ def test_who_has_worked_little_waits_little(monkeypatch: pytest.MonkeyPatch) -> 
     """In all twice as long as it has worked, and what it had earned before."""
     now, waits = 100.0, list[float]()
 
-    def wait(host: HostTurn, most_s: float) -> None:
+    def wait(host: HostPriority, most_s: float) -> None:
         nonlocal now
         waits.append(most_s)
         now += most_s
 
-    monkeypatch.setattr(HostTurn, "wait", wait)
+    monkeypatch.setattr(HostPriority, "wait", wait)
     monkeypatch.setattr(host_turn.time, "perf_counter", lambda: now)
-    guest, worked = host_turn._Guest(HostTurn()), 0.0
+    guest, worked = host_turn._Guest(HostPriority()), 0.0
     guest.give_way()
     for _ in range(1000):
         now += host_turn.SLICE_S
@@ -104,7 +104,7 @@ def test_who_has_worked_little_waits_little(monkeypatch: pytest.MonkeyPatch) -> 
     assert waits[-1] == host_turn.MAX_WAIT_S
 
 
-def test_other_threads_give_way_to_nobody(host: HostTurn) -> None:
+def test_other_threads_give_way_to_nobody(host: HostPriority) -> None:
     host.begin()
     worker = Worker()
     thread = BackgroundThread("test", lambda: None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine import device_copies
-from weft.engine.device_copies import HostCopies, Marks, PinnedBuffers
+from weft.engine.base import device_copies
+from weft.engine.base.device_copies import HostCopies, Marks, PinnedBuffers
 
 
 class LateStream:

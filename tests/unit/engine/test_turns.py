@@ -9,14 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from weft.engine.errors import ConfigError
-from weft.engine.turns import in_turn
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.machine_lock import machine_lock
 
 HOLD = """
 import sys, time
-from weft.engine.turns import in_turn
+from weft.engine.base.machine_lock import machine_lock
 
-with in_turn(sys.argv[1], 5, lambda: None):
+with machine_lock(sys.argv[1], 5, lambda: None):
     print("mine", flush=True)
     time.sleep(60)
 """
@@ -39,17 +39,17 @@ def test_a_turn_is_waited_for_and_ends_with_its_process(
         told: list[str] = []
         with (
             pytest.raises(ConfigError, match=rf"weft-{name}.lock for 0 s.*kv_memory_bytes"),
-            in_turn(name, 0.3, lambda: told.append("wait")),
+            machine_lock(name, 0.3, lambda: told.append("wait")),
         ):
             raise AssertionError("it is the other's turn")
         assert told == ["wait"]
-        with in_turn(f"{name}-other", 0, never):
+        with machine_lock(f"{name}-other", 0, never):
             pass
         threading.Timer(0.5, holder.kill).start()
-        with in_turn(name, 30, lambda: told.append("again")):
+        with machine_lock(name, 30, lambda: told.append("again")):
             assert holder.poll() is not None or holder.wait(10)
         assert told == ["wait", "again"]
-        with in_turn(name, 0, never):
+        with machine_lock(name, 0, never):
             pass
     finally:
         holder.kill()
@@ -63,7 +63,7 @@ def test_a_file_that_is_something_else_is_refused(
     (tmp_path / "weft-test.lock").symlink_to(tmp_path / "elsewhere")
     with (
         pytest.raises(ConfigError, match=r"weft-test\.lock.*kv_memory_bytes"),
-        in_turn("test", 0, never),
+        machine_lock("test", 0, never),
     ):
         raise AssertionError("it is not opened")
     assert not (tmp_path / "elsewhere").exists()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
-from weft.engine.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
+from weft.engine.base.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
 from weft.gateway.admission.admission import Admission
 from weft.gateway.api.openai.bodies import ChatBody
 from weft.gateway.api.openai.parse import parse_body

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
-from weft.engine.memory.kv_memory import PageCounts
+from weft.engine.memory.page_memory import PageCounts
 from weft.kvstore.pages import Incoming, Offer, PageStore
 
 NUM_PAGES = 12  # Page 0 is not used.

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weft.common.worker.kv_feed import KvFeed
+from weft.engine.memory.events import MAX_CHANGE_PAGES, KvChange, KvEvents, KvRun
 from weft.engine.memory.keys import ROOT_KEY, PageKeys, short_key
-from weft.engine.memory.kv_events import MAX_CHANGE_PAGES, KvChange, KvEvents, KvRun
-from weft.engine.memory.kv_memory import KvMemory, OutOfPages
+from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 from weft.v1 import worker_pb2
 
@@ -39,7 +39,7 @@ def apply(held: dict[int, int], changes: Iterable[KvChange]) -> None:
 def test_changes_replay_to_what_the_cache_holds(seed: int) -> None:
     rng = random.Random(seed)
     index, events = PageKeyCache(), KvEvents(PAGE)
-    memory = KvMemory(24, index)
+    memory = PageMemory(24, index)
     memory.on_published.append(lambda _, key, parent: events.stored(key, parent))
     memory.on_evicted.append(events.removed)
     prompts = [[rng.randrange(2) for _ in range(6 * PAGE)] for _ in range(5)]

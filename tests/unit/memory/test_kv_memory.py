@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weft.engine.memory.keys import ROOT_KEY, PageKeys, namespace_digest, page_key
-from weft.engine.memory.kv_memory import NULL_PAGE, KvMemory, OutOfPages
+from weft.engine.memory.page_memory import NULL_PAGE, OutOfPages, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 
 NUM_PAGES = 12
@@ -27,7 +27,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PageKeyCache()
-        self.memory = KvMemory(NUM_PAGES, self.index, tracks_freed=True)
+        self.memory = PageMemory(NUM_PAGES, self.index, tracks_freed=True)
         self.held: list[list[int]] = []
         self.quarantined: list[int] = []
         self.published: dict[bytes, int] = {}
@@ -135,7 +135,7 @@ TestMemory = MemoryMachine.TestCase
 
 def test_least_recently_used_pages_go_first() -> None:
     index = PageKeyCache()
-    memory = KvMemory(4, index)
+    memory = PageMemory(4, index)
     evicted: list[bytes] = []
     memory.on_evicted.append(evicted.append)
     pages = memory.allocate(3)
@@ -152,7 +152,7 @@ def test_least_recently_used_pages_go_first() -> None:
 
 def test_a_prompt_is_evicted_from_its_end() -> None:
     index = PageKeyCache()
-    memory = KvMemory(11, index)
+    memory = PageMemory(11, index)
     keys = [bytes([number]) for number in range(9)]
     pages = memory.allocate(9)
     for key, page in zip(keys, pages, strict=True):
@@ -164,7 +164,7 @@ def test_a_prompt_is_evicted_from_its_end() -> None:
 
 
 def test_pages_are_wiped_when_they_change_namespace() -> None:
-    memory = KvMemory(4, None)
+    memory = PageMemory(4, None)
     first = memory.allocate(3, b"tenant a")
     assert memory.take_wipes() == []
     memory.release(first)
@@ -175,7 +175,7 @@ def test_pages_are_wiped_when_they_change_namespace() -> None:
 
 
 def test_without_an_index_released_pages_are_free() -> None:
-    memory = KvMemory(4, None)
+    memory = PageMemory(4, None)
     pages = memory.allocate(2)
     memory.release(pages)
     assert memory.counts().free == 3

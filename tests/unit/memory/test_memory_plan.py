@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from weft.engine.errors import ConfigError
-from weft.engine.memory.layout import PlaneLayout
-from weft.engine.runner.memory_plan import (
+from weft.engine.base.errors import ConfigError
+from weft.engine.executor.memory_plan import (
     MemoryNeeds,
     describe_pool,
     free_of_share,
@@ -16,6 +15,7 @@ from weft.engine.runner.memory_plan import (
     pages_of,
     sampling_bytes,
 )
+from weft.engine.memory.layout import PlaneLayout
 
 GIB = 1 << 30
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
 from weft.engine.memory.keys import ROOT_KEY, page_key, token_bytes
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
@@ -60,8 +60,8 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(sorted(EVICTION_POLICIES)))
     def begin(self, name: EvictionName) -> None:
         self.name = name
-        self.cache = RadixCache(SIZE, EVICTION_POLICIES[name])
-        self.memory = KvMemory(NUM_PAGES, self.cache)
+        self.cache = PrefixTree(SIZE, EVICTION_POLICIES[name])
+        self.memory = PageMemory(NUM_PAGES, self.cache)
         self.memory.on_published.append(self.on_published)
         self.memory.on_evicted.append(self.on_evicted)
         self.pages = RequestPages(self.memory, self.cache, SIZE)
@@ -256,8 +256,8 @@ class Bench:
 
     def __init__(self, num_pages: int, name: EvictionName = "lru", size: int = 4) -> None:
         self.size = size
-        self.cache = RadixCache(size, EVICTION_POLICIES[name])
-        self.memory = KvMemory(num_pages + 1, self.cache)
+        self.cache = PrefixTree(size, EVICTION_POLICIES[name])
+        self.memory = PageMemory(num_pages + 1, self.cache)
         self.pages = RequestPages(self.memory, self.cache, size)
 
     def run(self, tokens: list[int], priority: int = 0, namespace: bytes = bytes(32)) -> int:
@@ -349,7 +349,7 @@ def test_matches_end_inside_the_page_with_the_longest_common_start() -> None:
         assert longest == brute
 
 
-def full_prefixes(cache: RadixCache) -> list[tuple[int, ...]]:
+def full_prefixes(cache: PrefixTree) -> list[tuple[int, ...]]:
     """Everything in the cache, by a walk of its own."""
     prefixes = []
     stack = [(root, ()) for root in cache._roots.values()]

@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from weft.engine.memory.chat_pins import SessionKey, SessionPins
 from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.memory.radix_cache import RadixCache
-from weft.engine.memory.session_pins import SessionKey, SessionPins
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
@@ -30,8 +30,8 @@ class Chats:
         ttl_s: float = 100.0,
         name: EvictionName = "lru",
     ) -> None:
-        self.cache = RadixCache(SIZE, EVICTION_POLICIES[name])
-        self.memory = KvMemory(num_pages + 1, self.cache)
+        self.cache = PrefixTree(SIZE, EVICTION_POLICIES[name])
+        self.memory = PageMemory(num_pages + 1, self.cache)
         self.memory.on_evicted.append(self._evicted)
         self.pages = RequestPages(self.memory, self.cache, SIZE)
         self.max_pages = max_pages

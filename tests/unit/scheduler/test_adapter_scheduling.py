@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft.engine.errors import AdapterError, PeerUnavailable, WeftError
-from weft.engine.lora import manager as manager_module
-from weft.engine.lora.host_cache import AdapterWeights
-from weft.engine.lora.limits import LoraLimits
-from weft.engine.lora.manager import AdapterManager
-from weft.engine.lora.rows import DevicePlace
-from weft.engine.messages import AdapterOrder
+from weft.engine.base.errors import AdapterError, PeerUnavailable, WeftError
+from weft.engine.features.lora import manager as manager_module
+from weft.engine.features.lora.host_cache import AdapterWeights
+from weft.engine.features.lora.limits import LoraLimits
+from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.features.lora.rows import DevicePlace
+from weft.engine.protocol.messages import AdapterOrder
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
 from weft.engine.scheduler.state import Request, State

@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from typing import Any
 
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.messages import FillReply, FillStart
-from weft.engine.transfer import filler
-from weft.engine.transfer.data_budget import DataBudget
-from weft.engine.transfer.filler import Filler
-from weft.engine.transfer.handle import FillEvent
-from weft.engine.transfer.lease import ShipChunk, ShipResult
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.handle import FillEvent
+from weft.engine.protocol.messages import FillReply, FillStart
+from weft.engine.sources import filler
+from weft.engine.sources.data_budget import DataBudget
+from weft.engine.sources.filler import Filler
+from weft.engine.sources.lease import ShipChunk, ShipResult
 from weft.testing.services.fill_commands import fill_handle
 from weft.testing.services.ready_prompts import ReadyPrompts
 
@@ -73,7 +73,7 @@ def lease_of(stream: int) -> bytes:
 def test_what_many_fills_send_is_bounded_and_all_end(monkeypatch: Any) -> None:
     monkeypatch.setattr(filler, "MAX_DATA_CHUNK_BYTES", PAGE_BYTES)
     monkeypatch.setattr(filler, "DataBudget", lambda: DataBudget(MOST))
-    memory, streams = KvMemory(20, None), Streams()
+    memory, streams = PageMemory(20, None), Streams()
     prompts = ReadyPrompts(memory.allocate(NUM_PAGES))
     parts: Any = (prompts, streams)
     tested = streams.filler = Filler(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from weft.engine.scheduler.state import FillCandidate, FillRecord
-from weft.engine.transfer.cost import MAX_TRIES, MIN_RESTS, TRY_AGAIN, FillCosts, FillDecision
+from weft.engine.sources.cost import MAX_TRIES, MIN_RESTS, TRY_AGAIN, FillCosts, FillDecision
 
 PAGE = 16
 PAGE_BYTES = 1 << 16

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weft.engine.config import EngineConfig
-from weft.engine.fill_jobs import ComputeJobs
+from weft.engine.base.config import EngineConfig
+from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.testing.services.fill_commands import fill_handle
 
 

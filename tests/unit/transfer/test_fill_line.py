@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weft.engine.scheduler.state import State
-from weft.engine.transfer.fill_queue import FillQueue
+from weft.engine.sources.fill_queue import FillQueue
 
 PATIENCE_S = 5.0
 

@@ -11,11 +11,11 @@ import pytest
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import handle_to_proto
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.messages import FillStart
-from weft.engine.transfer.filler import Filler
-from weft.engine.transfer.handle import FillEvent, KvHandle
-from weft.engine.transfer.lease import ShipResult
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.handle import FillEvent, KvHandle
+from weft.engine.protocol.messages import FillStart
+from weft.engine.sources.filler import Filler
+from weft.engine.sources.lease import ShipResult
 from weft.testing.services.fill_commands import fill_handle, nixl_target
 from weft.testing.services.ready_prompts import ReadyPrompts
 from weft.v1 import common_pb2, kv_pb2
@@ -91,7 +91,7 @@ def handle_of(memory_type: str) -> KvHandle:
 )
 async def test_all_chunks_are_shipped(memory_type: str, transport: int) -> None:
     """Also where the owner offers memory of a kind that this filler cannot write to."""
-    memory, shipper = KvMemory(20, None), Shipper()
+    memory, shipper = PageMemory(20, None), Shipper()
     jobs = ReadyPrompts(memory.allocate(4))
     port: Any = None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from weft.common.worker.fills import handle_from_proto, handle_to_proto
-from weft.engine.errors import InvalidRequest
-from weft.engine.transfer.handle import KvHandle, NixlTargetInfo
+from weft.engine.base.errors import InvalidRequest
+from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
 from weft.v1 import kv_pb2
 
 HANDLE = KvHandle(

@@ -6,14 +6,20 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.memory.radix_cache import RadixCache
-from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, StoreSegment
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.protocol.handle import NixlTargetInfo
+from weft.engine.protocol.messages import (
+    StoreAnswer,
+    StoreLookup,
+    StorePut,
+    StorePutResult,
+    StoreSegment,
+)
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
-from weft.engine.store import MAX_OPEN_PUTS, RETRY_S, StoreLink
+from weft.engine.sources.store import MAX_OPEN_PUTS, RETRY_S, StoreLink
 from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
-from weft.engine.transfer.handle import NixlTargetInfo
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.services.fill_commands import nixl_target
 
@@ -69,8 +75,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.now = 0.0
-        cache = RadixCache(PAGE)
-        self.memory = KvMemory(2000, cache)
+        cache = PrefixTree(PAGE)
+        self.memory = PageMemory(2000, cache)
         self.pages = RequestPages(self.memory, cache, PAGE)
         self.plane = FakePlane()
         self.sent: list[StoreLookup | StorePut] = []
@@ -253,7 +259,7 @@ def test_what_went_with_the_store_is_put_when_it_is_found_again(bench: Bench) ->
 
 
 def test_few_keys_of_dropped_pages_are_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.store.MAX_REMEMBERED_KEYS", 2)
+    monkeypatch.setattr("weft.engine.sources.store.MAX_REMEMBERED_KEYS", 2)
     request = bench.request(3)
     bench.link.offer(request, 0, 3)
     (put,) = bench.puts()

@@ -7,18 +7,18 @@ from collections import defaultdict
 
 import pytest
 from weft.decode.events import MAX_EVENT_BYTES, MAX_FILLS, batch_to_proto, merge_batches
-from weft.engine.messages import (
+from weft.engine.base.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
+from weft.engine.protocol.messages import (
     Accepted,
     Failed,
     Failure,
     Finished,
+    GatewayBatch,
     Pong,
     Preempted,
-    SessionBatch,
     TokenColumns,
     Tokens,
 )
-from weft.engine.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
 from weft.engine.scheduler.state import FillRecord, Timeline
 from weft.v1 import decode_pb2
 
@@ -30,7 +30,7 @@ def request_id(number: int) -> str:
     return f"{number:016x}" + "é" * 24
 
 
-def events_of(batch: SessionBatch) -> list[decode_pb2.SessionEvent]:
+def events_of(batch: GatewayBatch) -> list[decode_pb2.SessionEvent]:
     events = list(batch_to_proto(batch, "w" * 64, 1.5))
     sizes = [event.ByteSize() for event in events]
     assert max(sizes) <= MAX_EVENT_BYTES
@@ -70,7 +70,7 @@ def test_tokens_of_one_entry_are_split(num_top: int | None) -> None:
     sent = [tokens_of(1, many, 7, num_top), tokens_of(2, 1, 0, num_top), tokens_of(3, 300)]
     got: dict[str, list[int]] = defaultdict(list)
     firsts = {request_id(1): 7, request_id(2): 0, request_id(3): 0}
-    events = events_of(SessionBatch(session=1, tokens=list(sent)))
+    events = events_of(GatewayBatch(session=1, tokens=list(sent)))
     assert len(events) > 1
     alternatives = 0
     for event in events:
@@ -95,7 +95,7 @@ def test_log_probabilities_of_a_prompt_are_split_and_come_first(num_top: int) ->
         for number, n in enumerate(counts)
     ]
     # Merged, as where a gateway reads late.
-    batches = [SessionBatch(session=1, prompt_logprobs=[one]) for one in sent]
+    batches = [GatewayBatch(session=1, prompt_logprobs=[one]) for one in sent]
     batches[0].tokens.append(tokens_of(9, 1))
     events = events_of(merge_batches(batches))
     assert len(events) > 1
@@ -121,7 +121,7 @@ def test_every_kind_of_entry_counts() -> None:
     failure = Failure(
         reason="INTERNAL", message="é" * 5000, stage="decode", param="p" * 900, retry_after_s=1.0
     )
-    batch = SessionBatch(
+    batch = GatewayBatch(
         session=1,
         accepted=[Accepted(request_id=key, attempt=attempt) for key, attempt in keys],
         tokens=[tokens_of(number, 1) for number in range(5_000)],
@@ -170,7 +170,7 @@ def test_merged_tokens_keep_their_log_probabilities() -> None:
         tokens_of(1, 2, 4, num_top=2),
     )
     expected = repeated.ids + stepped.ids + next_step.ids
-    batches = [SessionBatch(session=1, tokens=[t]) for t in (repeated, stepped, next_step)]
+    batches = [GatewayBatch(session=1, tokens=[t]) for t in (repeated, stepped, next_step)]
     (event,) = events_of(merge_batches(batches))
     assert [len(tokens.ids) for tokens in event.tokens] == [3, 3]
     assert [token for tokens in event.tokens for token in tokens.ids] == expected
@@ -195,7 +195,7 @@ def test_columns_say_what_entries_say() -> None:
             ids,
             {row: logprob(ids[row], 2) for row in wanted},
         )
-        batches.append(SessionBatch(session=1, columns=[columns]))
+        batches.append(GatewayBatch(session=1, columns=[columns]))
         for row, number in enumerate(numbers):
             expected[number].append((index + number, ids[row], row in wanted))
         told = [tokens for event in events_of(batches[-1]) for tokens in event.tokens]

@@ -22,7 +22,7 @@ from weft.cli.numbers import number, whole_number
 from weft.cli.up.ports import free_run
 from weft.cli.up.process import ExitedEarly
 from weft.cli.up.settings import UpSettings
-from weft.engine.errors import WeftError
+from weft.engine.base.errors import WeftError
 
 # A fill that stands still is given up soon, and pages are few: faults meet each other's traces.
 _FILLS = "--lease-s 4 --renew-interval-s 1 --fill-progress-timeout-s 1.5 --poison-free-pages"
@@ -159,7 +159,7 @@ def _model(name: str, folder: Path, seed: int) -> tuple[Path, str]:
     if name == TINY_NAME:
         return make_tiny_model(folder / TINY_NAME, seed), TINY_NAME
     # Here, for `--help` to be quick.
-    from weft.engine.models.demo import resolve_model
+    from weft.engine.checkpoint.demo import resolve_model
 
     path = resolve_model(name)
     return path, path.name

@@ -25,7 +25,7 @@ from weft.cli.up.state import locked_state_folder
 from weft.cli.up.supervisor import RestartBackoff, Supervisor
 from weft.common.admin import read_token
 from weft.common.faults import spec_to_proto
-from weft.engine.faults import FaultSpec
+from weft.engine.base.faults import FaultSpec
 from weft.v1 import (
     admin_pb2,
     admin_pb2_grpc,

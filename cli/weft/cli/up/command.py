@@ -28,7 +28,7 @@ from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.common.admin import read_token
 from weft.common.settings import load_settings
-from weft.engine.errors import ConfigError, WeftError
+from weft.engine.base.errors import ConfigError, WeftError
 
 _TAIL_LINES = 25
 
@@ -131,9 +131,9 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     """
     # Here, for `weft up --help` to be quick.
     from weft.cli.model import progress_bar
-    from weft.engine.models.config import ModelConfig
-    from weft.engine.models.demo import DEMO_MODEL, DEMO_NAME, resolve_model
-    from weft.engine.models.dtypes import resolve_dtype
+    from weft.engine.checkpoint.config import ModelConfig
+    from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, resolve_model
+    from weft.engine.checkpoint.dtypes import resolve_dtype
 
     for device in settings.device or ["cpu"]:
         resolve_dtype(settings.dtype, device)

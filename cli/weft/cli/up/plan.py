@@ -17,7 +17,7 @@ from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import list_text
-from weft.engine.models.eagle_config import head_kind
+from weft.engine.checkpoint.eagle_config import head_kind
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1

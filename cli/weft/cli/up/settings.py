@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from weft.common.settings import LogLevel, Settings, is_loopback
-from weft.engine.config import DrafterName
+from weft.engine.base.config import DrafterName
 
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 

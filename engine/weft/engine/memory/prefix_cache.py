@@ -24,7 +24,7 @@ class Evicted(NamedTuple):
 
 
 class PageIndex(Protocol):
-    """Index of published pages. It holds no references: `KvMemory` reports which are in use."""
+    """Index of published pages. It holds no references: `PageMemory` reports which are in use."""
 
     def has_page(self, page: int) -> bool:
         """Whether the page is indexed."""

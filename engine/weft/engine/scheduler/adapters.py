@@ -11,7 +11,7 @@ from weft.engine.scheduler.state import Request
 
 
 class AdapterResidency(Protocol):
-    """Residency of adapters on the device (`weft.engine.lora.residency`)."""
+    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
 
     def begin(self, digest: bytes) -> None:
         """Registers a request that needs the adapter; `end` must follow."""

@@ -8,7 +8,7 @@ from weft.engine.scheduler.state import Request, State
 
 
 class Fills(Protocol):
-    """Other sources of a request's pages (`weft.engine.transfer.owner`, `weft.engine.tiers`)."""
+    """Other sources of a request's pages (`weft.engine.sources.owner`, `weft.engine.sources.tiers`)."""
 
     def next_state(self, request: Request) -> State:
         """Next state of an admitted request: LOADING, FILLING or PREFILLING."""

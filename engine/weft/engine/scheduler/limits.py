@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.engine.config import EngineConfig
+from weft.engine.base.config import EngineConfig
 
 
 class SchedulerLimits(NamedTuple):

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.engine.memory.keys import token_bytes
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.memory.radix_cache import NO_MATCH, Match, Node, RadixCache
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import NO_MATCH, Match, Node, PrefixTree
 from weft.engine.scheduler.state import Request
 
 
@@ -42,7 +42,7 @@ class RequestPages:
         page_size: token positions a page.
     """
 
-    def __init__(self, memory: KvMemory, cache: RadixCache | None, page_size: int) -> None:
+    def __init__(self, memory: PageMemory, cache: PrefixTree | None, page_size: int) -> None:
         self.memory = memory
         self._cache = cache
         self._page_size = page_size
@@ -186,7 +186,7 @@ class RequestPages:
             self.memory.published(node.page, node.key, node.parent.key)
         return True
 
-    def _publish_one(self, cache: RadixCache, request: Request, leaf: Node, index: int) -> None:
+    def _publish_one(self, cache: PrefixTree, request: Request, leaf: Node, index: int) -> None:
         size, page = self._page_size, request.pages[index]
         data = token_bytes(request.tokens[index * size : (index + 1) * size])
         key = request.keys.key_of(request.tokens, index, data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, overload
 
-from weft.engine.request import TokenLogprob
+from weft.engine.base.request import TokenLogprob
 from weft.engine.scheduler.columns import (
     NO_NUMBERS,
     BoolArray,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from weft.engine.memory.kv_memory import KvMemory, OutOfPages
+from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.columns import BoolArray, RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -57,7 +57,7 @@ class RunningPlans:
         self._page_size = limits.page_size
         self._max_step_tokens = limits.max_step_tokens
         self._pages = pages
-        self._memory: KvMemory = pages.memory
+        self._memory: PageMemory = pages.memory
         self._preempt = preempt
         self._columns: RunningColumns | None = None
         """Columns of what runs; None: yet to be made."""

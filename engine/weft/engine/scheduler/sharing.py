@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.memory.radix_cache import Match
+from weft.engine.memory.tree import Match
 from weft.engine.scheduler.state import Request, State
 
 _MAKES_PAGES = (State.LOADING, State.FILLING, State.PREFILLING)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from weft.engine.errors import WeftError
+from weft.engine.base.errors import WeftError
+from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.memory.keys import PageKeys
-from weft.engine.memory.radix_cache import Node
-from weft.engine.request import SamplingParams, StopCriteria
+from weft.engine.memory.tree import Node
 from weft.engine.scheduler.acceptance import Acceptance
 
 

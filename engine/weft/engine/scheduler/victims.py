@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.engine.memory.kv_memory import KvMemory
+from weft.engine.memory.page_memory import PageMemory
 from weft.engine.scheduler.state import Request
 
 
@@ -21,7 +21,7 @@ class Victims:
         by_priority: priorities count.
     """
 
-    def __init__(self, memory: KvMemory, page_size: int, *, by_priority: bool) -> None:
+    def __init__(self, memory: PageMemory, page_size: int, *, by_priority: bool) -> None:
         self._memory = memory
         self._page_size = page_size
         self._by_priority = by_priority

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine import faults
+from weft.engine.base import faults
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging import StagingPages
 

@@ -25,8 +25,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from weft.engine.clock import Clock, monotonic
-from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.base.clock import Clock, monotonic
+from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_available
 from weft.engine.transfer.nixl_peer import Operation, PeerKey, TransferHandle, new_agent_name
 from weft.engine.transfer.nixl_pool import PeerPool

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.clock import Clock
-from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.base.clock import Clock
+from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.nixl_binding import load_binding
 from weft.engine.transfer.nixl_peer import Operation, Peer, PeerKey, TransferHandle
 from weft.engine.transfer.nixl_wire import PoolRegion, TransferError, check_target

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.errors import WeftError
+from weft.engine.base.errors import WeftError
+from weft.engine.protocol.handle import LEASE_ID_BYTES, NixlTargetInfo
 from weft.engine.transfer.digest import WORD_BYTES
-from weft.engine.transfer.handle import LEASE_ID_BYTES, NixlTargetInfo
 
 MAX_METADATA_BYTES = 64 << 10
 MAX_AGENT_NAME_CHARS = 256

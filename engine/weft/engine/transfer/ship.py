@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.engine import faults
-from weft.engine.transfer.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.transfer.lease import RAN_OUT, ShipChunk, ShipResult
+from weft.engine.base import faults
+from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.engine.sources.lease import RAN_OUT, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
     PeerKey,
     SendAgents,

@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import numpy as np
-from weft.engine import faults
-from weft.engine.device_copies import Mark
+from weft.engine.base import faults
+from weft.engine.base.device_copies import Mark
 from weft.engine.transfer.digester import (
     CLOSE_TIMEOUT_S,
     MAX_PUT_PAGES,
@@ -43,7 +43,7 @@ class StagingMove(Protocol):
 
 
 class StagingMover(Protocol):
-    """Copies between pool and staging area (`weft.engine.transfer.page_mover`)."""
+    """Copies between pool and staging area (`weft.engine.transfer.mover`)."""
 
     def mark(self) -> Mark:
         """A mark of what the engine has enqueued so far. Called by the engine's thread."""

@@ -1,7 +1,7 @@
 """Staging pages, through which the pages of a pool on a device are transferred.
 
 What peers write to, and what is read from here by them, is this area; the pool itself is reached by
-copies between the two (`weft.engine.transfer.page_mover`). It has two parts:
+copies between the two (`weft.engine.transfer.mover`). It has two parts:
 
     landing    destinations of fills. A page belongs to a fill from before its filler is asked until
                its content was accepted, or until it is certain that no write to it can arrive:

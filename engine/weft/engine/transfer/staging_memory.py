@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 from weft.engine.transfer.nixl_wire import PoolRegion, TransferError
 from weft.engine.transfer.staging import StagingPages
 from weft.kernels.memory import huge_zeros

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.engine.errors import InvalidRequest
+from weft.engine.base.errors import InvalidRequest
 from weft.v1 import decode_pb2
 
 MAX_PROMPT_TOKENS = 4 << 20

@@ -6,9 +6,8 @@ import math
 from typing import Literal
 
 from weft.decode.assembly import Assembly
-from weft.engine.errors import InvalidRequest
-from weft.engine.messages import SampleProgress, Submit
-from weft.engine.request import (
+from weft.engine.base.errors import InvalidRequest
+from weft.engine.base.request import (
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
@@ -21,8 +20,9 @@ from weft.engine.request import (
     SamplingParams,
     StopCriteria,
 )
+from weft.engine.protocol.handle import ADAPTER_DIGEST_BYTES
+from weft.engine.protocol.messages import SampleProgress, Submit
 from weft.engine.scheduler.state import FillCandidate
-from weft.engine.transfer.handle import ADAPTER_DIGEST_BYTES
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_ID_BYTES = 64

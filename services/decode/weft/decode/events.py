@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from weft.common.durations import duration
 from weft.common.rpc.errors import cut, error_detail, grpc_code
 from weft.common.worker.fills import TRANSPORTS
-from weft.engine.errors import WeftError, error_class
-from weft.engine.messages import Failed, Finished, Pong, SessionBatch, TokenColumns, Tokens
-from weft.engine.request import PromptLogprobs, TokenLogprob
+from weft.engine.base.errors import WeftError, error_class
+from weft.engine.base.request import PromptLogprobs, TokenLogprob
+from weft.engine.protocol.messages import Failed, Finished, GatewayBatch, Pong, TokenColumns, Tokens
 from weft.engine.scheduler.state import FillRecord, Timeline
 from weft.v1 import common_pb2, decode_pb2
 
@@ -68,11 +68,11 @@ class _Events:
         return [*self.take_full(), self._last]
 
 
-def merge_batches(batches: Iterable[SessionBatch]) -> SessionBatch:
+def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
     """Joins everything not sent yet into one batch; consecutive tokens of a sample become one
     entry.
     """
-    merged = SessionBatch(session=-1)
+    merged = GatewayBatch(session=-1)
     last: dict[tuple[str, int, int], Tokens] = {}
     for batch in batches:
         merged.accepted += batch.accepted
@@ -100,7 +100,7 @@ def _follows(tokens: Tokens, known: Tokens) -> bool:
 
 
 def batch_to_proto(
-    batch: SessionBatch, worker_id: str, loop_age_s: float
+    batch: GatewayBatch, worker_id: str, loop_age_s: float
 ) -> Iterator[decode_pb2.SessionEvent]:
     """Converts a batch to events below the size limit; ends follow the tokens that precede them,
     and tokens the log-probabilities of their prompt. Of these there may be very many: each event is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from weft.common.telemetry.request_log import LoggedPrompt, terms
-from weft.engine.messages import SessionBatch
+from weft.engine.protocol.messages import GatewayBatch
 from weft.v1 import decode_pb2
 
 _Key = tuple[int, str, int]
@@ -48,7 +48,7 @@ class Ledger:
         samples -= {entry.sample for entry in message.progress if entry.finished}
         self._open[session, message.request_id, message.attempt] = (line, samples)
 
-    def on_batch(self, batch: SessionBatch) -> None:
+    def on_batch(self, batch: GatewayBatch) -> None:
         """Records a step's results for a session."""
         for finished in batch.finished:
             key = (batch.session, finished.request_id, finished.attempt)

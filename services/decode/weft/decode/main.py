@@ -12,7 +12,7 @@ from weft.common.settings import load_settings
 from weft.common.worker.host import run_worker
 from weft.common.worker.settings import WorkerSettings, engine_field
 from weft.decode.service import DecodeService
-from weft.engine.config import DrafterName, DraftGateName
+from weft.engine.base.config import DrafterName, DraftGateName
 
 
 class DecodeSettings(WorkerSettings):

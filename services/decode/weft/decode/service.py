@@ -16,8 +16,8 @@ from weft.common.worker.context import WorkerContext
 from weft.decode.ledger import Ledger
 from weft.decode.session import Session
 from weft.decode.spans import RequestSpans
-from weft.engine.errors import InvalidRequest, PeerUnavailable
-from weft.engine.messages import Inbox, Outbox, Submit
+from weft.engine.base.errors import InvalidRequest, PeerUnavailable
+from weft.engine.protocol.messages import Inbox, Outbox, Submit
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             if self._ledger is not None:
                 self._ledger.on_session_closed(number)
             with contextlib.suppress(PeerUnavailable):
-                self._engine.send(Inbox(closed_sessions=[number]))
+                self._engine.send(Inbox(closed_gateways=[number]))
             logger.info("session closed", extra={"session": number})
 
     def _on_submit(self, message: decode_pb2.Submit, submit: Submit) -> None:

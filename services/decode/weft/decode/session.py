@@ -12,24 +12,24 @@ from weft.common.worker.engine_client import EngineClient
 from weft.decode.assembly import Assembly
 from weft.decode.convert import MAX_ID_BYTES, submit_from_proto
 from weft.decode.events import batch_to_proto, merge_batches
-from weft.engine import faults
-from weft.engine.errors import (
+from weft.engine.base import faults
+from weft.engine.base.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     PeerUnavailable,
     WeftError,
 )
-from weft.engine.messages import (
+from weft.engine.loop.outgoing import failure_of
+from weft.engine.protocol.messages import (
     Cancel,
     Failed,
+    GatewayBatch,
     Inbox,
     Ping,
-    SessionBatch,
     SessionEnd,
     Submit,
 )
-from weft.engine.outgoing import failure_of
 from weft.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Session:
         self._worker_id = worker_id
         self._on_submit = on_submit
         self._silence_timeout_s = max(SILENCE_TIMEOUT_S, MISSED_PINGS * ping_interval_s)
-        self._unsent: list[SessionBatch] = []
+        self._unsent: list[GatewayBatch] = []
         self._has_unsent = asyncio.Event()
         self._partial: dict[tuple[str, int], tuple[Assembly, float]] = {}
         """Incomplete submits, oldest first, with the loop time at which they are given up."""
@@ -90,7 +90,7 @@ class Session:
             message = f"the gateway was silent for {self._silence_timeout_s:g} s"
             raise PeerUnavailable(message, stage="session") from None
 
-    def push(self, batch: SessionBatch) -> None:
+    def push(self, batch: GatewayBatch) -> None:
         """Queues a step's results, to be sent with everything else that is unsent."""
         self._unsent.append(batch)
         self._has_unsent.set()
@@ -243,7 +243,7 @@ class Session:
         failed = Failed(
             request_id=message.request_id, attempt=message.attempt, failure=failure_of(error)
         )
-        self.push(SessionBatch(session=self._number, failed=[failed]))
+        self.push(GatewayBatch(session=self._number, failed=[failed]))
 
     def _end_session(self, message: decode_pb2.EndSession) -> None:
         end = SessionEnd(cache_salt=message.cache_salt, session_id=message.session_id)

@@ -14,8 +14,8 @@ from weft.common.telemetry.spans import (
     described_error,
     lease_span_id,
 )
-from weft.engine.clock import monotonic
-from weft.engine.messages import Finished, SessionBatch, Submit
+from weft.engine.base.clock import monotonic
+from weft.engine.protocol.messages import Finished, GatewayBatch, Submit
 from weft.engine.scheduler.state import FillRecord, Timeline
 
 _Key = tuple[int, str, int]
@@ -74,7 +74,7 @@ class RequestSpans:
             unfinished=set(range(submit.sampling.n)) - finished,
         )
 
-    def on_batch(self, batch: SessionBatch) -> None:
+    def on_batch(self, batch: GatewayBatch) -> None:
         """Records a step's results for a session."""
         if not self._open:
             return

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
-from weft.engine.faults import FaultSpec, FaultState
+from weft.engine.base.faults import FaultSpec, FaultState
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.fleet.fleet import Fleet

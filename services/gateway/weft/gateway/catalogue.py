@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import DeadlineExceeded, ModelNotFound
+from weft.engine.base.errors import DeadlineExceeded, ModelNotFound
 from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.admission.slo.admission import LatencyAdmission

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from weft.common.rpc.server import run
 from weft.common.settings import load_settings
 from weft.common.telemetry.logging import configure_logging
-from weft.engine.errors import ConfigError, ModelError
+from weft.engine.base.errors import ConfigError, ModelError
 from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings
 

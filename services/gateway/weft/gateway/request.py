@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.engine.request import Constraint
+from weft.engine.base.request import Constraint
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from weft.engine.errors import InvalidRequest
-from weft.engine.request import (
+from weft.engine.base.errors import InvalidRequest
+from weft.engine.base.request import (
     MAX_CONSTRAINT_BYTES,
     MAX_MARK_TOKENS,
     MAX_PRIORITY,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
-from weft.engine.faults import FaultSpec, FaultState
+from weft.engine.base.faults import FaultSpec, FaultState
 from weft.kvstore.store import KvStore
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from weft.engine import faults
-from weft.engine.clock import Clock
+from weft.engine.base import faults
+from weft.engine.base.clock import Clock
 from weft.engine.memory.keys import PageKeys
-from weft.engine.messages import FillReply, FillStart, LeaseQuery
-from weft.engine.transfer.filler import Filler, FillerCounters
-from weft.engine.transfer.handle import KvHandle
-from weft.engine.transfer.lease import ShipResult
+from weft.engine.protocol.handle import KvHandle
+from weft.engine.protocol.messages import FillReply, FillStart, LeaseQuery
+from weft.engine.sources.filler import Filler, FillerCounters
+from weft.engine.sources.lease import ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.engine.transfer.handle import KvHandle, NixlTargetInfo
-from weft.engine.transfer.lease import FillJob, ShipChunk, Shipper
+from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
+from weft.engine.sources.lease import FillJob, ShipChunk, Shipper
 from weft.kvstore.pages import PageStore
 
 MAX_FILL_PAGES = 1 << 16

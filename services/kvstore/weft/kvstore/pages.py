@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.memory.eviction import EvictionPolicy, lru
-from weft.engine.memory.kv_memory import KvMemory, PageCounts
+from weft.engine.memory.page_memory import PageCounts, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 
 GROUP_BYTES = 8
@@ -78,7 +78,7 @@ class PageStore:
         if namespace_quota < 1:
             self._max_group_pages = max(1, int((len(pool) - 1) * namespace_quota))
         self._num_incoming: Counter[bytes] = Counter()
-        self.memory = KvMemory(len(pool), self._cache)
+        self.memory = PageMemory(len(pool), self._cache)
         """Owner of the page numbers."""
         self._digests = np.zeros(len(pool), np.uint64)
         self._incoming: set[bytes] = set()

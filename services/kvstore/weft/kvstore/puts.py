@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from weft.engine import faults
-from weft.engine.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from weft.engine.base import faults
+from weft.engine.base.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.handle import NixlTargetInfo
 from weft.engine.transfer.nixl import NoOneSidedLane, ReadAgents, TransferError
 from weft.kvstore.convert import PutOrder, check_part
 from weft.kvstore.counters import Counters

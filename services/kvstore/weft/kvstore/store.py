@@ -14,12 +14,12 @@ from dataclasses import asdict
 import numpy as np
 from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import make_tracer
-from weft.engine.clock import monotonic
-from weft.engine.errors import Draining
-from weft.engine.memory.kv_memory import PageCounts
-from weft.engine.messages import TierReport
+from weft.engine.base.clock import monotonic
+from weft.engine.base.errors import Draining
+from weft.engine.memory.page_memory import PageCounts
+from weft.engine.protocol.messages import TierReport
+from weft.engine.sources.quarantine import QuarantineWatch
 from weft.engine.transfer.digest import digest_pages, native_digest
-from weft.engine.transfer.quarantine import QuarantineWatch
 from weft.kvstore.backends.sources import open_source
 from weft.kvstore.convert import PutOrder
 from weft.kvstore.counters import Counters

@@ -12,9 +12,9 @@ from weft.common.worker.context import WorkerContext
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import LEASE_STATES
-from weft.engine.errors import InvalidRequest, PeerUnavailable
-from weft.engine.messages import FillStart, Inbox, Outbox
-from weft.engine.transfer.handle import LEASE_ID_BYTES
+from weft.engine.base.errors import InvalidRequest, PeerUnavailable
+from weft.engine.protocol.handle import LEASE_ID_BYTES
+from weft.engine.protocol.messages import FillStart, Inbox, Outbox
 from weft.v1 import kv_pb2, prefill_pb2, prefill_pb2_grpc
 
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weft.engine.errors import InvalidRequest, Overloaded, WeftError
-from weft.engine.lora.files import (
+from weft.engine.base.errors import InvalidRequest, Overloaded, WeftError
+from weft.engine.checkpoint.adapters.files import (
     CONFIG_FILE,
     DRAFT_FOLDER,
     TEXT_FILES,

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 from weft.common.rpc.errors import abort
-from weft.engine.errors import Internal, InvalidRequest, WeftError
+from weft.engine.base.errors import Internal, InvalidRequest, WeftError
 
 _log = logging.getLogger(__name__)
 

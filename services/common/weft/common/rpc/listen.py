@@ -6,7 +6,7 @@ import os
 
 import grpc
 from weft.common.settings import is_loopback
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 
 
 def bracket(host: str) -> str:

@@ -10,9 +10,9 @@ from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.service import Queries
-from weft.engine.errors import PeerUnavailable
-from weft.engine.faults import FaultSpec, FaultState
-from weft.engine.messages import Inbox
+from weft.engine.base.errors import PeerUnavailable
+from weft.engine.base.faults import FaultSpec, FaultState
+from weft.engine.protocol.messages import Inbox
 
 
 class WorkerAdmin:

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.engine.flight import FlightRecorder
+from weft.engine.loop.flight import FlightRecorder
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from weft.common.worker.frames import (
     merge,
     parse_from_engine,
 )
-from weft.engine.config import EngineConfig
-from weft.engine.cores import num_cores
-from weft.engine.errors import ConfigError, Internal, PeerUnavailable, error_class
-from weft.engine.messages import EngineInfo, Inbox, LoadReport, Outbox
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.cores import num_cores
+from weft.engine.base.errors import ConfigError, Internal, PeerUnavailable, error_class
+from weft.engine.protocol.messages import EngineInfo, Inbox, LoadReport, Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -35,12 +35,12 @@ from weft.common.worker.frames import (
     parse_config,
     parse_inbox,
 )
-from weft.engine import faults
-from weft.engine.engine import Engine
-from weft.engine.errors import ConfigError, WeftError
-from weft.engine.messages import Inbox, Outbox
-from weft.engine.outgoing import failure_of
-from weft.engine.parts import load_parts
+from weft.engine.base import faults
+from weft.engine.base.errors import ConfigError, WeftError
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.outgoing import failure_of
+from weft.engine.protocol.messages import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from weft.common.worker.fills import (
     event_from_proto,
     handle_to_proto,
 )
-from weft.engine import faults
-from weft.engine.errors import InjectedFault, PeerUnavailable
-from weft.engine.messages import FillCommand, FillerEvent, Inbox, LeaseAnswer
-from weft.engine.transfer.handle import FillEvent
+from weft.engine.base import faults
+from weft.engine.base.errors import InjectedFault, PeerUnavailable
+from weft.engine.protocol.handle import FillEvent
+from weft.engine.protocol.messages import FillCommand, FillerEvent, Inbox, LeaseAnswer
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)

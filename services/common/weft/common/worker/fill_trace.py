@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.common.telemetry.spans import Attribute, Span, Tracer
-from weft.engine.clock import monotonic
-from weft.engine.messages import FillStart
-from weft.engine.transfer.handle import FillEvent, FillTimings
+from weft.engine.base.clock import monotonic
+from weft.engine.protocol.handle import FillEvent, FillTimings
+from weft.engine.protocol.messages import FillStart
 
 
 class FillTrace:

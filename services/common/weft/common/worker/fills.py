@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.common.durations import duration
-from weft.engine.errors import InvalidRequest
-from weft.engine.request import MAX_PRIORITY, MAX_TENANT_BYTES
-from weft.engine.transfer.handle import (
+from weft.engine.base.errors import InvalidRequest
+from weft.engine.base.request import MAX_PRIORITY, MAX_TENANT_BYTES
+from weft.engine.protocol.handle import (
     ADAPTER_DIGEST_BYTES,
     LEASE_ID_BYTES,
     FillEvent,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from weft.engine.config import EngineConfig
-from weft.engine.messages import EngineInfo, Failure, Inbox, Outbox
+from weft.engine.base.config import EngineConfig
+from weft.engine.protocol.messages import EngineInfo, Failure, Inbox, Outbox
 
 MAX_FRAME_BYTES = 1 << 30
 HEADER = struct.Struct("<I")

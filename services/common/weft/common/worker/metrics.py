@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.engine.messages import AdapterPlace, AdapterState, LoadReport, TierReport
+from weft.engine.protocol.messages import AdapterPlace, AdapterState, LoadReport, TierReport
 from weft.engine.transfer.staging import StagingCounts
 
 COUNTERS = {

@@ -13,9 +13,9 @@ from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.tiers import tier_to_proto
-from weft.engine.errors import PeerUnavailable
-from weft.engine.faults import FaultSpec, FaultState
-from weft.engine.messages import (
+from weft.engine.base.errors import PeerUnavailable
+from weft.engine.base.faults import FaultSpec, FaultState
+from weft.engine.protocol.messages import (
     EngineInfo,
     FaultOrder,
     Inbox,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 from weft.common.settings import PageSettings
-from weft.engine.config import BOUNDS, EngineConfig, Role
+from weft.engine.base.config import BOUNDS, EngineConfig, Role
 from weft.engine.memory.eviction import EvictionName
 from weft.engine.scheduler.policies import PolicyName
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 from weft.common.tasks import start_logged
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.store_replica import Held, Stored
-from weft.engine import faults
-from weft.engine.errors import InjectedFault, PeerUnavailable
-from weft.engine.messages import (
+from weft.engine.base import faults
+from weft.engine.base.errors import InjectedFault, PeerUnavailable
+from weft.engine.base.shards import ranked, stretches
+from weft.engine.protocol.messages import (
     Inbox,
     StoreAnswer,
     StoreLookup,
@@ -20,7 +21,6 @@ from weft.engine.messages import (
     StorePutResult,
     StoreSegment,
 )
-from weft.engine.shards import ranked, stretches
 
 
 class Replica(Protocol):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.common.adapters.manifest import Entry
-from weft.engine.errors import AdapterError, PeerUnavailable, WeftError
-from weft.engine.lora.files import AdapterFiles, open_adapter
-from weft.engine.lora.names import parse_name
+from weft.engine.base.errors import AdapterError, PeerUnavailable, WeftError
+from weft.engine.checkpoint.adapters.files import AdapterFiles, open_adapter
+from weft.engine.checkpoint.adapters.names import parse_name
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.text.model_card import ModelCard, with_own_tokenizer
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from weft.common.adapters.manifest import AdaptersOff, Entry, Manifest
 from weft.common.adapters.registry import Registry, Stamp
-from weft.engine.errors import WeftError
+from weft.engine.base.errors import WeftError
 from weft.gateway.request import ResolvedAdapter
 
 _log = logging.getLogger(__name__)

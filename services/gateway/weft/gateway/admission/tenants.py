@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 from weft.gateway.admission.file_watch import FileWatch
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets

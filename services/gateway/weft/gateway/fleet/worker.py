@@ -14,7 +14,7 @@ from weft.common.rpc.channel import open_channel
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
-from weft.engine.errors import Draining, Internal, PeerUnavailable, WeftError
+from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
 from weft.engine.memory.layout import PlaneLayout
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
-from weft.engine import faults
-from weft.engine.errors import Internal, Overloaded, PeerUnavailable, WeftError
+from weft.engine.base import faults
+from weft.engine.base.errors import Internal, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
 from weft.gateway.generation.resume import Losses, ResumeLimits

@@ -13,7 +13,7 @@ from functools import partial
 from weft.common.durations import duration
 from weft.common.telemetry.logging import trace_id as current_trace_id
 from weft.common.telemetry.spans import Tracer
-from weft.engine.errors import (
+from weft.engine.base.errors import (
     Cancelled,
     DeadlineExceeded,
     Overloaded,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
-from weft.engine.errors import AdapterNotFound, DeadlineExceeded, Draining, Overloaded, WeftError
+from weft.engine.base.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    Draining,
+    Overloaded,
+    WeftError,
+)
 from weft.v1 import common_pb2
 
 _REFUSALS = (Draining, Overloaded)

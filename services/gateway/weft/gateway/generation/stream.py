@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weft.engine import faults
-from weft.engine.errors import SlowClient, WeftError
+from weft.engine.base import faults
+from weft.engine.base.errors import SlowClient, WeftError
 from weft.gateway.generation.generation import CANCELLED, Generation, Listener
 from weft.gateway.generation.sample_output import SampleOutput
 from weft.gateway.text.model_card import ModelCard

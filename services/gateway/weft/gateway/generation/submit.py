@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from google.protobuf.duration_pb2 import Duration
-from weft.engine.request import Constraint
+from weft.engine.base.request import Constraint
 from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling
 from weft.v1 import common_pb2, decode_pb2
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine import faults
+from weft.engine.base import faults
 from weft.gateway.routing.view import Column, PoolView, Rates, WorkerView
 
 if TYPE_CHECKING:

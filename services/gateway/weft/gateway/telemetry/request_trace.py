@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from weft.common.telemetry.spans import Attribute, Span, SpanContext, Tracer, described_error
-from weft.engine.clock import monotonic
-from weft.engine.errors import WeftError
+from weft.engine.base.clock import monotonic
+from weft.engine.base.errors import WeftError
 from weft.gateway.request import GenerateRequest
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from weft.engine.end_tokens import end_token_ids
-from weft.engine.errors import ModelError
-from weft.engine.lora.files import TOKENIZER_FILE
-from weft.engine.request import Reasoning
-from weft.engine.tokenizer_files import read_json, read_tokenizer
+from weft.engine.base.end_tokens import end_token_ids
+from weft.engine.base.errors import ModelError
+from weft.engine.base.request import Reasoning
+from weft.engine.base.tokenizer_files import read_json, read_tokenizer
+from weft.engine.checkpoint.adapters.files import TOKENIZER_FILE
 from weft.gateway.text.answer.formats import (
     FORMATS,
     REASONING_FORMATS,

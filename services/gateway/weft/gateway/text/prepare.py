@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from weft.engine.errors import ContextTooLong, InvalidRequest
+from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, TextPrompt
 from weft.gateway.settings import GatewaySettings

@@ -12,7 +12,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from weft.engine.errors import InvalidRequest, ModelError
+from weft.engine.base.errors import InvalidRequest, ModelError
 
 _MARK = "\U0010fffd continued here \U0010fffd"
 """Ends the message that is to be continued, of which templates may cut off blanks, and which may

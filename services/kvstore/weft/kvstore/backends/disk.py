@@ -1,6 +1,6 @@
 """Local disk as a back end: the arena's pages are copied to it, and fetched on demand.
 
-The same tier that workers have below their pools (`weft.engine.tiers`). What is known of it belongs
+The same tier that workers have below their pools (`weft.engine.sources.tiers`). What is known of it belongs
 to the event loop; bytes move in two threads, one a direction.
 """
 
@@ -17,13 +17,13 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from weft.engine.errors import ConfigError
+from weft.engine.base.errors import ConfigError
 from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.messages import TierReport
-from weft.engine.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
-from weft.engine.tiers.keyed import PageName, PagePlace
-from weft.engine.tiers.policy import TierPolicy
-from weft.engine.tiers.tier import PageLoad, PageSave, Tier
+from weft.engine.protocol.messages import TierReport
+from weft.engine.sources.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
+from weft.engine.sources.tiers.keyed import PageName, PagePlace
+from weft.engine.sources.tiers.policy import TierPolicy
+from weft.engine.sources.tiers.tier import PageLoad, PageSave, Tier
 from weft.kvstore.backends import fetching
 from weft.kvstore.backends.fetching import Fetching
 from weft.kvstore.pages import Incoming, Offer, PageStore

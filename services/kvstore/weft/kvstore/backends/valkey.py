@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 from valkey.exceptions import OutOfMemoryError
-from weft.engine.clock import monotonic
-from weft.engine.errors import ConfigError
-from weft.engine.messages import TierReport
-from weft.engine.tiers.policy import TierPolicy
-from weft.engine.tiers.tier import TierCounters
+from weft.engine.base.clock import monotonic
+from weft.engine.base.errors import ConfigError
+from weft.engine.protocol.messages import TierReport
+from weft.engine.sources.tiers.policy import TierPolicy
+from weft.engine.sources.tiers.tier import TierCounters
 from weft.engine.transfer.digest import digest_pages
 from weft.kvstore.backends.fetching import Fetching
 from weft.kvstore.backends.valkey_servers import Command, Reply, ValkeyServers

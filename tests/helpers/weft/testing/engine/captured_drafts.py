@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from weft.engine.engine import Engine
-from weft.engine.runner.device_inputs import DeviceInputs
-from weft.engine.runner.runner import ModelRunner
-from weft.engine.runner.step import PageTable
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
+from weft.engine.executor.drafts.draft_rows import AdapterRows
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.step import PageTable
+from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.loop.engine import Engine
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.scheduler.plan import DraftShape
-from weft.engine.speculative.adapted import AdaptedDrafter
-from weft.engine.speculative.chains import ChainGraphs, StaticChains, chain_shapes
-from weft.engine.speculative.draft_rows import AdapterRows
-from weft.engine.speculative.drafted import DraftedModel
-from weft.engine.speculative.eagle import EagleDrafter
-from weft.engine.speculative.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 
 
 class HostPages:

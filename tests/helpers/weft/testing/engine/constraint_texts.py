@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
-from weft.engine.constraints.grammar import GrammarSource
-from weft.engine.constraints.vocabulary import tokenizer_of
-from weft.engine.request import Constraint
+from weft.engine.base.request import Constraint
+from weft.engine.features.constraints.grammar import GrammarSource
+from weft.engine.features.constraints.vocabulary import tokenizer_of
 
 END = 256
 SOURCE = GrammarSource(tokenizer_of([*(bytes([byte]) for byte in range(END)), b""], [END]))

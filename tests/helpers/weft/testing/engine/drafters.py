@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.device_copies import Fetched
-from weft.engine.drawing import Drawn
-from weft.engine.engine import Engine
-from weft.engine.llm import GeneratedSample
-from weft.engine.runner.step import LATE, StepRequests
-from weft.engine.sampling.sampler import derive_seed
+from weft.engine.base.device_copies import Fetched
+from weft.engine.drawing.draws import Drawn
+from weft.engine.drawing.sampler import derive_seed
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.executor.step import LATE, StepRequests
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import GeneratedSample
 from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem
 from weft.engine.scheduler.state import Request, State
-from weft.engine.speculative.eagle import EagleDrafter
 
 
 class KnownDrafter:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from weft.engine.drawing import Drawn
-from weft.engine.engine import Engine
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.eagle_config import head_kind
+from weft.engine.drawing.draws import Drawn
+from weft.engine.loop.engine import Engine
 from weft.engine.memory.keys import PageKeys
-from weft.engine.models.config import ModelConfig
-from weft.engine.models.eagle_config import head_kind
+from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import Plan, VerifyItem
 from weft.engine.scheduler.running import DraftGate
-from weft.engine.speculative.drafter import Drafter
 from weft.testing.engine.drafters import KnownDrafter, RandomGate
 from weft.testing.engine.later_drafts import fetched
 from weft.testing.models.tiny_drafts import NaiveEagle, NaiveHead

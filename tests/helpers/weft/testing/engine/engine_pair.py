@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.llm import to_error
-from weft.engine.messages import (
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import to_error
+from weft.engine.protocol.handle import FillEvent
+from weft.engine.protocol.messages import (
     FillCommand,
     FillerEvent,
     FillStart,
@@ -25,10 +28,7 @@ from weft.engine.messages import (
     Outbox,
     Submit,
 )
-from weft.engine.parts import load_parts
-from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.scheduler.state import FillCandidate
-from weft.engine.transfer.handle import FillEvent
 
 _NEEDS_NIXL = pytest.mark.needs("nixl")
 WAYS = [

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.engine.engine import Engine
-from weft.engine.llm import to_error
-from weft.engine.messages import (
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import to_error
+from weft.engine.protocol.handle import FillEvent
+from weft.engine.protocol.messages import (
     Cancel,
     FillCommand,
     Outbox,
@@ -20,8 +22,6 @@ from weft.engine.messages import (
     StoreSegment,
     Submit,
 )
-from weft.engine.request import SamplingParams, StopCriteria
-from weft.engine.transfer.handle import FillEvent
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, num_quarantined
 
 NUM_SESSIONS = 3
@@ -182,7 +182,7 @@ class Storm(EnginePair):
         self.faults["closed session"] += 1
         closed = self._sessions.pop(0)
         self._sessions.append(max(self._sessions) + 1)
-        self.send(closed_sessions=[closed])
+        self.send(closed_gateways=[closed])
         for key in [key for key in self._open if key[0] == closed]:
             self._open.pop(key).is_abandoned = True
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from weft.engine.engine import Engine
-from weft.engine.messages import Inbox, Outbox
-from weft.engine.runner.runner import Drawable
-from weft.engine.runner.step import StepArrays
-from weft.engine.sampling.sampler import SampleOutput, Sampler
+from weft.engine.drawing.sampler import SampleOutput, Sampler
+from weft.engine.executor.runner import Drawable
+from weft.engine.executor.step import StepArrays
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.messages import Inbox, Outbox
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.engine.executor.drafts.trees import tree_of
+from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
-from weft.engine.speculative.drafter import Drafter
-from weft.engine.speculative.trees import tree_of
 from weft.kernels.step_rows import SlotTokens
 
 

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from weft.engine.engine import Engine
-from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.handle import NixlTargetInfo
+from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.nixl import Notification
-from weft.engine.transfer.window import PoolWindow
 
 VERSION = "local"
 
@@ -17,7 +17,7 @@ VERSION = "local"
 class LocalReceiver:
     """Plays `ReceiveAgent` over an owner's window."""
 
-    def __init__(self, window: PoolWindow) -> None:
+    def __init__(self, window: PageExchange) -> None:
         self.pages = window.pages
         region = window.region()
         self._arrived: deque[Notification] = deque()
@@ -54,7 +54,7 @@ class LocalReceiver:
 class LocalSenders:
     """Plays `SendAgents` from a filler's window into owners' windows."""
 
-    def __init__(self, window: PoolWindow, receivers: dict[int, LocalReceiver]) -> None:
+    def __init__(self, window: PageExchange, receivers: dict[int, LocalReceiver]) -> None:
         self._pages = window.pages
         self._receivers = receivers
 

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from weft.engine.engine import Engine
+from weft.engine.loop.engine import Engine
 from weft.engine.scheduler.state import FillRecord
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 

@@ -21,7 +21,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from weft.engine.runner.ragged_columns import RaggedColumns
+from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.decoder_layer import (
     DecoderLayerWeight,

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from weft.common.faults import spec_to_proto
-from weft.engine.faults import FaultSpec
+from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny

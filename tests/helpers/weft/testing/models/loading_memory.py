@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from weft.engine.models.loader import load_model
+from weft.engine.model.loader import load_model
 
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ", re.ASCII)
 

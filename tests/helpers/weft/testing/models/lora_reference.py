@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.engine import Engine
-from weft.engine.llm import GeneratedSample, to_error
-from weft.engine.lora.digest import adapter_digest
-from weft.engine.messages import AdapterOrder, Inbox
-from weft.engine.request import TokenLogprob
+from weft.engine.base.request import TokenLogprob
+from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import GeneratedSample, to_error
+from weft.engine.protocol.messages import AdapterOrder, Inbox
 from weft.testing.models.tiny_adapters import peft_model
 
 BASE = b""

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from weft.engine.lora.adapter import Adapter, VocabularyChange
-from weft.engine.lora.formats import read_adapter
-from weft.engine.lora.plan import PARTS
-from weft.engine.models.config import ModelConfig
+from weft.engine.checkpoint.adapters.plan import PARTS
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.adapters.adapter import Adapter, VocabularyChange
+from weft.engine.model.adapters.formats import read_adapter
 from weft.testing.models.tiny_adapters import peft_model
 
 VOCAB = 517

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from weft.engine.models.interface import CausalLM
-from weft.engine.runner.batch import ForwardBatch
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.interface import Model
 
 
 @dataclass
@@ -25,7 +25,7 @@ class PagedDriver:
     Pages are given in a shuffled order, so that no test passes because pages lie in sequence.
     """
 
-    def __init__(self, model: CausalLM, num_pages: int, page_size: int = 8, seed: int = 0) -> None:
+    def __init__(self, model: Model, num_pages: int, page_size: int = 8, seed: int = 0) -> None:
         layout = model.kv_layout(page_size)
         dtype = getattr(torch, layout.dtype)
         self.model = model

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from weft.engine.models.decoder_only import DecoderOnlyLM
-from weft.engine.models.draft_head import load_draft_head
-from weft.engine.speculative.draft_adapter import MODULES
-from weft.engine.speculative.drafted import DraftedModel
+from weft.engine.model.adapters.draft_adapter import MODULES
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_head import load_draft_head
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.tiny_adapters import write_adapter
 

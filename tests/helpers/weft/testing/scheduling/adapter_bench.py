@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
-from weft.engine.errors import AdapterError, WeftError
-from weft.engine.lora import manager as manager_module
-from weft.engine.lora.host_cache import AdapterWeights
-from weft.engine.lora.limits import LoraLimits
-from weft.engine.lora.manager import AdapterManager
-from weft.engine.lora.rows import DevicePlace
-from weft.engine.messages import AdapterOrder, AdapterState
+from weft.engine.base.background import BackgroundJob
+from weft.engine.base.errors import AdapterError, WeftError
+from weft.engine.features.lora import manager as manager_module
+from weft.engine.features.lora.host_cache import AdapterWeights
+from weft.engine.features.lora.limits import LoraLimits
+from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.features.lora.rows import DevicePlace
+from weft.engine.protocol.messages import AdapterOrder, AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.tiers.mover import BackgroundJob
 
 ROW_BYTES = 100
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.memory.keys import PageKeys
-from weft.engine.request import SamplingParams, StopCriteria
 from weft.engine.scheduler.state import Request, RequestKey, Timeline
 
 

@@ -16,14 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from weft.engine import faults
-from weft.engine.faults import FaultSpec
+from weft.engine.base import faults
+from weft.engine.base.faults import FaultSpec
+from weft.engine.loop.chats import Sessions
+from weft.engine.memory.chat_pins import SessionPins
 from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
 from weft.engine.memory.keys import token_bytes
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.memory.radix_cache import RadixCache
-from weft.engine.memory.session_pins import SessionPins
-from weft.engine.messages import StoreAnswer, StoreLookup, StorePut, StorePutResult, StoreSegment
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.protocol.handle import NixlTargetInfo
+from weft.engine.protocol.messages import (
+    StoreAnswer,
+    StoreLookup,
+    StorePut,
+    StorePutResult,
+    StoreSegment,
+)
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import PageCopy, RequestPages
@@ -31,17 +39,15 @@ from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import FillCandidate, Request, RequestKey, State, Timeline
-from weft.engine.sessions import Sessions
-from weft.engine.store import StoreLink
-from weft.engine.tiers.disk import PageFiles, disk_tier
-from weft.engine.tiers.fills import TieredFills
-from weft.engine.tiers.host import host_tier
-from weft.engine.tiers.parts import TierParts
-from weft.engine.tiers.policy import TierPolicy
-from weft.engine.tiers.pool import HostPool
-from weft.engine.tiers.tiers import Tiers
-from weft.engine.tiers.write_through import write_through
-from weft.engine.transfer.handle import NixlTargetInfo
+from weft.engine.sources.store import StoreLink
+from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.disk import PageFiles, disk_tier
+from weft.engine.sources.tiers.fills import TieredFills
+from weft.engine.sources.tiers.host import host_tier
+from weft.engine.sources.tiers.policy import TierPolicy
+from weft.engine.sources.tiers.pool import HostPool
+from weft.engine.sources.tiers.tiers import Tiers
+from weft.engine.sources.tiers.write_through import write_through
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4
@@ -197,8 +203,8 @@ class System:
         self._flying: Step | None = None
         self.rows = np.zeros((num_pages, PAGE_BYTES), np.uint8)
         order = EVICTION_POLICIES[policy]
-        cache = RadixCache(PAGE, order)
-        self.memory = KvMemory(num_pages, cache, tracks_freed=True)
+        cache = PrefixTree(PAGE, order)
+        self.memory = PageMemory(num_pages, cache, tracks_freed=True)
         self.pages = RequestPages(self.memory, cache, PAGE)
         self._files = PageFiles(folder)
         parts = TierParts(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from weft.engine.memory.kv_memory import KvMemory
-from weft.engine.memory.radix_cache import RadixCache
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
@@ -74,7 +74,7 @@ class _Step:
 class FakeFills:
     """Accepts a random number of pages a turn; fails at random; keeps the contract of `Fills`."""
 
-    def __init__(self, memory: KvMemory, rng: random.Random, content: Content) -> None:
+    def __init__(self, memory: PageMemory, rng: random.Random, content: Content) -> None:
         self.memory = memory
         self.content = content
         self.rng = rng
@@ -147,8 +147,8 @@ class Bench:
         """Tokens drawn for requests that had ended."""
         self._flying: _Step | None = None
         self.limits = limits
-        self.cache = RadixCache(PAGE)
-        self.memory = KvMemory(num_pages, self.cache, tracks_freed=True)
+        self.cache = PrefixTree(PAGE)
+        self.memory = PageMemory(num_pages, self.cache, tracks_freed=True)
         self.fills = FakeFills(self.memory, rng, self.content)
         self.finished: list[Request] = []
         self.freed_slots: list[int] = []

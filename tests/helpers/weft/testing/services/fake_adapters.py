@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.common.adapters.registry import Registry
 from weft.common.worker.adapters import AdapterFollower, AdapterNews
-from weft.engine.messages import (
+from weft.engine.protocol.messages import (
     AdapterOrder,
     AdapterPlace,
     AdapterReply,

@@ -21,8 +21,8 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from weft.common.worker.kv_feed import KvFeed
+from weft.engine.memory.events import KvEvents
 from weft.engine.memory.keys import ROOT_KEY, PageKeys, namespace_digest
-from weft.engine.memory.kv_events import KvEvents
 from weft.engine.memory.layout import PlaneLayout
 from weft.testing.services.fake_adapters import FakeAdapters
 from weft.v1 import (

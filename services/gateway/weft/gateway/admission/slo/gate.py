@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.errors import TargetUnattainable
+from weft.engine.base.errors import TargetUnattainable
 from weft.gateway.admission.fair_queue import TenantFairQueue
 from weft.gateway.admission.slo.forecast import Forecast, LatencyForecaster
 from weft.gateway.admission.slo.targets import NO_TARGETS, Targets

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.engine.errors import Cancelled, Overloaded, WeftError
+from weft.engine.base.errors import Cancelled, Overloaded, WeftError
 from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.admission.slo.gate import AdmissionRequest
 from weft.gateway.admission.slo.targets import Targets

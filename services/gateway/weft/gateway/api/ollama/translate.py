@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.engine.request import Constraint
+from weft.engine.base.request import Constraint
 from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.engine.request import (
+from weft.engine.base.request import (
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,

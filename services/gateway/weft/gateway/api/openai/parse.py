@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
-from weft.engine.errors import InvalidRequest
+from weft.engine.base.errors import InvalidRequest
 from weft.gateway.api.openai.bodies import Body
 
 B = TypeVar("B", bound=Body)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
-from weft.engine.request import Constraint
+from weft.engine.base.request import Constraint
 from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts

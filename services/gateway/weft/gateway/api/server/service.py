@@ -10,7 +10,7 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from weft.engine.errors import PermissionDenied, WeftError
+from weft.engine.base.errors import PermissionDenied, WeftError
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
 from weft.gateway.api.edge import Context

@@ -1,0 +1,129 @@
+"""A thread that runs jobs of one purpose, in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from weft.engine.base.give_way import HostPriority
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+class BackgroundJob(Protocol):
+    """A copy job: run in the thread, completed on the owner's."""
+
+    def run(self) -> None:
+        """Copies the bytes."""
+        ...
+
+    def end(self) -> None:
+        """Completes the job, whatever became of `run`, even if it was not run."""
+        ...
+
+
+class BackgroundThread:
+    """Runs jobs one after the other in a thread.
+
+    Args:
+        name: Name of the thread.
+        wake: Called after a move was run (any thread).
+        host: Jobs that `give_way` do so to this one; None: to nobody.
+    """
+
+    def __init__(
+        self, name: str, wake: Callable[[], None], host: HostPriority | None = None
+    ) -> None:
+        self.name = name
+        self._host = host
+        self._wake = wake
+        self._jobs: SimpleQueue[BackgroundJob | None] = SimpleQueue()
+        self._done: deque[BackgroundJob] = deque()
+        self._is_closing = False
+        self.num_open = 0
+        """Number of jobs given and not yet ended."""
+        self._num_begun = self._num_run = 0
+        self.current: BackgroundJob | None = None
+        """The move being run; None: the thread is idle."""
+        self._seen, self._seen_at = 0, 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def give(self, move: BackgroundJob) -> None:
+        """Queues a move."""
+        self.num_open += 1
+        self._jobs.put(move)
+
+    def take(self) -> bool:
+        """Ends the jobs that were run; returns whether there were any."""
+        has_any = bool(self._done)
+        while self._done:
+            move = self._done.popleft()
+            self.num_open -= 1
+            move.end()
+        return has_any
+
+    def stuck_s(self, now: float) -> float:
+        """Seconds that the current move has been under way, as observed by these calls.
+
+        Args:
+            now: Monotonic seconds, of one clock.
+        """
+        begun = self._num_begun
+        if begun == self._num_run or begun != self._seen:
+            self._seen, self._seen_at = begun, now
+            return 0.0
+        return now - self._seen_at
+
+    def take_back(self) -> list[BackgroundJob]:
+        """Takes back the jobs that have not begun, for the caller to end; the thread ends with its
+        current one.
+        """
+        self._is_closing = True
+        moves: list[BackgroundJob] = []
+        while True:
+            try:
+                move = self._jobs.get_nowait()
+            except Empty:
+                break
+            if move is not None:
+                moves.append(move)
+        self._jobs.put(None)
+        self.num_open -= len(moves)
+        return moves
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stops the thread after its current job, for which it waits a limited time."""
+        self._is_closing = True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s: a job has not ended within %g s and is abandoned", self.name, timeout_s
+            )
+
+    def _run(self) -> None:
+        if self._host is not None:
+            self._host.enter_thread()
+        while (move := self._jobs.get()) is not None:
+            if self._is_closing:
+                # Taken before `take_back` could have it: it ends without having been run.
+                self._done.append(move)
+                self._wake()
+                return
+            self.current = move
+            self._num_begun += 1
+            try:
+                move.run()
+            except Exception:
+                logger.exception("a page was not moved")
+            self.current = None
+            self._num_run += 1
+            self._done.append(move)
+            self._wake()

@@ -1,0 +1,167 @@
+"""The digest that identifies an adapter: the relevant parts of its configuration, its tensors, and
+its own tokenizer if it has one. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.engine.base.cores import num_cores
+from weft.engine.base.errors import AdapterError
+from weft.engine.checkpoint.adapters.files import AdapterFiles, open_adapter
+from weft.engine.checkpoint.adapters.peft_config import variants_of
+
+_VERSION = b"weft-adapter-3"
+_PIECE_BYTES = 1 << 22
+_CORES_OF_A_THREAD, _MAX_THREADS = 4, 4
+"""BLAKE2b takes longer than all else of a load: 0.4 to 1.2 GB/s a core."""
+# What changes hidden states or logits, or whether the adapter is taken at all. Not: who trained it
+# with which dropout from which path.
+_FIELDS = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
+    "ensure_weight_tying",
+    "use_dora",
+    "lora_bias",
+    "layer_replication",
+)
+_UNORDERED = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
+
+
+def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
+    """BLAKE2b-256 over an adapter's content, independent of its name and location; of its weights
+    over the digests of their pieces, which are made side by side.
+
+    Args:
+        directory: PEFT directory.
+        is_lenient: Whether it is to be read with what cannot be applied left out: that may give
+            other text, so it is another adapter.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        AdapterError: The directory's files are missing or damaged (see `open_adapter`). Whether
+            the tensors fit a model is found out by `read_adapter`.
+    """
+    with open_adapter(directory) as files:
+        return digest_of(files, is_lenient=is_lenient)
+
+
+def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
+    """`adapter_digest` of an open directory."""
+    weights = hashlib.blake2b(b"".join(_piece_digests(files)), digest_size=32)
+    files.check_unchanged()
+    digest = hashlib.blake2b(digest_size=32)
+    texts = [part for name, data in files.text_files().items() for part in (name.encode(), data)]
+    for part in (_VERSION, _canonical(files), weights.digest(), bytes([is_lenient]), *texts):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _piece_digests(files: AdapterFiles) -> list[bytes]:
+    """Digests of the weight file's pieces, made by some threads."""
+    pieces = files.pieces(_PIECE_BYTES)
+    digests, errors = [b""] * len(pieces), list[Exception]()
+    num_threads = min(_MAX_THREADS, max(1, num_cores() // _CORES_OF_A_THREAD))
+
+    def run(first: int) -> None:
+        try:
+            for index in range(first, len(pieces), num_threads):
+                digests[index] = files.piece_digest(pieces[index])
+        except Exception as error:
+            errors.append(error)
+
+    # Daemons: a disk that never answers must not keep the process from ending.
+    names = (f"weft-lora-hash-{index}" for index in range(num_threads))
+    threads = [
+        threading.Thread(target=run, args=(index,), name=name, daemon=True)
+        for index, name in enumerate(names)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return digests
+
+
+class Hashing:
+    """Computes `digest_of` in a thread while others read the same file.
+
+    A context manager: whoever leaves it may close the file.
+
+    Args:
+        files: Open until it is left.
+        is_lenient: See `adapter_digest`.
+    """
+
+    def __init__(self, files: AdapterFiles, *, is_lenient: bool) -> None:
+        self._files, self._is_lenient = files, is_lenient
+        self._digest = b""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="weft-lora-hash", daemon=True)
+
+    def __enter__(self) -> Hashing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def result(self) -> bytes:
+        """Waits for the digest and returns it.
+
+        Raises:
+            AdapterError: See `adapter_digest`.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+    def _run(self) -> None:
+        try:
+            self._digest = digest_of(self._files, is_lenient=self._is_lenient)
+        except Exception as error:
+            self._error = error
+
+
+def _canonical(files: AdapterFiles) -> bytes:
+    values = {name: _value(files.config, name) for name in _FIELDS}
+    # What is refused must not pass for a plain adapter with the same tensors that serves already.
+    values |= dict.fromkeys(sorted(variants_of(files.config)), True)
+    try:
+        return json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
+    except (ValueError, UnicodeEncodeError) as error:
+        raise AdapterError(f"adapter {files.directory}: adapter_config.json: {error}") from error
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    if name in _UNORDERED and isinstance(value, list):
+        return sorted(map(str, value))
+    # Of patterns the first that matches counts: their order is kept.
+    if isinstance(value, dict):
+        value = list(value.items())
+    # Empty is as good as absent, but for the modules: none, or all. And 0 is a number.
+    is_empty = value is False or (value == [] and name != "target_modules")
+    return None if is_empty else value

@@ -1,0 +1,185 @@
+"""The projections that adapters may change, and the device rows that they take. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.engine.base.errors import ConfigError
+from weft.engine.checkpoint.adapters.names import ROUTER
+from weft.engine.checkpoint.config import ModelConfig
+
+ROW_RANK = 8
+"""Ranks per row (`weft.kernels.lora.ROW_RANK`)."""
+B_COLUMNS = 16
+"""Columns in a block of packed B (`weft.kernels.lora.B_COLUMNS`)."""
+EXPERTS = "experts"
+SHARED_EXPERTS = "shared_experts"
+"""Experts that share one A for gate and up, and one B for down."""
+EMBED_TOKENS, LM_HEAD = "embed_tokens", "lm_head"
+B_SUFFIX = ".b"
+WHOLE_SUFFIX = ".whole"
+"""Of kinds whose rows are whole matrices that take the place of the model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """One kind of projection, in all layers that have it."""
+
+    name: str
+    """Name of its rows; `expert_gate` for `gate` of experts."""
+    kind: str
+    """Name of the kind in adapters: router, embed_tokens, lm_head, or one of
+    `weft.engine.checkpoint.adapters.names.DENSE_KINDS`.
+    """
+    group: str
+    """Name of its field in `weft.kernels.lora.LoraStep`."""
+    in_features: int
+    out_features: int
+    column: int = 0
+    """First column of its results in the fused product."""
+    num_layers: int
+    num_experts: int = 1
+    """Number of experts in each layer; 1: no experts."""
+    is_a_shared: bool = False
+    """Whether all experts of a layer share one A."""
+    is_b_shared: bool = False
+    """Whether all experts of a layer share one B."""
+    is_draft: bool = False
+    """Whether it belongs to the draft head rather than to the model."""
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether A and B have separate rows: adapters may share one of them among experts."""
+        return self.num_experts > 1
+
+    def rows(self, item_bytes: int) -> Mapping[str, tuple[int, int]]:
+        """Rows that a change of rank `ROW_RANK` in all layers takes, and bytes of each.
+
+        Args:
+            item_bytes: Bytes of a number.
+        """
+        # On a CPU blocks of columns are filled up.
+        columns = -(-self.out_features // B_COLUMNS) * B_COLUMNS
+        a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, columns))
+        if not self.is_expert:
+            return {self.name: (self.num_layers, a + b)}
+        all_experts = self.num_layers * self.num_experts
+        return {
+            self.name: (self.num_layers if self.is_a_shared else all_experts, a),
+            self.name + B_SUFFIX: (self.num_layers if self.is_b_shared else all_experts, b),
+        }
+
+
+def projections_of(model: ModelConfig, names: Sequence[str]) -> tuple[Projection, ...]:
+    """The projections of a model that adapters may change.
+
+    Args:
+        model: Its configuration.
+        names: `EngineConfig.lora_projections`.
+
+    Raises:
+        ConfigError: The model has nothing of such a name.
+    """
+    known = {**_dense(model), **_router(model), **_vocabulary(model), **_experts(model)}
+    chosen = tuple(names) or tuple(_dense(model))
+    unknown = [name for name in chosen if name not in known]
+    if unknown or {EXPERTS, SHARED_EXPERTS} <= set(chosen):
+        raise ConfigError(
+            f"lora_projections = {', '.join(chosen)}: this model has {', '.join(known)}, and "
+            f"{EXPERTS} or {SHARED_EXPERTS} but not both",
+            param="lora_projections",
+        )
+    return tuple(part for name in chosen for part in known[name])
+
+
+def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    shapes = {
+        "q": ("qkv", hidden, q_size, 0),
+        "k": ("qkv", hidden, kv_size, q_size),
+        "v": ("qkv", hidden, kv_size, q_size + kv_size),
+        "o": ("o", q_size, hidden, 0),
+    }
+    moe = model.moe
+    if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
+        shapes["gate"] = ("gate_up", hidden, inner, 0)
+        shapes["up"] = ("gate_up", hidden, inner, inner)
+        shapes["down"] = ("down", inner, hidden, 0)
+    return {
+        kind: (
+            Projection(
+                name=kind,
+                kind=kind,
+                group=group,
+                in_features=in_features,
+                out_features=out_features,
+                column=column,
+                num_layers=model.num_layers,
+            ),
+        )
+        for kind, (group, in_features, out_features, column) in shapes.items()
+    }
+
+
+def _router(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    if model.moe is None:
+        return {}
+    part = Projection(
+        name=ROUTER,
+        kind=ROUTER,
+        group=ROUTER,
+        in_features=model.hidden_size,
+        out_features=model.moe.num_experts,
+        num_layers=model.num_layers,
+    )
+    return {ROUTER: (part,)}
+
+
+def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    hidden, vocab = model.hidden_size, model.num_embeddings
+    shapes = {EMBED_TOKENS: ("embed", vocab, hidden), LM_HEAD: ("lm_head", hidden, vocab)}
+    return {
+        name: (
+            Projection(
+                name=name,
+                kind=name,
+                group=group,
+                in_features=in_features,
+                out_features=out_features,
+                num_layers=1,
+            ),
+        )
+        for name, (group, in_features, out_features) in shapes.items()
+    }
+
+
+def _experts(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+    moe = model.moe
+    if moe is None:
+        return {}
+    hidden, inner = model.hidden_size, moe.intermediate_size
+    shapes = {
+        "gate": ("w13", hidden, inner, 0),
+        "up": ("w13", hidden, inner, inner),
+        "down": ("w2", inner, hidden, 0),
+    }
+    return {
+        name: tuple(
+            Projection(
+                name=f"expert_{kind}",
+                kind=kind,
+                group=group,
+                in_features=in_features,
+                out_features=out_features,
+                column=column,
+                num_layers=model.num_layers,
+                num_experts=moe.num_experts,
+                is_a_shared=name == SHARED_EXPERTS and kind != "down",
+                is_b_shared=name == SHARED_EXPERTS and kind == "down",
+            )
+            for kind, (group, in_features, out_features, column) in shapes.items()
+        )
+        for name in (EXPERTS, SHARED_EXPERTS)
+    }

@@ -1,0 +1,429 @@
+"""The checked and normalised Hugging Face `config.json` of a decoder-only model.
+
+Pure Python: services may read a model's limits without importing torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
+from weft.engine.checkpoint.fields import Fields
+
+MAX_POSITIONS = 1 << 24
+"""Most positions of a model: their rotations are a table."""
+_DEFAULT_ROPE_THETA = 10_000.0
+_DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28
+_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """Properties of an architecture that config.json does not mention."""
+
+    qkv_bias: bool | None = None
+    """None: `attention_bias` decides, for the output projection too."""
+    qk_norm: bool = False
+    head_dim: int | None = None
+    """Head size where the file has none; None: hidden_size / num_attention_heads."""
+    windows: Literal["none", "all", "listed"] = "none"
+    """Layers with a sliding window; listed: by `layer_types` or `max_window_layers`."""
+    has_window_switch: bool = False
+    """Whether a sliding window applies only if `use_sliding_window` is set."""
+    has_experts: bool = False
+
+
+_FAMILIES = {
+    "MistralForCausalLM": _Family(windows="all"),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="listed", has_window_switch=True),
+    "Qwen3ForCausalLM": _Family(
+        qk_norm=True, head_dim=128, windows="listed", has_window_switch=True
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        qk_norm=True, has_experts=True, windows="all", has_window_switch=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding over the whole head."""
+
+    theta: float
+    """Base of the rotary wavelengths."""
+    scaling: str = "none"
+    """Kind of scaling: none, linear or llama3."""
+    factor: float = 1.0
+    """Context extension; 1 for none."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_positions / this are stretched by `factor`."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_positions / this stay as they are."""
+    original_max_positions: int = 0
+    """llama3: context length before the extension; 0 where it plays no part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts that replaces the MLP in some layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    """Number of experts that each token is routed to."""
+    intermediate_size: int
+    """Inner width of one expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are normalised to sum to 1."""
+    decoder_sparse_step: int
+    """Every layer whose number, counted from 1, is a multiple of this has experts."""
+    mlp_only_layers: tuple[int, ...]
+    """Layers, from 0, that have one MLP nevertheless."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Layers whose rows attend to the last positions only."""
+
+    length: int
+    """Positions that a row attends to, its own included."""
+    layers: tuple[int, ...]
+    """Indices of the layers with a window, from 0; at least one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape and arithmetic of a model, independent of how its weights are stored."""
+
+    architecture: str
+    """`architectures[0]`, the registry's key."""
+    model_type: str
+    vocab_size: int
+    """Rows of the embedding and of the LM head in the checkpoint."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    """Key and value heads; divides num_heads."""
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    """Longest context, tokens."""
+    tie_word_embeddings: bool
+    """Whether the LM head shares the embedding's weight."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether each head of q and k is RMS-normalised before the rotation."""
+    moe: MoEConfig | None
+    """Experts; None: every layer has one MLP."""
+    sliding_window: SlidingWindow | None
+    """Sliding window; None: every layer attends to the whole context, or the window is no shorter.
+    """
+    eos_token_ids: tuple[int, ...]
+    """See `end_token_ids`; empty if no file names one."""
+    bos_token_id: int | None
+    num_added_tokens: int = 0
+    """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding and of the LM head, and so logits of a token."""
+        return self.vocab_size + self.num_added_tokens
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ModelConfig:
+        """Reads `config.json` and, if present, `generation_config.json` of a directory.
+
+        Raises:
+            ModelError: A file is missing or malformed, or asks for what is not supported; the
+                message names the field.
+        """
+        raw = read_json_file(model_dir / "config.json")
+        generation_file = model_dir / "generation_config.json"
+        generation = read_json_file(generation_file) if generation_file.exists() else {}
+        config = cls.from_dict(raw, generation, where=str(model_dir))
+        if config.eos_token_ids:
+            return config
+        return replace(config, eos_token_ids=tokenizer_end_token(model_dir))
+
+    @classmethod
+    def from_dict(
+        cls,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any] | None = None,
+        *,
+        where: str = "config.json",
+    ) -> ModelConfig:
+        """Normalises parsed JSON, of transformers 4 or 5 layout. The class of an architecture of
+        another distribution may do it instead (`interface.py`).
+
+        Args:
+            raw: Content of config.json.
+            generation: Content of generation_config.json, or None.
+            where: What messages call the source.
+
+        Raises:
+            ModelError: A value is missing, malformed or not supported.
+        """
+        fields = Fields(raw, where)
+        architecture = _architecture(fields)
+        try:
+            # First of all: what another architecture's file has or lacks says nothing.
+            check_architecture(architecture)
+            read_config = configuration_reader(architecture)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error.message}", param="architectures") from error
+        if read_config is not None:
+            return _checked(read_config(raw, generation or {}, where), architecture, where)
+        family = _FAMILIES.get(architecture, _Family())
+        attention_bias = fields.flag("attention_bias", False)
+        _refuse_unsupported(fields)
+        hidden_size = fields.positive("hidden_size")
+        num_heads = fields.positive("num_attention_heads")
+        config = cls(
+            architecture=architecture,
+            model_type=fields.text("model_type", ""),
+            vocab_size=fields.positive("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=fields.positive("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=fields.positive("num_key_value_heads", num_heads),
+            head_dim=fields.positive("head_dim", _default_head_dim(fields, family)),
+            intermediate_size=fields.positive("intermediate_size"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=rope_config(fields),
+            max_position_embeddings=_max_positions(fields),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias and family.qkv_bias is None,
+            mlp_bias=fields.flag("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            moe=_experts(fields) if family.has_experts else None,
+            sliding_window=_sliding_window(fields, family),
+            eos_token_ids=end_token_ids(raw, generation or {}, where),
+            bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        )
+        _check_shape(config, fields)
+        return config
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a row of a layer, from 0, attends to at most; None: all."""
+        window = self.sliding_window
+        return window.length if window is not None and layer in window.layers else None
+
+    @property
+    def common_window(self) -> int | None:
+        """The window that all layers have; None if one of them attends to the whole context."""
+        window = self.sliding_window
+        has_all = window is not None and len(window.layers) == self.num_layers
+        return window.length if window is not None and has_all else None
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of every field that changes hidden states, part of the model's digest."""
+        values = asdict(self)
+        for name in _NOT_HIDDEN_STATES:
+            del values[name]
+        for name in ("moe", "sliding_window"):
+            if values[name] is None:
+                del values[name]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checked(config: object, architecture: str, where: str) -> ModelConfig:
+    """What another distribution has read."""
+    if not isinstance(config, ModelConfig) or config.architecture != architecture:
+        raise ModelError(
+            f"{where}: read_config of {architecture} returned {config!r:.80}; it must be a "
+            "ModelConfig of this architecture",
+            param="architectures",
+        )
+    return config
+
+
+def read_json_file(path: Path) -> Mapping[str, Any]:
+    """Reads a JSON object from a file.
+
+    Raises:
+        ModelError: The file cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return content
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise fields.error("architectures", "expected a list with the name of the model's class")
+    return names[0]
+
+
+def _default_head_dim(fields: Fields, family: _Family) -> int | None:
+    """The head size where the file is silent; None makes it required."""
+    if family.head_dim is not None:
+        return family.head_dim
+    hidden_size = fields.positive("hidden_size")
+    num_heads = fields.positive("num_attention_heads")
+    return hidden_size // num_heads if hidden_size % num_heads == 0 else None
+
+
+def _max_positions(fields: Fields) -> int:
+    count = fields.positive("max_position_embeddings")
+    if count > MAX_POSITIONS:
+        raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
+    return count
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    activation = fields.text("hidden_act", "silu")
+    if activation != "silu":
+        raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
+    if fields.get("quantization_config"):
+        raise fields.error("quantization_config", "quantised checkpoints are not supported")
+    if not fields.flag("is_causal", True):
+        raise fields.error("is_causal", "only causal attention is supported")
+    chunks = fields.section("dual_chunk_attention_config")
+    original = chunks.positive("original_max_position_embeddings", MAX_POSITIONS)
+    if list(chunks) and fields.positive("max_position_embeddings") > original:
+        raise fields.error(
+            "dual_chunk_attention_config",
+            "is not supported; without it set max_position_embeddings to what it calls original",
+        )
+
+
+def _sliding_window(fields: Fields, family: _Family) -> SlidingWindow | None:
+    """The sliding window as transformers reads it; None also where no context is longer than the
+    window.
+    """
+    length = _window_length(fields, family)
+    layers = _windowed_layers(fields, family, has_window=length is not None)
+    if length is None or not layers or length >= fields.positive("max_position_embeddings"):
+        return None
+    if family.windows == "none":
+        raise fields.error("sliding_window", "not supported for this architecture")
+    return SlidingWindow(length=length, layers=layers)
+
+
+def _window_length(fields: Fields, family: _Family) -> int | None:
+    # Mistral's class knows no such field.
+    is_always_on = family.windows == "all" and not family.has_window_switch
+    if not (is_always_on or fields.flag("use_sliding_window", not family.has_window_switch)):
+        return None
+    if "sliding_window" not in fields:
+        # Unlike a field that is absent, null means none.
+        is_null = "sliding_window" in list(fields)
+        return None if is_null or family.windows == "none" else _DEFAULT_WINDOW
+    return fields.positive("sliding_window")
+
+
+def _windowed_layers(fields: Fields, family: _Family, *, has_window: bool) -> tuple[int, ...]:
+    num_layers, kinds = fields.positive("num_hidden_layers"), fields.get("layer_types")
+    if kinds is None:
+        is_listed = family.windows == "listed"
+        first = fields.count("max_window_layers", _DEFAULT_FULL_LAYERS) if is_listed else 0
+        return tuple(range(first, num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"expected a list of {num_layers} kinds of attention")
+    known = ("full_attention", *(["sliding_attention"] if has_window else []))
+    other = next((kind for kind in kinds if kind not in known), None)
+    if other is not None:
+        lacks = " without a sliding_window" if other == "sliding_attention" else ""
+        raise fields.error("layer_types", f"{other!r} is not supported{lacks}")
+    if family.windows == "all" and has_window and "full_attention" in kinds:
+        raise fields.error("layer_types", "all layers of this architecture have the window")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def rope_config(fields: Fields) -> RopeConfig:
+    """Reads the rotary parameters of a config.json: transformers 5 writes `rope_parameters`, older
+    versions `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ModelError: A rotation that is not supported; the message names the field.
+    """
+    names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    first, *others = [_rotation(fields, name) for name in names or ["rope_scaling"]]
+    # transformers lets the second win: whoever adds it to a newer file means it.
+    if any(replace(other, theta=first.theta) != first for other in others):
+        raise fields.error("rope_scaling", "is not what rope_parameters say; keep one of them")
+    return first
+
+
+def _rotation(fields: Fields, name: str) -> RopeConfig:
+    """The rotation that one section describes."""
+    rope = fields.section(name)
+    if any(isinstance(rope.get(key), dict) for key in rope):
+        raise fields.error(name, "different rotations per kind of layer are not supported")
+    theta = rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_ROPE_THETA))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise fields.error(f"{name}.partial_rotary_factor", "only 1.0 is supported")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
+    if kind == "llama3":
+        original = "original_max_position_embeddings"
+        default = rope.positive(original, fields.positive("max_position_embeddings"))
+        return RopeConfig(
+            theta=theta,
+            scaling="llama3",
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_max_positions=fields.positive(original, default),
+        )
+    raise fields.error(
+        f"{name}.rope_type", f"{kind!r} is not supported (default, linear and llama3 are)"
+    )
+
+
+def _experts(fields: Fields) -> MoEConfig:
+    """Number of experts; transformers 5 may call it `num_local_experts`."""
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    count, per_token = fields.positive(name), fields.positive("num_experts_per_tok")
+    if per_token > count:
+        raise fields.error("num_experts_per_tok", f"{per_token} of {count} experts")
+    return MoEConfig(
+        num_experts=count,
+        num_experts_per_tok=per_token,
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        norm_topk_prob=fields.flag("norm_topk_prob", False),
+        decoder_sparse_step=fields.positive("decoder_sparse_step", 1),
+        mlp_only_layers=fields.indices("mlp_only_layers"),
+    )
+
+
+def _check_shape(config: ModelConfig, fields: Fields) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise fields.error(
+            "num_key_value_heads",
+            f"{config.num_kv_heads} does not divide {config.num_heads} attention heads",
+        )
+    if config.head_dim % 2:
+        raise fields.error("head_dim", f"must be even for the rotation, got {config.head_dim}")
+    if config.rope.scaling == "llama3" and not (
+        config.rope.high_freq_factor > config.rope.low_freq_factor
+    ):
+        raise fields.error("rope high_freq_factor", "must be greater than low_freq_factor")

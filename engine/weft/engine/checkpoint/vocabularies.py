@@ -1,0 +1,75 @@
+"""What the `tokenizer.json` files of models say about their vocabularies. Pure Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.config import ModelConfig, read_json_file
+from weft.engine.checkpoint.fields import Fields
+
+_FILE = "tokenizer.json"
+
+
+def check_same_vocabulary(
+    draft_dir: Path, draft: ModelConfig, target_dir: Path, target: ModelConfig
+) -> None:
+    """Refuses a draft model whose token ids differ in meaning from the target's.
+
+    Without a `tokenizer.json` beside each of them only the sizes are compared.
+
+    Args:
+        draft_dir: Directory of the draft model.
+        draft: Its configuration.
+        target_dir: Directory of the target model.
+        target: That one's.
+
+    Raises:
+        ModelError: They differ; the message says in what. Or a file is malformed.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"vocab_size of the draft model is {draft.vocab_size}, of the target model "
+            f"{target.vocab_size}; give a model of the same family",
+            param="vocab_size",
+        )
+    files = [folder / _FILE for folder in (draft_dir, target_dir)]
+    if not all(file.is_file() for file in files):
+        return
+    mine, its = (_token_ids(file) for file in files)
+    token = next((t for t in sorted(mine.keys() | its.keys()) if mine.get(t) != its.get(t)), None)
+    if token is not None:
+        raise ModelError(
+            f"token {token!r} is {mine.get(token)} for the draft model, "
+            f"{its.get(token)} for the target model (None: it has no such token); "
+            "give a model with the same tokenizer",
+        )
+
+
+def num_tokens(model_dir: Path, config: ModelConfig) -> int:
+    """Tokens of a model's tokenizer, which may be fewer than its embedding has rows; as many as
+    rows where there is no `tokenizer.json`.
+
+    Raises:
+        ModelError: The file is malformed.
+    """
+    file = model_dir / _FILE
+    if not file.is_file():
+        return config.vocab_size
+    return 1 + max(_token_ids(file).values(), default=0)
+
+
+def _token_ids(file: Path) -> dict[str, int]:
+    """Token ids by token, for BPE, WordPiece and WordLevel models, and for Unigram, which has a
+    list.
+    """
+    fields = Fields(read_json_file(file), str(file))
+    vocabulary, added = fields.section("model").get("vocab"), fields.get("added_tokens") or []
+    try:
+        if isinstance(vocabulary, list):
+            ids = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
+        else:
+            ids = {str(token): int(number) for token, number in vocabulary.items()}
+        return ids | {str(token["content"]): int(token["id"]) for token in added}
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise fields.error("model.vocab", f"not a vocabulary: {error!r}") from error

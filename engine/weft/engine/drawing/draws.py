@@ -1,0 +1,547 @@
+"""Draws the next tokens of running requests, with their sampler rows and constraint masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.base.device_copies import Fetched
+from weft.engine.base.errors import InvalidRequest, WeftError
+from weft.engine.base.request import TokenLogprob
+from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
+from weft.engine.executor.device_sampling import RowsBehindDrafts
+from weft.engine.executor.drafts.trees import tree_of
+from weft.engine.executor.runner import Drawable
+from weft.engine.features.constraints.constraints import Constraints
+from weft.engine.loop.intake import end_of
+from weft.engine.scheduler.columns import NO_NUMBERS
+from weft.engine.scheduler.plan import (
+    DraftTree,
+    LaterDrafts,
+    Plan,
+    Run,
+    VerifyItem,
+    parents_of,
+)
+from weft.engine.scheduler.state import Request
+
+if TYPE_CHECKING:
+    from weft.engine.features.constraints.masks import Masks
+
+Rows = Callable[[], npt.NDArray[np.int64]]
+"""Waits for the tokens and the words of a step's rows, [2, T]."""
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn in one step; requests without drafts come first."""
+
+    requests: Sequence[Request]
+    tokens: list[int]
+    """Drawn token ids; undefined for requests with an error."""
+    positions: npt.NDArray[np.int64]
+    """Positions of the tokens."""
+    logprobs: Sequence[TokenLogprob | None]
+    errors: list[tuple[Request, WeftError]]
+    runs: Sequence[Run] = ()
+    """Outcomes of the requests with drafts."""
+
+
+class Draw(NamedTuple):
+    """The tokens of a step, which may still be computed."""
+
+    plan: Plan
+    requests: Sequence[Request]
+    """Those that draw: without drafts, with drafts (a row of the logits for each token), behind
+    prompts.
+    """
+    samples: SamplesUnderWay
+    positions: npt.NDArray[np.int64]
+    """Positions of the tokens, by row."""
+    mask_errors: dict[int, WeftError]
+    """Constraint errors by row."""
+    firsts: npt.NDArray[np.int64] = NO_NUMBERS
+    """Of a step with drafts: `first_rows`."""
+    rows: Rows | None = None
+    """Of a step whose drafts are on the device."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Token ids by row, on the device that drew them; negative for errors."""
+        return self.samples.tokens
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the device has kept the tokens for later steps (`ModelRunner.keep`)."""
+        return self.samples.are_kept
+
+    def wait(self) -> Drawn:
+        """Waits for the tokens and returns them."""
+        output = self.samples.wait()
+        errors = {**output.errors, **self.mask_errors}
+        requests, tokens = self.requests, output.token_ids.tolist()
+        if not self.plan.verifies:
+            found = [_cause(requests[row], error) for row, error in errors.items()]
+            return Drawn(requests, tokens, self.positions, output.logprobs, found)
+        begin, behind = len(self.plan.decodes), len(self.plan.decodes) + len(self.plan.verifies)
+        firsts = self.firsts
+        end = int(firsts[behind])
+        runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
+        # An error behind drafts is met again where the request goes on from there.
+        owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
+        failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
+        return Drawn(
+            [*requests[:begin], *requests[behind:]],
+            tokens[:begin] + tokens[end:],
+            np.concatenate([self.positions[:begin], self.positions[end:]]),
+            output.logprobs[:begin] + output.logprobs[end:],
+            failed,
+            runs,
+        )
+
+    def _runs(
+        self,
+        tokens: list[int],
+        logprobs: list[TokenLogprob | None],
+        firsts: npt.NDArray[np.int64],
+    ) -> list[Run]:
+        """Outcomes of the requests with drafts.
+
+        Args:
+            tokens: What was drawn, by row.
+            logprobs: Of these.
+            firsts: The first row of each of these requests, and the row behind the last one.
+        """
+        plan = self.plan
+        if plan.has_trees:
+            return [
+                _run_of_tree(item, drafts, tokens[first:], logprobs[first:])
+                for item, drafts, first in zip(
+                    plan.verifies, plan.drafts, firsts.tolist(), strict=False
+                )
+            ]
+        if not any(logprobs):
+            logprobs = []
+        begins, runs = firsts.tolist(), []
+        if self.rows is not None:
+            drafted = self.rows()[0].tolist()
+        else:
+            drafted = [-1] * begins[0]
+            for drafts in plan.drafts:
+                drafted += [-1, *drafts]
+        columns = zip(plan.verifies, begins, begins[1:], plan.draft_counts, strict=False)
+        for item, first, behind, count in columns:
+            end = first + (tokens[first] >= 0)
+            # Behind an error there is none.
+            while first < end < behind and tokens[end - 1] == drafted[end] and tokens[end] >= 0:
+                end += 1
+            runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
+        return runs
+
+
+def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
+    """A request and its error. Where nothing may be drawn beside a constraint it is the constraint
+    that has come to an end: `min_tokens` excludes nothing then.
+    """
+    if error.param == "min_tokens" and request.params.constraint is not None:
+        message = "no text satisfies it that goes on from here"
+        error = InvalidRequest(message, stage="sample", param="constraint")
+    return request, error
+
+
+def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
+    """[num_drawing + 1]: the first row of the logits of each request that draws in a step with
+    drafts, and the number of rows.
+    """
+    counts, begin = np.ones(1 + num_drawing, np.int64), 1 + len(plan.decodes)
+    counts[0] = 0
+    counts[begin : begin + len(plan.verifies)] += plan.draft_counts
+    return counts.cumsum()
+
+
+def _depths(drafts: Sequence[int]) -> list[int]:
+    """Number of drafts up to each row of a request: 0 of the last token's."""
+    depths = [0]
+    for parent in parents_of(drafts):
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def _run_of_tree(
+    item: VerifyItem,
+    drafts: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+) -> Run:
+    """The outcome of a request with a tree, from what its rows, and others behind them, drew."""
+    path = drawn_rows(tokens[: 1 + len(drafts)], drafts)
+    assert len(path) <= 1 + item.max_accepted, "more drafts are right than there may be"
+    return Run(
+        item.request,
+        [tokens[row] for row in path],
+        [logprobs[row] for row in path],
+        len(drafts),
+        is_tree=isinstance(drafts, DraftTree),
+    )
+
+
+def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The rows whose tokens count: that of the last token and those of accepted drafts.
+
+    Args:
+        tokens: Drawn from each row, 1 + len(drafts); negative where there is none.
+        drafts: Drafts of the request.
+    """
+    if tokens[0] < 0:
+        return []
+    parents, path = parents_of(drafts), [0]
+    # Children come behind their parents.
+    for row, (draft, parent) in enumerate(zip(drafts, parents, strict=True), 1):
+        if parent == path[-1] and tokens[parent] == draft and tokens[row] >= 0:
+            path.append(row)
+    return path
+
+
+def _follow(plan: Plan, index: int, path: list[int], tokens: npt.NDArray[np.int64]) -> bool:
+    """Extends a path by the draft that equals the token drawn last, if there is one and the request
+    continues.
+
+    Args:
+        plan: Plan of the step.
+        index: Index of the request among those with drafts.
+        path: Its rows so far.
+        tokens: By row; there is one of the path's last.
+    """
+    drafts, last = plan.drafts[index], path[-1]
+    token = int(tokens[last])
+    if _is_end(plan.verifies[index].request, token, len(path)):
+        return False
+    for row, (draft, parent) in enumerate(zip(drafts, parents_of(drafts), strict=True), 1):
+        if parent == last and draft == token:
+            path.append(row)
+            return True
+    return False
+
+
+def _is_end(request: Request, token: int, num_drawn: int) -> bool:
+    """Whether a request ends with the last of this many tokens drawn in one step."""
+    if token not in request.end_token_ids:
+        return False
+    return end_of(request, token, request.num_generated + num_drawn) is not None
+
+
+def _fetch_rows(drawable: Drawable) -> Rows:
+    """Begins to copy the tokens and words of a step's rows to the host."""
+    assert drawable.rows is not None, "the step verifies no drafts"
+    fetched = Fetched(drawable.rows())
+    return lambda: fetched.wait().numpy()
+
+
+def _kept(wait_for_rows: Rows) -> Rows:
+    """The same, whose result stays valid."""
+    return cache(lambda: wait_for_rows().copy())
+
+
+def _needs_drafts(item: VerifyItem) -> bool:
+    """Whether the host needs a request's drafts before their rows are drawn from."""
+    return item.max_drafts > 0 and item.request.params.constraint is not None
+
+
+def _await_drafts(plan: Plan, drawable: Drawable) -> None:
+    """Has the drafts come to the host, if they are not there nor on their way."""
+    if isinstance(plan.drafts, LaterDrafts) and not plan.drafts.is_coming:
+        plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
+
+
+def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
+    """The drafts of each request, from the tokens and words of a step's rows."""
+    tokens, words = rows()
+    found, row = [], len(plan.decodes)
+    for item, count in zip(plan.verifies, plan.draft_counts, strict=True):
+        own = slice(row + 1, row + 1 + count)
+        drafts = tokens[own].tolist()
+        found.append(drafts if item.tree is None else tree_of(drafts, words[own].tolist()))
+        row += 1 + count
+    return found
+
+
+class Drawing:
+    """Draws the tokens of a step; keeps a sampler row for each slot.
+
+    Args:
+        sampler: Rows by slot.
+        constraints: Make masks while the forward runs.
+    """
+
+    def __init__(self, sampler: Sampler, constraints: Constraints) -> None:
+        self._sampler = sampler
+        self._constraints = constraints
+        self._has_row = np.zeros(sampler.null_slot + 1, np.bool_)
+        self._has_row[sampler.null_slot] = True
+        self.num_slots = 0
+        """Number of slots that have a row in this step."""
+        self._prepared = np.zeros(0, np.int64)
+        """Slots of the requests given to `prepare` last."""
+
+    def prepare(
+        self,
+        plan: Plan,
+        requests: Sequence[Request],
+        slots: npt.NDArray[np.int64] | None = None,
+        *,
+        is_late: bool = False,
+    ) -> None:
+        """Prepares everything that drawing needs besides the logits.
+
+        Args:
+            plan: Plan of the step, whose drafts may still be to come.
+            requests: That will draw; the tokens before those to be drawn are known.
+            slots: Theirs, if none of them has ended; None: they are asked.
+            is_late: `begin` follows at once.
+        """
+        self._prepared = slots = self._slots(requests) if slots is None else slots
+        for row in np.flatnonzero(~self._has_row[slots]).tolist():
+            self._take_slot(requests[row])
+        if self._awaits_drafts(plan):
+            begin, behind = len(plan.decodes), len(plan.decodes) + len(plan.verifies)
+            others = [item.request for item in plan.verifies if not _needs_drafts(item)]
+            requests = [*requests[:begin], *others, *requests[behind:]]
+        rows = self._sampler.mask_memory
+        self._constraints.begin_masks(requests, rows=rows, is_awaited=is_late)
+
+    def begin(self, plan: Plan, requests: Sequence[Request], drawable: Drawable) -> Draw:
+        """Draws one token for each request; with drafts, one for each accepted draft and one more.
+
+        Args:
+            plan: Plan of the step.
+            requests: Requests given to `prepare` last; what is drawn for those that had ended means
+                nothing.
+            drawable: Decodes, requests with drafts (a row for each token), chunks.
+        """
+        if not plan.verifies:
+            errors = self._take_masks(requests)
+            samples = self._begin(drawable)
+            return Draw(plan, requests, samples, drawable.positions, errors)
+        firsts = first_rows(plan, len(requests))
+        if not self._sampler.is_on_device and any(
+            item.request.draws_in_turn for item in plan.verifies if item.max_drafts
+        ):
+            _await_drafts(plan, drawable)
+            return self._draw_in_turn(plan, requests, firsts, drawable)
+        failed, drawn_as = self._take_masks(requests), None
+        if self._awaits_drafts(plan):
+            _await_drafts(plan, drawable)
+            more, drawn_as = self._take_masks_behind_drafts(plan, firsts)
+            failed |= more
+        errors = {int(firsts[index]): error for index, error in failed.items()}
+        samples, rows = self._begin(drawable, firsts, drawn_as, has_trees=plan.has_trees), None
+        if isinstance(plan.drafts, LaterDrafts):
+            rows = _kept(samples.rows or _fetch_rows(drawable))
+            plan.drafts.come_with(partial(_drafts_of, plan, rows))
+        return Draw(plan, requests, samples, drawable.positions, errors, firsts, rows)
+
+    def _begin(
+        self,
+        drawable: Drawable,
+        firsts: npt.NDArray[np.int64] | None = None,
+        drawn_as: npt.NDArray[np.int64] | None = None,
+        *,
+        has_trees: bool = False,
+    ) -> SamplesUnderWay:
+        """Draws for the requests given to `prepare` last.
+
+        Args:
+            drawable: Their rows.
+            firsts: `first_rows` of them; None: each has one.
+            drawn_as: Slots by row, where some have masks of their own; or None.
+            has_trees: Drafts form trees.
+        """
+        positions = drawable.positions
+        if drawable.captured is not None:
+            # Rows of requests that have ended since are drawn, too: their slots are nobody's yet.
+            own = drawable.slots
+            way = self._sampler.common_way(own)
+            if way is not None:
+                columns = (own, positions, drawn_as)
+                return self._sampler.begin_captured(drawable.captured, way, *columns)
+        slots, drafted = self._prepared, None
+        if firsts is not None:
+            if self._sampler.is_on_device and self._sampler.counts_tokens(slots):
+                assert drawable.rows is not None, "the step verifies no drafts"
+                of_rows = np.repeat(firsts[:-1], np.diff(firsts))
+                drafted = RowsBehindDrafts(of_rows, drawable.rows(), has_trees)
+            slots = np.repeat(slots, np.diff(firsts))
+        if drawable.on_device is None:
+            return self._sampler.begin(
+                drawable.logits(), slots, positions, drafted=drafted, drawn_as=drawn_as
+            )
+        # Where somebody has ended since, a row draws from a slot of nobody.
+        has_slots = drawn_as is None and np.array_equal(slots, drawable.slots)
+        on_device = partial(drawable.on_device, has_slots=has_slots)
+        return self._sampler.begin(
+            drawable.logits(), slots, positions, on_device, drafted, drawn_as
+        )
+
+    def take_lost_s(self) -> float:
+        """See `Constraints.take_lost_s`."""
+        return self._constraints.take_lost_s()
+
+    def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:
+        """Passes the computed masks to the sampler; returns errors by index of the request."""
+        errors: dict[int, WeftError] = {}
+        written: list[Request] = []
+        for request, masks in self._constraints.take_masks():
+            if masks is None:
+                written.append(request)
+            elif isinstance(masks, WeftError):
+                errors[requests.index(request)] = masks
+            else:
+                self._set_mask(request, masks)
+        if written:
+            slots = np.array([request.slot for request in written], np.int64)
+            counts = [request.num_generated for request in written]
+            self._sampler.set_masks(slots, counts)
+        return errors
+
+    def _awaits_drafts(self, plan: Plan) -> bool:
+        """Whether rows behind drafts get masks, for which the host needs the drafts first."""
+        if not (self._sampler.is_on_device and self._constraints.are_in_use):
+            return False
+        return any(map(_needs_drafts, plan.verifies))
+
+    def _set_mask(self, request: Request, masks: Masks) -> None:
+        """Passes the mask of a request's next token to the sampler."""
+        if self._sampler.is_on_device:
+            # How many drafts of earlier steps were accepted the sampler does not know.
+            self._sampler.went_on(request.slot, request.num_generated)
+        self._sampler.set_mask(request.slot, masks[0])
+
+    def _take_masks_behind_drafts(
+        self, plan: Plan, firsts: npt.NDArray[np.int64]
+    ) -> tuple[dict[int, WeftError], npt.NDArray[np.int64] | None]:
+        """Computes the masks of constrained requests with drafts, of which each row has its own.
+
+        Args:
+            plan: Plan of the step; its drafts are on their way to the host.
+            firsts: `first_rows`.
+
+        Returns:
+            Errors by index of the request, and the slots that rows are drawn with; None: no row has
+            a mask of its own, since all those requests have ended.
+        """
+        indices = {
+            item.request: index
+            for index, item in enumerate(plan.verifies, len(plan.decodes))
+            if _needs_drafts(item)
+        }
+        drafts = [plan.drafts[index - len(plan.decodes)] for index in indices.values()]
+        self._constraints.begin_masks([*indices], drafts=drafts, is_awaited=True)
+        errors: dict[int, WeftError] = {}
+        rows: list[int] = []
+        counts: list[int] = []
+        behind: Masks = []
+        for request, masks in self._constraints.take_masks():
+            index = indices[request]
+            if isinstance(masks, WeftError):
+                errors[index] = masks
+                continue
+            assert masks is not None, "these are not written to rows of slots"
+            self._set_mask(request, masks)
+            first, depths = int(firsts[index]), _depths(plan.drafts[index - len(plan.decodes)])
+            rows += range(first + 1, first + len(masks))
+            counts += [request.num_generated + depth for depth in depths[1 : len(masks)]]
+            behind += masks[1:]
+        if not rows:
+            return errors, None
+        drawn_as = np.repeat(self._prepared, np.diff(firsts))
+        drawn_as[rows] = self._sampler.mask_rows(drawn_as[rows], behind, counts)
+        return errors, drawn_as
+
+    def _draw_in_turn(
+        self,
+        plan: Plan,
+        requests: Sequence[Request],
+        first_row_of: npt.NDArray[np.int64],
+        drawable: Drawable,
+    ) -> Draw:
+        """Draws the first token of each request, then the second of those whose draft was accepted,
+        and so on: each draw may depend on the tokens before it (penalties, constraints).
+        """
+        num_rows, rows = int(first_row_of[-1]), first_row_of[:-1]
+        output = SampleOutput(np.full(num_rows, -1, np.int64), [None] * num_rows)
+        begin = len(plan.decodes)
+        firsts = rows[begin:]
+        mask_errors, logits = self._take_masks(requests), drawable.logits()
+        self._draw_rows(requests, rows, logits, drawable.positions, output)
+        paths = [[0] for _ in plan.verifies]
+        going_on = [i for i in range(len(plan.verifies)) if begin + i not in mask_errors]
+        while going_on := [
+            index
+            for index in going_on
+            if _follow(plan, index, paths[index], output.token_ids[firsts[index] :])
+        ]:
+            left = [plan.verifies[index].request for index in going_on]
+            accepted = [[plan.drafts[i][row - 1] for row in paths[i][1:]] for i in going_on]
+            self._constraints.begin_masks(left, accepted, is_awaited=True)
+            if lost := self._take_masks(left):
+                going_on = [index for i, index in enumerate(going_on) if i not in lost]
+                left = [plan.verifies[index].request for index in going_on]
+            if going_on:
+                reached = np.array([paths[index][-1] for index in going_on], np.int64)
+                at = firsts[going_on] + reached
+                self._draw_rows(left, at, logits, drawable.positions, output)
+        errors = {int(rows[index]): error for index, error in mask_errors.items()}
+        samples = SamplesUnderWay(
+            torch.from_numpy(output.token_ids), lambda: output, drawable.positions
+        )
+        return Draw(plan, requests, samples, drawable.positions, errors, first_row_of)
+
+    def _draw_rows(
+        self,
+        requests: Sequence[Request],
+        rows: npt.NDArray[np.int64],
+        logits: torch.Tensor,
+        positions: npt.NDArray[np.int64],
+        output: SampleOutput,
+    ) -> None:
+        """Draws one token for each of some rows of the logits into `output`."""
+        chosen, slots = logits[torch.from_numpy(rows)], self._slots(requests)
+        drawn = self._sampler.sample(chosen, slots, positions[rows])
+        output.token_ids[rows] = drawn.token_ids
+        for index, row in enumerate(rows.tolist()):
+            output.logprobs[row] = drawn.logprobs[index]
+            if index in drawn.errors:
+                output.errors[row] = drawn.errors[index]
+
+    def _slots(self, requests: Sequence[Request]) -> npt.NDArray[np.int64]:
+        slots = np.array([request.slot for request in requests], np.int64)
+        slots[slots < 0] = self._sampler.null_slot
+        return slots
+
+    def give_up(self) -> None:
+        """Drops the masks of a step that failed after `prepare`."""
+        self._constraints.take_masks()
+
+    def free(self, slot: int) -> None:
+        """Frees the sampling state of a slot whose request is gone."""
+        if self._has_row[slot]:
+            self._has_row[slot] = False
+            self.num_slots -= 1
+            self._sampler.remove(slot)
+
+    def _take_slot(self, request: Request) -> None:
+        row = SampleRow(
+            params=request.params,
+            stop=request.stop,
+            seed=request.seed,
+            eos_token_ids=tuple(request.eos_token_ids),
+            top_logprobs=request.top_logprobs,
+        )
+        prompt = request.tokens[: request.num_prompt_tokens]
+        # Before, so that the slot is freed if there is no memory for it.
+        self._has_row[request.slot] = True
+        self.num_slots += 1
+        self._sampler.add(request.slot, row, prompt, request.tokens[request.num_prompt_tokens :])

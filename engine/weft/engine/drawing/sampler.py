@@ -1,0 +1,550 @@
+"""The sampler of an engine: parameters by slot, one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.base.device_copies import Fetched
+from weft.engine.base.errors import Internal, InvalidRequest, WeftError
+from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.executor.device_sampling import (
+    CapturedDraw,
+    DeviceSampler,
+    RowsBehindDrafts,
+    RowsOnDevice,
+    SlotParams,
+    Way,
+)
+from weft.engine.executor.edits import LogitEdits
+from weft.engine.executor.logprobs import token_logprobs
+from weft.kernels.device_sampling import SlotTables
+from weft.kernels.greedy import greedy_rows
+from weft.kernels.sampling import (
+    ERROR_NOT_FINITE,
+    GREEDY_TEMPERATURE,
+    SamplingColumns,
+    sample_rows,
+    top_rows,
+)
+
+Int64Array = npt.NDArray[np.int64]
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Odd, so that all multiples below 2^64 are distinct."""
+
+
+def derive_seed(seed: int, sample_index: int) -> int:
+    """Derives the seed of one sample of a request: distinct for each; sample 0 has the request's
+    own.
+
+    Args:
+        seed: Unsigned 64 bits.
+        sample_index: 0..n - 1.
+    """
+    return (seed + sample_index * SEED_STEP) & 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleRow:
+    """Sampling parameters of one running sample; fixed for its life."""
+
+    params: SamplingParams
+    stop: StopCriteria
+    seed: int
+    """Seed of this sample (`derive_seed`), unsigned 64 bits."""
+    eos_token_ids: tuple[int, ...]
+    """The model's end tokens; masked before `min_tokens` unless the request ignores them."""
+    top_logprobs: int | None = None
+    """Number of alternatives beside each token's log-probability; None: no log-probabilities."""
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """Tokens of one step, by row of the logits."""
+
+    token_ids: Int64Array
+    """Token ids, [L]; negative in the rows of `errors`."""
+    logprobs: list[TokenLogprob | None]
+    """Log-probabilities; None for rows that want none, and in the rows of `errors`."""
+    errors: dict[int, WeftError] = field(default_factory=dict)
+    """Errors of rows without a token; the other rows are not affected."""
+
+
+class SamplesUnderWay:
+    """Tokens of one step that are being drawn on a device, or have been drawn.
+
+    Args:
+        tokens: [L] int64 where they are drawn; negative where there is none.
+        output: Waits for them; called once.
+        positions: [L], of the tokens.
+        are_kept: The device has kept them for later steps.
+        rows: Waits for the tokens and words of the rows drawn from ([2, L]), of which there were
+            drafts on the device; None: they are not fetched.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        output: Callable[[], SampleOutput],
+        positions: Int64Array,
+        *,
+        are_kept: bool = False,
+        rows: Callable[[], Int64Array] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.are_kept = are_kept
+        self.rows = rows
+        self._output = output
+        self._positions = positions
+
+    def wait(self) -> SampleOutput:
+        """Waits for the tokens."""
+        output = self._output()
+        if len(output.token_ids) and output.token_ids.min() < 0:
+            _explain(output, self._positions)
+        return output
+
+
+class Sampler:
+    """Draws the next token of each running sample.
+
+    What is drawn depends on the row's logits, its parameters and seed, the position and its own
+    tokens so far: not on the slot, nor on other rows. Used by one thread.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        *,
+        use_native: bool = True,
+        device: torch.device | None = None,
+        max_masked_rows: int = 0,
+    ) -> None:
+        """Creates a sampler in which all slots are free.
+
+        Args:
+            vocab_size: Length of a row of logits.
+            max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which is nobody's.
+            use_native: False: the numpy path (same tokens, slower).
+            device: Where the logits are and tokens are drawn (the same ones); None = on the host.
+            max_masked_rows: Most rows of a step for `mask_rows`.
+        """
+        self.null_slot = max_rows
+        """A slot that draws greedily and whose tokens are discarded; may be used for several rows.
+        """
+        num_slots = max_rows + 1
+        self._device: DeviceSampler | None = None
+        if device is not None:
+            self._device = DeviceSampler(vocab_size, num_slots, device, max_masked_rows)
+        self._stops_from = np.zeros(num_slots, np.int64)
+        """Position from which on a slot may draw its stop tokens."""
+        self._counting: set[int] = set()
+        """Slots with penalties."""
+        self._lacking_stops: set[int] = set()
+        """Slots whose mask on the device lacks their stop tokens, wherever they draw."""
+        self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
+        self._num_generated = np.zeros(num_slots, np.int64)
+        self._is_special = np.zeros(num_slots, np.bool_)
+        """Rows that need Python: their logits change, or log-probabilities are wanted. Of a slot
+        that is free, what its last sample needed: a row of it may still be drawn (`common_way`).
+        """
+        self._is_greedy = np.ones(num_slots, np.bool_)
+        """Rows that need only their largest unchanged logit; of free slots like `_is_special`."""
+        self._rows: dict[int, SampleRow] = {}
+        self._edits: dict[int, LogitEdits] = {}
+
+    @property
+    def plain_tables(self) -> SlotTables | None:
+        """Parameters of slots without penalties or biases, where they stay on the device; None:
+        tokens are drawn on the host.
+        """
+        return None if self._device is None else self._device.plain_tables
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all tokens of a step are drawn at once, on the device of the logits."""
+        return self._device is not None
+
+    def add(
+        self, slot: int, row: SampleRow, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> None:
+        """Assigns `slot` to a sample.
+
+        Args:
+            slot: Must be free.
+            row: How it draws.
+            prompt_ids: Its prompt.
+            output_ids: Tokens it has generated already (before a pre-emption or elsewhere).
+
+        Raises:
+            InvalidRequest: logit_bias names a token that is not in the vocabulary.
+        """
+        if slot in self._rows:
+            raise ValueError(f"slot {slot} is taken")
+        params, columns = row.params, self._columns
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < columns.vocab_size:
+                message = f"logit_bias: token id {token_id} is not below {columns.vocab_size}"
+                raise InvalidRequest(message, stage="sample", param="logit_bias")
+        stop_ids = self._stop_ids(row)
+        has_edits = bool(params.logit_bias) or params.has_penalties or bool(stop_ids)
+        if has_edits:
+            self._edits[slot] = LogitEdits(params, stop_ids, prompt_ids, output_ids)
+        if params.has_penalties:
+            self._counting.add(slot)
+        columns.temperature[slot] = params.temperature
+        columns.top_k[slot] = params.top_k
+        columns.top_p[slot] = params.top_p
+        columns.min_p[slot] = params.min_p
+        columns.seed[slot] = row.seed
+        self._num_generated[slot] = len(output_ids)
+        self._stops_from[slot] = len(prompt_ids) + row.stop.min_tokens
+        self._is_special[slot] = has_edits or row.top_logprobs is not None
+        self._rows[slot] = row
+        self._note_greedy(slot)
+        if self._device is not None:
+            own = SlotParams(
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                row.seed,
+                params.top_k,
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+            self._device.add(slot, own, self._edits.get(slot))
+            if stop_ids:
+                self._send_mask(slot)
+
+    def remove(self, slot: int) -> None:
+        """Frees `slot`, also one that could not be added."""
+        self._rows.pop(slot, None)
+        self._columns.is_masked[slot] = False
+        self._edits.pop(slot, None)
+        self._counting.discard(slot)
+        self._lacking_stops.discard(slot)
+        if self._device is not None:
+            self._device.remove(slot)
+
+    def set_mask(self, slot: int, mask: npt.NDArray[np.uint32] | None) -> None:
+        """Sets the tokens that the slot may draw, until the next call.
+
+        Args:
+            slot: Slot of a sample.
+            mask: [ceil(vocab_size / 32)], bit i % 32 of word i / 32 allows token i, and bits from
+                vocab_size on are 0; None = all tokens.
+        """
+        self._columns.is_masked[slot] = mask is not None
+        if mask is not None:
+            self._columns.masks[slot] = mask
+        self._note_greedy(slot)
+        if self._device is not None:
+            self._send_mask(slot)
+
+    def mask_memory(self) -> npt.NDArray[np.uint32]:
+        """[num_slots, ceil(vocab_size / 32)]: where masks may be written before `set_masks`, once
+        the tokens of all steps so far are known.
+        """
+        return self._columns.masks if self._device is None else self._device.mask_memory()
+
+    def set_masks(self, slots: Int64Array, num_generated: Sequence[int]) -> None:
+        """Like `set_mask` with what lies in the rows of these slots of `mask_memory`.
+
+        Args:
+            slots: [M], distinct.
+            num_generated: Number of tokens that each of their samples has generated.
+        """
+        self._columns.is_masked[slots] = True
+        self._is_greedy[slots] = False
+        if self._device is None:
+            return
+        self._num_generated[slots] = num_generated
+        self._device.have_masks(slots)
+        for slot in self._edits.keys() & slots.tolist():
+            if len(self._edits[slot].stop_ids):
+                self._columns.masks[slot] = self._device.mask_memory()[slot]
+                self._send_mask(slot)
+
+    def went_on(self, slot: int, num_generated: int) -> None:
+        """Notes how many tokens a slot's sample has generated, where drafts of it were accepted."""
+        self._num_generated[slot] = num_generated
+
+    def mask_rows(
+        self,
+        slots: Int64Array,
+        masks: Sequence[npt.NDArray[np.uint32] | None],
+        num_generated: Sequence[int],
+    ) -> Int64Array:
+        """Gives rows behind drafts masks of their own, until the next call; on a device only.
+
+        Args:
+            slots: [M], of the rows.
+            masks: Of each, as of `set_mask`.
+            num_generated: Number of tokens before the one that the row draws.
+
+        Returns:
+            [M]: slots for `begin` to draw these rows with.
+        """
+        assert self._device is not None, "tokens are drawn on the host"
+        rows = zip(slots.tolist(), masks, num_generated, strict=True)
+        return self._device.mask_rows(slots, [self._later_mask(*row) for row in rows])
+
+    def _later_mask(
+        self, slot: int, mask: npt.NDArray[np.uint32] | None, num_generated: int
+    ) -> npt.NDArray[np.uint32] | None:
+        """The mask of a slot's sample behind so many tokens: without its stop tokens, if it is to
+        have more and the mask allows others.
+        """
+        if slot not in self._edits or num_generated >= self._rows[slot].stop.min_tokens:
+            return mask
+        words = _without(mask, self._edits[slot].stop_ids, self._columns.masks.shape[1])
+        return words if mask is None or words.any() else mask
+
+    def counts_tokens(self, slots: Int64Array) -> bool:
+        """Whether what any of these slots draws depends on what it has drawn."""
+        return not self._counting.isdisjoint(slots.tolist())
+
+    def sample(
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+    ) -> SampleOutput:
+        """Calls `begin` and waits for the tokens."""
+        return self.begin(logits, slots, positions).wait()
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        on_device: Callable[[], RowsOnDevice] | None = None,
+        drafted: RowsBehindDrafts | None = None,
+        drawn_as: Int64Array | None = None,
+    ) -> SamplesUnderWay:
+        """Draws one token per row and counts it; does not wait for a device.
+
+        Args:
+            logits: [L, vocab_size] float32; unchanged once the tokens are there.
+            slots: [L], distinct but for `null_slot`, and those whose tokens do not depend on the
+                ones before (no mask, penalties only where `drafted`).
+            positions: [L], absolute position of the token to be drawn (prompt length + number of
+                tokens generated before it).
+            on_device: Gives the same on the device of the logits, as far as it is there, and
+                positions that only the device knows; a sampler on the host cannot use it.
+            drafted: Of a step with drafts, if `counts_tokens`; like `on_device`.
+            drawn_as: [L], slots by row with those of `mask_rows`; None: there are none of these.
+
+        Raises:
+            ValueError: Shapes or dtype are wrong.
+        """
+        if logits.is_cuda and drawn_as is None and self._is_greedy[slots].all():
+            tokens, output = self._draw_greedily(logits)
+        elif self._device is not None:
+            found = None if on_device is None else on_device()
+            columns = (slots, slots if drawn_as is None else drawn_as, positions)
+            tokens, output = self._draw_on_device(logits, *columns, found, drafted)
+        else:
+            on_host = Fetched(logits).wait() if logits.is_cuda else logits
+            drawn = self._draw(on_host, slots, positions)
+            tokens, output = torch.from_numpy(drawn.token_ids), lambda: drawn
+        self._num_generated[slots] += 1
+        return SamplesUnderWay(tokens, output, positions)
+
+    def common_way(self, slots: Int64Array) -> Way | None:
+        """How rows of these slots can be drawn by a graph; None: not at all.
+
+        Among them may be slots that became free since the step began: they draw as they did.
+        """
+        if self._is_special[slots].any():
+            return None
+        if self._is_greedy[slots].all():
+            return "greedy"
+        return "any" if self._device is not None else None
+
+    def begin_captured(
+        self,
+        draw: CapturedDraw,
+        way: Way,
+        slots: Int64Array,
+        positions: Int64Array,
+        drawn_as: Int64Array | None = None,
+    ) -> SamplesUnderWay:
+        """Like `begin`, by a graph.
+
+        Args:
+            draw: Launches it.
+            way: Result of `common_way` for these slots.
+            slots: See `begin`; the device has the same ones.
+            positions: See `begin`.
+            drawn_as: See `begin`.
+        """
+        if drawn_as is not None:
+            way = "any"
+        if self._device is not None and way != "greedy":
+            self._device.send_changes()
+        draws = draw(way, drawn_as)
+        self._num_generated[slots] += 1
+
+        def output() -> SampleOutput:
+            return SampleOutput(draws.wait(), [None] * len(slots))
+
+        rows = draws.wait_for_rows
+        return SamplesUnderWay(draws.tokens, output, positions, are_kept=True, rows=rows)
+
+    def _draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
+        if self._is_special[slots].any():
+            return self._sample_special(logits, slots, positions)
+        tokens = sample_rows(logits, slots, positions, self._columns)
+        return SampleOutput(tokens, [None] * len(slots))
+
+    def _draw_greedily(
+        self, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+        tokens = greedy_rows(logits)
+        fetched = Fetched(tokens)
+        return tokens, lambda: SampleOutput(fetched.wait().numpy(), [None] * len(tokens))
+
+    def _note_greedy(self, slot: int) -> None:
+        columns = self._columns
+        is_cold = columns.temperature[slot] < GREEDY_TEMPERATURE
+        has_changes = self._is_special[slot] or columns.is_masked[slot]
+        self._is_greedy[slot] = is_cold and not has_changes
+
+    def _draw_on_device(
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        drawn_as: Int64Array,
+        positions: Int64Array,
+        on_device: RowsOnDevice | None,
+        drafted: RowsBehindDrafts | None,
+    ) -> tuple[torch.Tensor, Callable[[], SampleOutput]]:
+        assert self._device is not None
+        if self._lacking_stops:
+            for slot in self._lacking_stops.intersection(slots.tolist()):
+                if not self._is_masking(slot):
+                    self._send_mask(slot)
+        num_tops = self._num_tops(slots)
+        draw = self._device.draw(logits, drawn_as, positions, num_tops, on_device, drafted)
+
+        def output() -> SampleOutput:
+            tokens, found = draw.wait()
+            logprobs: list[TokenLogprob | None] = [None] * len(tokens)
+            for row, logprob in found.items():
+                logprobs[row] = logprob
+            return SampleOutput(tokens, logprobs)
+
+        return draw.tokens, output
+
+    def _send_mask(self, slot: int) -> None:
+        """Copies the slot's mask to the device: the constraint's mask without stop tokens. Where
+        there is no constraint, the device knows up to which position these are masked.
+        """
+        assert self._device is not None
+        has_stops = slot in self._edits and len(self._edits[slot].stop_ids) > 0
+        if has_stops and not self._columns.is_masked[slot]:
+            end = int(self._stops_from[slot])
+            self._device.set_mask(slot, self._without_stops(slot), end)
+        elif has_stops and self._is_masking(slot):
+            self._device.set_mask(slot, self._without_stops(slot))
+            self._lacking_stops.add(slot)
+            return
+        else:
+            is_masked = bool(self._columns.is_masked[slot])
+            self._device.set_mask(slot, self._columns.masks[slot] if is_masked else None)
+        self._lacking_stops.discard(slot)
+
+    def _sample_special(
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
+    ) -> SampleOutput:
+        # Rows may share memory when they are forks of one prompt; edits must not.
+        logits = logits.contiguous()
+        rows = logits.numpy()
+        edited = [(r, e) for r, s in enumerate(slots.tolist()) if (e := self._edits.get(s))]
+        try:
+            for r, edits in edited:
+                edits.apply(rows[r], is_masking=self._is_masking(int(slots[r])))
+            tokens = sample_rows(logits, slots, positions, self._columns)
+        finally:
+            for _, edits in edited:
+                edits.take_back()
+        for r, edits in edited:
+            if edits.counts is not None and tokens[r] >= 0:
+                edits.counts.add_output(int(tokens[r]))
+        return SampleOutput(tokens, self._logprobs(logits, slots, tokens))
+
+    def _logprobs(
+        self, logits: torch.Tensor, slots: Int64Array, tokens: Int64Array
+    ) -> list[TokenLogprob | None]:
+        """Log-probabilities of the rows that want them, from unchanged logits."""
+        logprobs: list[TokenLogprob | None] = [None] * len(slots)
+        wanted = {r: top for r, top in self._num_tops(slots).items() if tokens[r] >= 0}
+        if not wanted:
+            return logprobs
+        indices = list(wanted)
+        chosen = logits if len(wanted) == len(slots) else logits[indices]
+        log_sums, top_ids = top_rows(chosen, max(wanted.values()), self._columns)
+        rows, own_tokens = chosen.numpy(), tokens[indices]
+        drawn = np.take_along_axis(rows, own_tokens[:, None], 1)[:, 0] - log_sums
+        top = np.take_along_axis(rows, top_ids, 1) - log_sums[:, None]
+        for row, found in token_logprobs(wanted, own_tokens, drawn, top_ids, top).items():
+            logprobs[row] = found
+        return logprobs
+
+    def _num_tops(self, slots: Int64Array) -> dict[int, int]:
+        """Number of most likely tokens wanted by row, for the rows that want log-probabilities."""
+        if not self._is_special[slots].any():
+            return {}
+        return {
+            r: min(top, self._columns.vocab_size)
+            for r, slot in enumerate(slots.tolist())
+            if self._is_special[slot] and (top := self._rows[slot].top_logprobs) is not None
+        }
+
+    def _stop_ids(self, row: SampleRow) -> tuple[int, ...]:
+        """Tokens that `min_tokens` excludes: all that would end the sample."""
+        if row.stop.min_tokens <= 0:
+            return ()
+        eos = () if row.stop.ignore_eos else row.eos_token_ids
+        vocab_size = self._columns.vocab_size
+        return tuple(i for i in {*eos, *row.stop.stop_token_ids} if 0 <= i < vocab_size)
+
+    def _is_masking(self, slot: int) -> bool:
+        """Whether `min_tokens` keeps the slot from stopping; not if its mask allows only that."""
+        if self._num_generated[slot] >= self._rows[slot].stop.min_tokens:
+            return False
+        if not self._columns.is_masked[slot]:
+            return True
+        return bool(self._without_stops(slot).any())
+
+    def _without_stops(self, slot: int) -> npt.NDArray[np.uint32]:
+        """The slot's mask (all tokens if it has none) without its stop tokens."""
+        columns = self._columns
+        mask = columns.masks[slot] if columns.is_masked[slot] else None
+        return _without(mask, self._edits[slot].stop_ids, columns.masks.shape[1])
+
+
+def _without(
+    mask: npt.NDArray[np.uint32] | None, stop_ids: Int64Array, num_words: int
+) -> npt.NDArray[np.uint32]:
+    """A mask (None: of all tokens) without these tokens."""
+    words = np.full(num_words, 0xFFFFFFFF, np.uint32) if mask is None else mask.copy()
+    bits = np.uint32(1) << (stop_ids & 31).astype(np.uint32)
+    np.bitwise_and.at(words, stop_ids >> 5, ~bits)
+    return words
+
+
+def _explain(output: SampleOutput, positions: Int64Array) -> None:
+    """Converts negative tokens to errors."""
+    for r in np.flatnonzero(output.token_ids < 0).tolist():
+        where = f"at position {int(positions[r])}"
+        if output.token_ids[r] == ERROR_NOT_FINITE:
+            message = f"the model's logits {where} are not finite numbers"
+            output.errors[r] = Internal(message, stage="sample")
+        else:
+            message = f"min_tokens masks every token {where}: all of them are stop tokens"
+            output.errors[r] = InvalidRequest(message, stage="sample", param="min_tokens")

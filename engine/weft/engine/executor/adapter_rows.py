@@ -1,0 +1,401 @@
+"""The device's memory for adapters: rows of rank 8 for each kind of projection, and their tables.
+
+It is all taken at start, before the KV pool is sized, and never moves: captured graphs read it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import AdapterError, ConfigError, ModelError
+from weft.engine.base.give_way import give_way
+from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.engine.checkpoint.adapters.names import ROUTER, VOCABULARY
+from weft.engine.checkpoint.adapters.plan import DENSE, EXPERTS
+from weft.engine.checkpoint.adapters.projections import (
+    B_SUFFIX,
+    EMBED_TOKENS,
+    LM_HEAD,
+    WHOLE_SUFFIX,
+    Projection,
+)
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.vocabularies import num_tokens
+from weft.engine.features.lora.host_cache import AdapterWeights
+from weft.engine.features.lora.limits import LoraLimits
+from weft.engine.features.lora.rows import DevicePlace, Rows
+from weft.engine.model.adapters.adapter import Adapter, LoraPair
+from weft.engine.model.adapters.formats import read_adapter
+from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights
+from weft.engine.model.weights.checkpoint import Checkpoint
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
+from weft.kernels.memory import huge_zeros
+from weft.kernels.replaced import OWN, ReplacedMatrices
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RANK = 16
+"""Rank of the adapters that the default of `lora_memory_bytes` is sized for."""
+DEFAULT_DRAFT_RANK = 32
+"""Least rank of the draft adapters that there is room for: each changes a single layer."""
+
+
+def plan_lora(
+    config: EngineConfig, projections: Sequence[Projection], dtype: torch.dtype
+) -> LoraLimits:
+    """Divides the adapter memory among the kinds of projections, for adapters of one rank on all of
+    them.
+
+    Rows of a draft head come in addition, an equal part for each of `max_loras` adapters: drafts
+    never decide whether an adapter has room.
+
+    Raises:
+        ConfigError: Not one row of each fits.
+    """
+    shares: dict[str, tuple[int, int]] = {}
+    drafts: dict[str, tuple[int, int]] = {}
+    for part in projections:
+        (drafts if part.is_draft else shares).update(part.rows(dtype.itemsize))
+    unit = sum(count * size for count, size in shares.values())
+    size = config.lora_memory_bytes
+    if size is None:
+        size = config.max_loras * (DEFAULT_RANK // ROW_RANK) * unit
+    num_rows = {name: size * count // unit for name, (count, _) in shares.items()}
+    if not all(num_rows.values()):
+        raise ConfigError(
+            f"lora_memory_bytes = {size:,} holds not one row of rank {ROW_RANK} of each of "
+            f"{', '.join(num_rows)}; an adapter of rank {ROW_RANK} on all of them takes {unit:,} "
+            "bytes",
+            param="lora_memory_bytes",
+        )
+    rows_each = max(DEFAULT_DRAFT_RANK // ROW_RANK, size // unit // config.max_loras)
+    rows_each = min(rows_each, -(-config.max_lora_rank // ROW_RANK))
+    whole = {
+        part.name + WHOLE_SUFFIX: part.in_features * part.out_features * dtype.itemsize
+        for part in projections
+        if part.kind in VOCABULARY and config.lora_whole_matrices
+    }
+    _check_vocabulary(config, [name for name in VOCABULARY if name in shares])
+    num_rows |= dict.fromkeys(drafts, config.max_loras * rows_each)
+    num_rows |= dict.fromkeys(whole, config.lora_whole_matrices)
+    row_bytes = {name: row_bytes for name, (_, row_bytes) in (shares | drafts).items()}
+    return LoraLimits(
+        max_loras=config.max_loras,
+        memory_bytes=size,
+        num_rows=num_rows,
+        row_bytes=row_bytes | whole,
+        host_bytes=config.lora_host_bytes,
+    )
+
+
+def _check_vocabulary(config: EngineConfig, named: Sequence[str]) -> None:
+    """Raises ConfigError where there would be room for changes that `named` projections exclude."""
+    if config.lora_whole_matrices and not named:
+        raise ConfigError(
+            f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
+            f"{' nor '.join(VOCABULARY)}",
+            param="lora_whole_matrices",
+        )
+    missing = [name for name in VOCABULARY if name not in named]
+    if config.lora_added_tokens and missing:
+        raise ConfigError(
+            f"lora_added_tokens = {config.lora_added_tokens}: lora_projections does not name "
+            f"{' and '.join(missing)}",
+            param="lora_added_tokens",
+        )
+
+
+class DraftParts(Protocol):
+    """The projections of the draft head that adapters may change."""
+
+    projections: tuple[Projection, ...]
+    """Projections of the head's one layer, number 0, grouped as in `LoraStep`."""
+
+    def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
+        """Reads an adapter's changes to the draft head, scaled, in float32.
+
+        Args:
+            folder: That the adapter brings it in; need not be there.
+            max_rank: Largest rank of a change.
+
+        Returns:
+            By `Projection.kind`; nothing where it cannot be used, which is logged.
+        """
+        ...
+
+
+class LoraPool:
+    """Rows and tables of adapters; implements `weft.engine.features.lora.manager.AdapterStore`.
+
+    `read` and `write` are called by one thread each. `write` touches only what no step uses, and on
+    a GPU works on a stream of its own: it waits for no step, and no step for it.
+
+    Args:
+        limits: Rows of each kind.
+        projections: That adapters may change.
+        model: Whose they are.
+        model_dir: Its checkpoint.
+        max_rank: Largest rank of an adapter.
+        dtype: Dtype of the model.
+        device: Device of the model.
+        drafts: Adapters may bring these changes of a draft head, whose projections are among
+            `projections`; None: they are not looked at.
+
+    Raises:
+        ConfigError: There is not enough memory.
+    """
+
+    def __init__(
+        self,
+        limits: LoraLimits,
+        projections: Sequence[Projection],
+        model: ModelConfig,
+        model_dir: Path,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        drafts: DraftParts | None = None,
+    ) -> None:
+        self.limits = limits
+        self._projections = {part.name: part for part in projections}
+        self._model = model
+        self._model_dir = model_dir
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._is_cuda = device.type == "cuda"
+        self.max_slots = limits.max_loras + 1
+        """Slots of the tables, including the one for no adapter."""
+        try:
+            self._weights = {part.name: self._new(part, device) for part in projections}
+            self._replaced = {
+                part.name: self._new_replaced(part, count, device)
+                for part in projections
+                if (count := limits.num_rows.get(part.name + WHOLE_SUFFIX))
+            }
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"lora_memory_bytes: {limits.describe()}: they do not fit: {error}"
+            ) from error
+        size, start = (self.max_slots,), model.vocab_size
+        self._vocabulary_ends = torch.full(size, start, dtype=torch.int32, device=device)
+        """See `LoraStep.vocabulary_ends`."""
+        self._groups: dict[str, Any] = {}
+        """Tuples of LoraWeights by group."""
+        self._draft_groups: dict[str, Any] = {}
+        """Tuples of LoraWeights of the draft head by group."""
+        for part in projections:
+            groups = self._draft_groups if part.is_draft else self._groups
+            groups[part.group] = (*groups.get(part.group, ()), self._weights[part.name])
+        self._drafts = drafts
+        self.has_drafts = np.zeros(self.max_slots, np.bool_)
+        """Whether the adapter in each slot has a draft adapter, [max_slots]."""
+        self._stream = _new_stream(device) if self._is_cuda else None
+
+    def _new(self, part: Projection, device: torch.device) -> LoraWeights:
+        def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        def rows(*size: int) -> torch.Tensor:
+            if self._is_cuda:
+                return zeros(size, self._dtype)
+            return huge_zeros(size, self._dtype)
+
+        counts, own_b = self.limits.num_rows, part.name + B_SUFFIX
+        max_rows = -(-self._max_rank // ROW_RANK)
+        slots = (part.num_layers, self.max_slots * part.num_experts)
+        num_b = counts[own_b if part.is_expert else part.name]
+        width = part.out_features
+        sizes_of_b = (ROW_RANK, width) if self._is_cuda else packed_sizes(width)
+        return LoraWeights(
+            a=rows(counts[part.name], ROW_RANK, part.in_features),
+            b=rows(num_b, *sizes_of_b),
+            table=zeros((*slots, max_rows), torch.int32),
+            counts=zeros(slots, torch.int32),
+            column=part.column,
+            b_table=zeros((*slots, max_rows), torch.int32) if part.is_expert else None,
+            is_a_shared=part.is_a_shared,
+            is_b_shared=part.is_b_shared,
+            packed_width=None if self._is_cuda else width,
+        )
+
+    def _new_replaced(self, part: Projection, count: int, device: torch.device) -> ReplacedMatrices:
+        """Room for matrices in the place of the model's own; on a CPU they stay where they are."""
+        places = torch.full((self.max_slots,), OWN, dtype=torch.int32, device=device)
+        if not self._is_cuda:
+            return ReplacedMatrices(places, on_host=[None] * count)
+        size = (count, self._model.num_embeddings, self._model.hidden_size)
+        return ReplacedMatrices(places, torch.zeros(size, dtype=self._dtype, device=device))
+
+    @property
+    def projections(self) -> list[str]:
+        """Names of the model's projections that adapters may change."""
+        return [name for name, part in self._projections.items() if not part.is_draft]
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether adapters may change the LM head."""
+        return "lm_head" in self._groups
+
+    def step(self, segments: LoraSegments) -> LoraStep:
+        """The LoRA inputs of a step whose tokens are sorted by these segments."""
+        return LoraStep(
+            segments=segments,
+            embeddings=self._replaced.get(EMBED_TOKENS),
+            heads=self._replaced.get(LM_HEAD),
+            vocabulary_ends=self._vocabulary_ends,
+            **self._groups,
+        )
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether adapters may bring draft adapters."""
+        return self._drafts is not None
+
+    def draft_step(self, segments: LoraSegments) -> LoraStep:
+        """The same for the draft head's layer, number 0."""
+        return LoraStep(segments=segments, **self._draft_groups)
+
+    def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
+        """See `AdapterStore.read`."""
+        with torch.inference_mode():
+            adapter = read_adapter(
+                Path(directory),
+                self._model,
+                max_rank=self._max_rank,
+                max_bytes=self.limits.host_bytes,
+                dtype=self._dtype,
+                parts=self._parts,
+                is_lenient=is_lenient,
+                num_tokens=partial(num_tokens, self._model_dir, self._model),
+            )
+            parts = tuple(self._projections.values())
+            try:
+                weights = self._cut(adapter, parts)
+            except AdapterError as error:
+                raise AdapterError(f"adapter {directory}: {error.message}") from error
+            return self._with_drafts(weights, Path(directory) / DRAFT_FOLDER)
+
+    def _cut(self, adapter: Adapter, parts: Sequence[Projection]) -> HostWeights:
+        return host_weights(
+            adapter,
+            parts,
+            self._max_rank,
+            self._own_weight,
+            vocab_size=self._model.vocab_size,
+            for_gpu=self._is_cuda,
+            takes_whole=bool(self._replaced),
+        )
+
+    def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
+        """Adds the adapter's changes to the draft head, if they are small enough to displace no
+        adapter.
+        """
+        if self._drafts is None:
+            return weights
+        parts = self._drafts.projections
+        share = min(self.limits.num_rows[part.name] for part in parts) // self.limits.max_loras
+        pairs = self._drafts.read(folder, min(self._max_rank, share * ROW_RANK))
+        modules = {
+            (0, kind): LoraPair(pair.a.to(self._dtype), pair.b.to(self._dtype))
+            for kind, pair in pairs.items()
+        }
+        if not modules:
+            return weights
+        adapter = Adapter(digest=weights.digest, rank=0, modules=modules)
+        drafts = self._cut(adapter, parts)
+        if weights.num_bytes + drafts.num_bytes > self.limits.host_bytes:
+            logger.warning(
+                "drafts go without %s: %d bytes beside the adapter's %d are more than "
+                "lora_host_bytes",
+                *(folder, drafts.num_bytes, weights.num_bytes),
+            )
+            return weights
+        return replace(weights, kinds={**weights.kinds, **drafts.kinds})
+
+    def _own_weight(self, name: str) -> torch.Tensor | None:
+        """See `OwnWeight`."""
+        size = (self._model.num_embeddings, self._model.hidden_size)
+        own = torch.zeros(size, dtype=self._dtype)
+        try:
+            with Checkpoint(self._model_dir, self._dtype, torch.device("cpu"), None) as base:
+                tensor = f"{name}.weight"
+                if name == EMBED_TOKENS or not base.has(tensor):
+                    tensor = "model.embed_tokens.weight"
+                base.read_into(tensor, own[: self._model.vocab_size])
+        except ModelError:  # There is no checkpoint.
+            return None
+        return own
+
+    @property
+    def _parts(self) -> set[str]:
+        """See `read_adapter`."""
+        parts = {DENSE}
+        for projection in self._projections.values():
+            if projection.is_expert:
+                parts.add(EXPERTS)
+            elif projection.kind in (ROUTER, *VOCABULARY):
+                parts.add(projection.kind)
+        return parts
+
+    def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
+        """See `AdapterStore.write`."""
+        assert isinstance(weights, HostWeights)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for name, target in self._weights.items():
+                num_experts = self._projections[name].num_experts
+                slots = slice(place.slot * num_experts, (place.slot + 1) * num_experts)
+                given = weights.kinds.get(name)
+                if given is None:
+                    target.counts[:, slots].zero_()
+                    continue
+                rows = place.rows[name]
+                rows_of_b = place.rows.get(name + B_SUFFIX, rows)
+                _write_half(target.a, target.table[:, slots], rows, given.a)
+                _write_half(target.b, target.rows_of_b[:, slots], rows_of_b, given.b)
+                target.counts[:, slots].copy_(torch.from_numpy(given.counts))
+            for name, replaced in self._replaced.items():
+                _write_whole(replaced, place, weights.whole.get(name), name + WHOLE_SUFFIX)
+            self._vocabulary_ends[place.slot] = weights.vocab_end
+        kinds = (self._projections[name] for name in weights.kinds)
+        self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Half) -> None:
+    """Overwrites rows entirely, whatever they contained."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Between pieces of consecutive rows.
+    for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
+        give_way()
+        first, count = int(rows[begin]), end - begin
+        target[first : first + count].copy_(given.rows[begin:end], non_blocking=True)
+    table.copy_(torch.from_numpy(rows[given.index]))
+
+
+def _write_whole(
+    replaced: ReplacedMatrices, place: DevicePlace, given: WholeMatrix | None, kind: str
+) -> None:
+    """Gives a slot its matrix, or the model's own."""
+    number = OWN
+    if given is not None:
+        (number,) = place.rows[kind].tolist()
+        if isinstance(given, LinearWeight):
+            replaced.on_host[number] = given
+        else:
+            assert replaced.on_device is not None, "of a GPU"
+            replaced.on_device[number].copy_(given, non_blocking=True)
+    replaced.places[place.slot] = number
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,97 @@
+"""The device of an engine, and what it does not do there."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.executor.device_check import device_sampler_fault
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.loader import LoadedModel
+from weft.kernels.cpu import native_cpu, native_cpu_missing
+
+MAX_FIXED_GROUP = 64
+"""Query heads of a KV head in a tile of rows of deterministic attention on a GPU."""
+
+
+def find_device(config: EngineConfig) -> torch.device:
+    """The configured device; checks that it exists."""
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device: {config.device!r} is no torch device", param="device"
+        ) from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: there is no {config.device!r} here", param="device")
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Kernels are launched on the thread's own device.
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def promise_determinism(
+    config: EngineConfig, loaded: LoadedModel, layout: PlaneLayout, device: torch.device
+) -> list[str]:
+    """Describes what deterministic mode does on this machine.
+
+    Raises:
+        ConfigError: Some operation would depend on what else a step holds.
+    """
+    if device.type == "cuda":
+        return _promise_on_gpu(config, loaded, device)
+    native = native_cpu()
+    group = loaded.config.num_heads // loaded.config.num_kv_heads
+    if native is None:
+        reason = f"it needs the native operations ({native_cpu_missing()})"
+    elif layout.dim % 8 or layout.dim > native.max_dim or group > native.max_group:
+        reason = f"the native attention does not take heads of {layout.dim} in groups of {group}"
+    else:
+        return [
+            "deterministic: the native operations compute each row in one order, whatever else a "
+            "step holds; there is no slower path to take"
+        ]
+    raise ConfigError(f"deterministic: {reason}", param="deterministic")
+
+
+def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
+    """Describes deterministic mode on a GPU; see `_promise_determinism`."""
+    capability = torch.cuda.get_device_capability(device)
+    if loaded.dtype == "float32":
+        reason = "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16"
+    elif capability < (9, 0):
+        reason = f"tested from compute capability 9.0 on, {device} has {capability}"
+    elif loaded.config.num_heads // loaded.config.num_kv_heads > MAX_FIXED_GROUP:
+        reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
+    elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):
+        reason = f"nothing is known of the operations of {type(loaded.model).__name__}"
+    else:
+        return [
+            "deterministic: products and attention take one order for every step, which takes "
+            "longer: bench/gpu_engine.py --deterministic measures it (docs/decisions/0024)"
+        ]
+    raise ConfigError(f"deterministic: {reason}", param="deterministic")
+
+
+def missing_native(device: torch.device) -> list[str]:
+    """Describes what is slower here for lack of a C compiler, or of a permission."""
+    native = native_cpu()
+    if device.type != "cpu" or (native is not None and not native.is_amx_refused):
+        return []
+    if native is not None:
+        return ["the system refuses AMX: prompts and batches in bfloat16 take several times longer"]
+    reason = native_cpu_missing()
+    return [f"no native CPU operations ({reason}): oneDNN and PyTorch serve, several times slower"]
+
+
+def sampling_device(vocab_size: int, device: torch.device) -> tuple[torch.device | None, list[str]]:
+    """Where tokens are drawn, and why not on the GPU if there is one."""
+    if device.type != "cuda":
+        return None, []
+    fault = device_sampler_fault(vocab_size, device)
+    if fault is None:
+        return device, []
+    return None, [f"tokens are drawn on the host, which takes longer: {fault}"]

@@ -1,0 +1,441 @@
+"""A step's inputs on a GPU: one copy from the host per step; the page table is kept there.
+
+What only the device knows of a step (tokens drawn by the one before, where a request begins whose
+drafts were verified) is entered there: as part of a captured step, else right behind the copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.base.device_copies import DeviceCopies, PinnedBuffer
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.device_sampling import RowsOnDevice
+from weft.engine.executor.lora_columns import LoraColumns
+from weft.engine.executor.ragged_columns import (
+    NOTHING,
+    RaggedColumns,
+    requests_size,
+    write_requests,
+)
+from weft.engine.executor.step import (
+    Int32Array,
+    Int64Array,
+    PageChanges,
+    PageTable,
+    StepArrays,
+    StepDecodes,
+    StepRequests,
+)
+from weft.engine.model.batch import ForwardBatch
+from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.step_requests import (
+    DecodeColumns,
+    StepColumns,
+    expand_decodes,
+    expand_requests,
+)
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
+
+_ALIGNMENT_BYTES = 16
+_MAX_STATIC_CHANGES = 4096
+"""Most new pages that static inputs bring."""
+_CHANGES_BYTES = _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
+
+
+class DeviceInputs:
+    """Builds batches on the device.
+
+    Args:
+        table: the host's page table; its changes are taken with each step.
+        page_size: token positions a page.
+        max_decode_rows: requests of the largest decode step with static inputs.
+        known: what the device knows of each slot; of the step behind drafts, all there is.
+        lora: adapters on the device; None: steps have none.
+        max_tokens: of the largest step with static inputs.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        page_size: int,
+        max_decode_rows: int,
+        known: SlotTokens,
+        lora: LoraPool | None = None,
+        max_tokens: int = 0,
+    ) -> None:
+        device = known.tokens.device
+        self._known = known
+        self._host_table = table
+        self._page_size = page_size
+        self._copies = DeviceCopies(device)
+        self._table = torch.from_numpy(table.pages).to(device)
+        self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
+        self._decodes = _DecodeMemory(max_decode_rows, self._one_row_each)
+        self._max_requests = max_decode_rows
+        self._ragged: torch.Tensor | None = None
+        self._ragged_views: dict[RaggedColumns, StepColumns] = {}
+        self._lora = lora
+        if lora is not None:
+            columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
+            self._lora_bytes = torch.zeros(columns.num_bytes, dtype=torch.uint8, device=device)
+        self._static_rows = torch.arange(max_decode_rows, device=device)
+        self.drawing_slots = self._static_rows[:0]
+        """[L] int64: the slot of each row of the logits of the step sent last."""
+        self.step: StepRows | None = None
+        """The step sent last, in the memory that it runs from. Values written there by earlier
+        device work, such as the positions and ancestors of trees, are preserved.
+        """
+        self.verify_rows = self._static_rows[:0]
+        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any; in
+        captured steps there may be columns of -1 behind.
+        """
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """[slots + 1, max_pages] int32: the page table on the device; the last row contains only
+        the null page.
+        """
+        return self._table
+
+    def send_pages(self) -> None:
+        """Sends the changes of the host's page table; steps do this by themselves."""
+        changes = self._host_table.take_changes()
+        if len(changes.indices):
+            self._apply(*self._copies.send(changes))
+
+    def batch(self, arrays: StepArrays) -> ForwardBatch:
+        """Copies the input of a step to the device."""
+        rows_of = arrays.verify_rows
+        columns: tuple[npt.NDArray[np.generic], ...] = (
+            arrays.token_ids,
+            arrays.positions,
+            arrays.slots,
+            arrays.logits_rows,
+            arrays.rows,
+            arrays.cu_q_lens,
+            arrays.kv_lens,
+            arrays.drawing_slots,
+            arrays.sources,
+            arrays.owners,
+            np.zeros((0, 1), np.int64) if rows_of is None else rows_of,
+            *self._host_table.take_changes(),
+        )
+        words = () if arrays.ancestors is None else (arrays.ancestors,)
+        token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, *rest = (
+            self._copies.send((*columns, *words))
+        )
+        ancestors = rest.pop() if words else None
+        self.drawing_slots, sources, owners, verify_rows, *changes = rest
+        self._apply(*changes)
+        self.verify_rows = verify_rows if rows_of is None else verify_rows.view(rows_of.shape)
+        self.step = step = StepRows(token_ids, positions, slots, cu_q_lens, kv_lens, ancestors)
+        self._resolve(step, sources, owners)
+        num_columns = -(-arrays.max_kv_len // self._page_size)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens,
+            page_table=self._table[:, :num_columns].index_select(0, rows),
+            slots=slots,
+            logits_rows=logits_rows,
+            max_q_len=arrays.max_q_len,
+            max_kv_len=arrays.max_kv_len,
+            lora=self._lora_step(arrays),
+            request_slots=rows,
+            ancestors=ancestors,
+            is_cold=arrays.is_cold and arrays.adapter_slots is None,
+        )
+
+    def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
+        """The adapters of a step without static inputs."""
+        return None if arrays.adapter_slots is None else self.lora_of(arrays.adapter_slots)
+
+    def lora_of(self, token_slots: Int32Array) -> LoraStep:
+        """Sends the adapters of some tokens ([T]), as `batch` does for a whole step."""
+        assert self._lora is not None, "a step has adapters, and there is no memory for them"
+        return self._lora.step(LoraSegments(*self._copies.send(sort_tokens(token_slots))))
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether adapters may change the LM head."""
+        return self._lora is not None and self._lora.changes_logits
+
+    def _send_lora(self, token_slots: Int32Array | None, num_tokens: int) -> None:
+        """Sends the adapters, if any, of a step's tokens ([T]), padded to `num_tokens`."""
+        if token_slots is None:
+            return
+        assert self._lora is not None, "a step has adapters, and there is no memory for them"
+        columns = LoraColumns.of(num_tokens, self._lora.max_slots)
+        buffer, host = self._copies.pinned.take(columns.num_bytes)
+        columns.write(host, token_slots)
+        size = columns.num_bytes
+        self._lora_bytes[:size].copy_(buffer[:size], non_blocking=True)
+        self._copies.pinned.sent()
+
+    def _static_lora(self, num_tokens: int, *, has_lora: bool) -> LoraStep | None:
+        """The columns that `_send_lora` sent last."""
+        if not has_lora:
+            return None
+        assert self._lora is not None
+        columns = LoraColumns.of(num_tokens, self._lora.max_slots)
+        step = self._lora.step(columns.views(self._lora_bytes))
+        return replace(step, are_given=True)  # It comes by a copy, ahead of all kernels.
+
+    def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
+        """The inputs of a decode step of `num_rows` requests, as `send_decodes` sent them last.
+
+        To be called while a graph is captured: what the device knows and new pages are entered, and
+        the page table's rows are copied, anew when it is replayed.
+        """
+        given, step = self._decodes.views(num_rows)
+        expand_decodes(given, step, self._known, self._table, self._page_size)
+        return ForwardBatch(
+            token_ids=step.token_ids,
+            positions=step.positions,
+            cu_q_lens=step.cu_q_lens,
+            kv_lens=step.kv_lens,
+            page_table=self._table.index_select(0, given.slots),
+            slots=step.places,
+            logits_rows=self._static_rows[:num_rows],
+            max_q_len=1,
+            max_kv_len=self._table.shape[1] * self._page_size,
+            lora=self._static_lora(num_rows, has_lora=has_lora),
+            request_slots=given.slots,
+        )
+
+    def send_decodes(self, decodes: StepDecodes, num_rows: int) -> None:
+        """Sends a decode step padded to `num_rows`; padding rows write to the null page."""
+        self._send_lora(decodes.adapter_slots, num_rows)
+        changes = self._few_changes()
+        memory = self._decodes
+        buffer = self._copies.pinned.take(memory.num_bytes)
+        memory.write(buffer.host, decodes, num_rows, self._host_table.null_row)
+        self._send_static(memory.device_bytes, buffer, memory.used, changes)
+        (self.drawing_slots, *_), self.step = memory.views(len(decodes.slots))
+
+    def send_verify_rows(self, rows: Int64Array) -> None:
+        """Sends `StepArrays.verify_rows` of a decode step: nobody has drafts."""
+        (sent,) = self._copies.send((rows,))
+        self.verify_rows = sent.view(rows.shape)
+
+    def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> ForwardBatch:
+        """The inputs of a step of that size, as `send_ragged` sent them last with the same
+        `columns`; see `decode_batch`.
+        """
+        views = self.ragged_views(columns)
+        if views.requests is not None:
+            expand_requests(views, self._table, self._page_size, len(self._table))
+        self._resolve(_step_of(views), views.sources, views.owners)
+        return ForwardBatch(
+            token_ids=views.token_ids,
+            positions=views.positions,
+            cu_q_lens=views.cu_q_lens,
+            kv_lens=views.kv_lens,
+            page_table=self._table.index_select(0, views.rows),
+            slots=views.slots,
+            logits_rows=views.logits_rows,
+            max_q_len=columns.num_tokens,
+            max_kv_len=self._table.shape[1] * self._page_size,
+            lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
+            request_slots=views.rows,
+            ancestors=views.ancestors,
+        )
+
+    def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:
+        """The memory of a decode step of `num_rows`, and the slots that its rows draw for."""
+        given, step = self._decodes.views(num_rows)
+        return step, given.slots
+
+    def ragged_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified, torch.Tensor]:
+        """The memory of a step of that size, its requests with drafts, and the rows that draw."""
+        views = self.ragged_views(columns)
+        return _step_of(views), Verified(views.verify_rows, views.drawing_slots), views.logits_rows
+
+    def send_ragged(self, arrays: StepArrays, columns: RaggedColumns) -> None:
+        """Sends a step padded to the size of `columns`: padding rows write to the null page, and
+        padding requests have no rows.
+        """
+        self._send_lora(arrays.adapter_slots, columns.num_tokens)
+        views, changes = self.ragged_views(columns), self._few_changes()
+        buffer = self._copies.pinned.take(columns.num_bytes + _CHANGES_BYTES)
+        columns.write(buffer.host, arrays, self._host_table.null_row, self._page_size)
+        assert self._ragged is not None
+        self._send_static(self._ragged, buffer, columns.num_bytes, changes)
+        self.drawing_slots = views.drawing_slots[: len(arrays.drawing_slots)]
+        if arrays.verify_rows is not None:
+            self.verify_rows = views.verify_rows[: len(arrays.verify_rows)]
+        self.step = _step_of(views)
+
+    def send_requests(self, requests: StepRequests, columns: RaggedColumns) -> None:
+        """Sends a step given by its requests, as `send_ragged` does."""
+        self._send_lora(requests.token_adapter_slots(), columns.num_tokens)
+        views = self.ragged_views(columns)
+        self.send_drafting(requests, columns.max_requests)
+        self.drawing_slots = views.drawing_slots[: requests.num_rows]
+        self.verify_rows = views.verify_rows[: len(requests.slots)]
+        self.step = _step_of(views)
+
+    def send_drafting(self, requests: StepRequests, num_requests: int) -> None:
+        """Sends requests alone, to draft for: a step of its own that is sent next takes their
+        place.
+
+        Args:
+            requests: Which.
+            num_requests: That they are padded to.
+        """
+        changes, size = self._few_changes(), 8 * requests_size(num_requests)
+        buffer = self._copies.pinned.take(size + _CHANGES_BYTES)
+        used = write_requests(buffer.host, requests, num_requests, self._host_table.null_row)
+        # New pages lie where a graph writes other columns, once they are entered.
+        self.keep_ragged(0)
+        assert self._ragged is not None
+        self._send_static(self._ragged, buffer, used, changes)
+
+    def request_rows(self, num_requests: int) -> tuple[torch.Tensor, ...]:
+        """Slots, starts, counts and limits ([num_requests] int64 each) of the step or the requests
+        sent last, if these were padded to this number.
+        """
+        self.keep_ragged(0)
+        assert self._ragged is not None
+        given = self._ragged[: 8 * requests_size(num_requests)].view(torch.int64)
+        return given[1:].view(4, num_requests).unbind()
+
+    def _few_changes(self) -> PageChanges:
+        """New pages that fit into static inputs; more are sent by themselves."""
+        changes = self._host_table.take_changes()
+        if len(changes.indices) <= _MAX_STATIC_CHANGES:
+            return changes
+        self._apply(*self._copies.send(changes))
+        return PageChanges(changes.indices[:0], changes.pages[:0])
+
+    def _send_static(
+        self, device_bytes: torch.Tensor, buffer: PinnedBuffer, used: int, changes: PageChanges
+    ) -> None:
+        """Copies the first `used` bytes of the pinned buffer taken last, and behind them new pages,
+        to fixed memory; enters the pages.
+        """
+        if not len(changes.indices):
+            device_bytes[:used].copy_(buffer.tensor[:used], non_blocking=True)
+            self._copies.pinned.sent()
+            return
+        host, begin = buffer.host, -(-used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        middle = begin + changes.indices.nbytes
+        end = middle + changes.pages.nbytes
+        host[begin:middle] = changes.indices.view(np.uint8)
+        host[middle:end] = changes.pages.view(np.uint8)
+        device_bytes[:end].copy_(buffer.tensor[:end], non_blocking=True)
+        self._copies.pinned.sent()
+        indices = device_bytes[begin:middle].view(torch.int64)
+        self._apply(indices, device_bytes[middle:end].view(torch.int32))
+
+    def _resolve(self, step: StepRows, sources: torch.Tensor, owners: torch.Tensor) -> None:
+        """Enters the values of a step that only the device knows."""
+        resolve_rows(step, sources, owners, self._known, self._table, self._page_size)
+
+    def drawing_rows(self, arrays: StepArrays, *, has_slots: bool) -> RowsOnDevice:
+        """Returns slots, if they are wanted, and positions of the tokens drawn in the step sent
+        last: without a copy from the host where all of its rows are drawn from."""
+        if not arrays.is_decode:
+            return RowsOnDevice(None, self.drawing_positions(arrays))
+        assert self.step is not None
+        positions = self.step.positions[: len(arrays.positions)] + 1
+        return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
+
+    def drawing_rows_of(self, num_rows: int, *, has_slots: bool) -> RowsOnDevice:
+        """`drawing_rows` of a step of `num_rows`, all of which are drawn from."""
+        assert self.step is not None
+        positions = self.step.positions[:num_rows] + 1
+        return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
+
+    def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
+        """[L] int64: positions of the tokens drawn in the step sent last.
+
+        All of its first rows are drawn from; those behind start where the host says.
+        """
+        assert self.step is not None
+        count = len(arrays.sources)
+        (others,) = self._copies.send((arrays.drawing_positions[count:],))
+        return torch.cat([self.step.positions[:count] + 1, others])
+
+    def keep_ragged(self, num_bytes: int) -> None:
+        """Allocates fixed memory for ragged steps of this many bytes, unless there is some; the
+        largest size must be requested first.
+        """
+        num_bytes = max(num_bytes, 8 * requests_size(self._max_requests)) + _CHANGES_BYTES
+        if self._ragged is None:
+            self._ragged = torch.zeros(num_bytes, dtype=torch.uint8, device=self._table.device)
+        if num_bytes > self._ragged.numel():
+            raise ValueError(f"{num_bytes} bytes of a ragged step, {self._ragged.numel()} are kept")
+
+    def ragged_views(self, columns: RaggedColumns) -> StepColumns:
+        """The columns of a ragged step in fixed memory."""
+        views = self._ragged_views.get(columns)
+        if views is None:
+            self.keep_ragged(columns.num_bytes)
+            assert self._ragged is not None
+            views = self._ragged_views[columns] = columns.views(self._ragged)
+        return views
+
+    def _apply(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
+        if indices.shape[0]:
+            self._table.view(-1).index_copy_(0, indices, pages)
+
+
+class _DecodeMemory:
+    """Fixed memory on the device that captured decode steps read, and what they expand it to.
+
+    Args:
+        max_rows: Rows of the largest step.
+        one_row_each: [max_rows + 1] int32: 0, 1, 2 and so on.
+    """
+
+    def __init__(self, max_rows: int, one_row_each: torch.Tensor) -> None:
+        self._max_rows = max_rows
+        self._one_row_each, device = one_row_each, one_row_each.device
+        self.used = max_rows * 8 * len(DecodeColumns._fields)
+        """Bytes of the columns; behind them come the step's new pages, as many as there are."""
+        self.num_bytes = self.used + _CHANGES_BYTES
+        self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        self._given = self.device_bytes[: self.used].view(torch.int64).view(-1, max_rows)
+        self._tokens_and_places = torch.zeros((2, max_rows), dtype=torch.int64, device=device)
+        self._kv_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._views: dict[int, tuple[DecodeColumns, StepRows]] = {}
+
+    def views(self, num_rows: int) -> tuple[DecodeColumns, StepRows]:
+        """What is sent of a step of `num_rows`, and what that expands to."""
+        views = self._views.get(num_rows)
+        if views is None:
+            given = DecodeColumns._make(self._given[:, :num_rows].unbind())
+            token_ids, places = self._tokens_and_places[:, :num_rows].unbind()
+            one_row_each, kv_lens = self._one_row_each[: num_rows + 1], self._kv_lens[:num_rows]
+            step = StepRows(token_ids, given.positions, places, one_row_each, kv_lens)
+            views = self._views[num_rows] = given, step
+        return views
+
+    def write(
+        self, host: npt.NDArray[np.uint8], decodes: StepDecodes, num_rows: int, null_row: int
+    ) -> None:
+        """Writes the columns of a step, padded to `num_rows`, into `host`."""
+        columns = host[: self.used].view(np.int64).reshape(-1, self._max_rows)
+        count = len(decodes.slots)
+        given = decodes.slots, decodes.starts, decodes.tokens, decodes.pages
+        for column, values in zip(columns, given, strict=True):
+            column[:count] = values
+        if count < num_rows:
+            columns[:, count:num_rows] = ((null_row,), (0,), (0,), (NOTHING,))
+
+
+def _step_of(views: StepColumns) -> StepRows:
+    return StepRows(
+        views.token_ids,
+        views.positions,
+        views.slots,
+        views.cu_q_lens,
+        views.kv_lens,
+        views.ancestors,
+    )

@@ -1,0 +1,380 @@
+"""Sampling on the device of the logits: parameters by slot in its memory, only tokens are fetched.
+
+Tokens are drawn, and counted, in the order of the calls; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.base.device_copies import DeviceCopies, Fetched, Mark
+from weft.engine.base.request import TokenLogprob
+from weft.engine.executor.device_masks import DeviceMasks
+from weft.engine.executor.edits import LogitEdits
+from weft.engine.executor.logprobs import token_logprobs
+from weft.kernels.device_sampling import (
+    ALWAYS_MASKED,
+    NUM_FIELDS,
+    DraftedRows,
+    Field,
+    SlotTables,
+    TopLogits,
+    draw_rows,
+    pack_slot,
+    top_logits,
+)
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+Way = Literal["greedy", "any"]
+"""How all tokens of a step are drawn: the most likely ones, or each by its slot's parameters."""
+
+
+class SlotParams(NamedTuple):
+    """Sampling parameters of a slot; arguments of `pack_slot`."""
+
+    temperature: float
+    top_p: float
+    min_p: float
+    seed: int
+    """Seed of the sample, unsigned 64 bits."""
+    top_k: int
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class RowsOnDevice(NamedTuple):
+    """What the device has of the rows to be drawn from already."""
+
+    slots: torch.Tensor | None
+    """[L] int64; None: they have to be sent."""
+    positions: torch.Tensor
+    """[L] int64, of the tokens to be drawn."""
+
+
+class RowsBehindDrafts(NamedTuple):
+    """Rows of a step that verifies drafts, some of whose requests count their tokens."""
+
+    firsts: Int64Array
+    """[L]: the first row of each row's request."""
+    rows: torch.Tensor
+    """[2, T] int64 on the device: the rows' tokens, and where they form trees their words."""
+    are_trees: bool
+
+
+class CapturedDraws(NamedTuple):
+    """Tokens being drawn by a graph."""
+
+    tokens: torch.Tensor
+    """[L] int64 on the device, valid until the next step; negative: errors."""
+    host: Int64Array
+    """[3, L], valid from the mark until the next draws: the tokens drawn; of steps with drafts also
+    those of the rows, and with trees the rows' words (`StepRows.ancestors`).
+    """
+    mark: Mark
+    """Behind the copy."""
+
+    def wait(self) -> Int64Array:
+        """Waits for the tokens; must be called before the next draws begin."""
+        self.mark.wait()
+        tokens: Int64Array = self.host[0].copy()
+        return tokens
+
+    def wait_for_rows(self) -> Int64Array:
+        """[2, L]: waits for the tokens and the words of the rows, as `wait` does."""
+        self.mark.wait()
+        rows: Int64Array = self.host[1:]
+        return rows
+
+
+CapturedDraw = Callable[[Way, Int64Array | None], CapturedDraws]
+"""Draws by a graph, in this way; slots by row ([L]), if some are not their requests'."""
+
+
+class DeviceSampler:
+    """A sampler on a device. Changes since the last step are sent in one copy, but for masks.
+
+    Args:
+        vocab_size: length of a row of logits.
+        max_slots: slots are 0..max_slots - 1; one that was not added is greedy.
+        device: of the logits.
+        max_masked_rows: Most rows of a step for `mask_rows`.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_slots: int, device: torch.device, max_masked_rows: int = 0
+    ) -> None:
+        self._first_beside = max_slots
+        max_slots += max_masked_rows
+        self._vocab_size = vocab_size
+        self._copies = DeviceCopies(device)
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        words = -(-vocab_size // 32)
+        self._params = torch.zeros((max_slots, NUM_FIELDS), dtype=torch.int64, device=device)
+        self._masks = DeviceMasks(max_slots, words, device)
+        self._no_biases = torch.zeros((1, vocab_size), device=device)
+        self._no_counts = torch.zeros((1, vocab_size), dtype=torch.int32, device=device)
+        self._biases = _Rows(vocab_size, self._first_beside, torch.float32, device)
+        self._counts = _Rows(vocab_size, self._first_beside, torch.int32, device)
+        greedy = pack_slot(temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, seed=0)
+        self._host_params = np.tile(greedy, (max_slots, 1))
+        self._changed = set(range(max_slots))
+
+    def add(self, slot: int, params: SlotParams, edits: LogitEdits | None) -> None:
+        """Assigns `slot` to a sample.
+
+        Args:
+            slot: Must be free.
+            params: How it draws.
+            edits: Its bias and its tokens so far; stop tokens are masked by `set_mask`.
+        """
+        bias_row = count_row = -1
+        if edits is not None and len(edits.bias_ids):
+            bias_row = self._biases.take(slot, edits.bias_ids, edits.bias)
+        if edits is not None and edits.counts is not None:
+            count_row = self._counts.take(slot, edits.counts.ids, edits.counts.words)
+        self._host_params[slot] = pack_slot(
+            **params._asdict(), bias_row=bias_row, count_row=count_row
+        )
+        self._changed.add(slot)
+
+    def remove(self, slot: int) -> None:
+        """Frees `slot`. Its parameters are sent all the same: a row of it may still be drawn, and
+        what the device has may be of an earlier sample, with rows of its own.
+        """
+        self._biases.give_back(slot)
+        self._counts.give_back(slot)
+
+    def set_mask(
+        self, slot: int, words: npt.NDArray[np.uint32] | None, end: int = ALWAYS_MASKED
+    ) -> None:
+        """Sets the tokens that the slot may draw from now on; see `SlotTables.masks`.
+
+        Args:
+            slot: Slot of a sample.
+            words: [ceil(vocab_size / 32)], copied; None = all tokens.
+            end: Position from which on it may draw all.
+        """
+        mask_end = 0 if words is None else end
+        if self._host_params[slot, Field.MASK_END] != mask_end:
+            self._host_params[slot, Field.MASK_END] = mask_end
+            self._changed.add(slot)
+        if words is not None:
+            self._masks.set(slot, words)
+
+    def mask_memory(self) -> npt.NDArray[np.uint32]:
+        """[num_slots, ceil(vocab_size / 32)]: what is sent; rows may be written now."""
+        return self._masks.memory()
+
+    def have_masks(self, slots: Int64Array) -> None:
+        """Sends the rows of `mask_memory` of these slots, which may draw no other tokens."""
+        ends = self._host_params[slots, Field.MASK_END]
+        self._changed.update(slots[ends != ALWAYS_MASKED].tolist())
+        self._host_params[slots, Field.MASK_END] = ALWAYS_MASKED
+        self._masks.changed(slots.tolist())
+
+    def mask_rows(
+        self, slots: Int64Array, masks: Sequence[npt.NDArray[np.uint32] | None]
+    ) -> Int64Array:
+        """Gives rows masks of their own, where several rows of a step are of one slot.
+
+        Args:
+            slots: [M], of the rows; their parameters are not changed any more until the step draws.
+            masks: See `set_mask`; always in effect.
+
+        Returns:
+            [M]: slots that draw as these do but for the mask, until the next call.
+        """
+        beside = self._first_beside + np.arange(len(slots))
+        params = self._host_params[slots]
+        params[:, Field.MASK_END] = [0 if mask is None else ALWAYS_MASKED for mask in masks]
+        # Mostly the same slots have drafts again.
+        are_new = (self._host_params[beside] != params).any(axis=1)
+        self._host_params[beside] = params
+        self._changed.update(beside[are_new].tolist())
+        for slot, mask in enumerate(masks, self._first_beside):
+            if mask is not None:
+                self._masks.set(slot, mask)
+        return beside
+
+    @property
+    def plain_tables(self) -> SlotTables:
+        """Tables of slots without biases and counts, which stay where they are."""
+        return SlotTables(self._params, self._masks.tensor, self._no_biases, self._no_counts)
+
+    def send_changes(self) -> None:
+        """Applies all changes made so far, as `draw` does."""
+        nothing = np.zeros(0, np.int64)
+        self._send(nothing)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: Int64Array,
+        positions: Int64Array,
+        num_tops: Mapping[int, int],
+        on_device: RowsOnDevice | None = None,
+        drafted: RowsBehindDrafts | None = None,
+    ) -> DeviceDraw:
+        """Draws one token per row and counts it; behind drafts, those of accepted rows.
+
+        Args:
+            logits: [L, vocab_size] float32 on the device; unchanged.
+            slots: [L], distinct but for those that were not added, and those whose tokens do not
+                depend on the ones before.
+            positions: [L], absolute position of the token to be drawn.
+            num_tops: By row: how many most likely tokens are wanted beside the log-probability of
+                the drawn one.
+            on_device: Slots, where they are there, and positions, which take the place of these.
+            drafted: Of a step with drafts, if any slot counts its tokens; or None.
+        """
+        rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
+        firsts = nothing if drafted is None else drafted.firsts
+        if on_device is not None:
+            positions = nothing
+            slots = slots if on_device.slots is None else nothing
+        sent = self._send(slots, positions, rows, firsts)
+        device_slots, device_positions, device_rows, device_firsts = sent
+        if on_device is not None:
+            device_positions = on_device.positions
+            device_slots = device_slots if on_device.slots is None else on_device.slots
+        behind = None
+        if drafted is not None:
+            row_tokens, words = drafted.rows
+            behind = DraftedRows(device_firsts, row_tokens, words if drafted.are_trees else None)
+        tables = SlotTables(
+            self._params, self._masks.tensor, self._biases.tensor, self._counts.tensor
+        )
+        tokens = draw_rows(logits, device_slots, device_positions, tables, behind)
+        if not num_tops:
+            return DeviceDraw(tokens, Fetched(tokens), {})
+        top = top_logits(logits, device_rows, tokens, max(num_tops.values()))
+        return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
+
+    def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
+        """Sends a step's columns with all that changed, and applies the changes."""
+        self._masks.send()
+        has_rows = self._biases.has_changes or self._counts.has_changes
+        if not (self._changed or has_rows):
+            if not any(map(len, columns)):
+                return [self._nothing] * len(columns)
+            return self._copies.send(columns)
+        changed = np.fromiter(self._changed, np.int64)
+        sent = self._copies.send(
+            (
+                *columns,
+                *(changed, self._host_params[changed]),
+                *self._biases.take_changes(),
+                *self._counts.take_changes(),
+            )
+        )
+        changes = sent[len(columns) :]
+        if len(changed):
+            self._params.index_copy_(0, changes[0], changes[1].view(-1, NUM_FIELDS))
+        self._biases.apply(changes[2], changes[3])
+        self._counts.apply(changes[4], changes[5])
+        self._changed.clear()
+        return sent[: len(columns)]
+
+
+class _Rows:
+    """Rows of the vocabulary for the slots that need one; as many as were ever needed at once."""
+
+    def __init__(
+        self, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._max_rows = max_rows
+        self.tensor = torch.zeros((1, vocab_size), dtype=dtype, device=device)
+        self._numpy_dtype = np.float32 if dtype.is_floating_point else np.int32
+        self._row_of: dict[int, int] = {}
+        self._free = [0]
+        self._new: dict[int, tuple[Int64Array, npt.NDArray[np.generic]]] = {}
+
+    def take(self, slot: int, ids: Int64Array, values: npt.NDArray[np.generic]) -> int:
+        """Assigns a row to the slot, filled with 0 except for the values of `ids`."""
+        if not self._free:
+            count = len(self.tensor)
+            more = self.tensor.new_zeros(min(count, self._max_rows - count), self.tensor.shape[1])
+            self.tensor = torch.cat([self.tensor, more])
+            self._free = list(range(count, len(self.tensor)))
+        row = self._row_of[slot] = self._free.pop()
+        self._new[row] = (ids + row * self.tensor.shape[1], values.astype(self._numpy_dtype))
+        return row
+
+    def give_back(self, slot: int) -> None:
+        """Releases the slot's row, if it had one."""
+        row = self._row_of.pop(slot, None)
+        if row is not None:
+            self._new.pop(row, None)
+            self._free.append(row)
+
+    @property
+    def has_changes(self) -> bool:
+        """`take_changes` has something."""
+        return bool(self._new)
+
+    def take_changes(self) -> tuple[Int64Array, npt.NDArray[np.generic]]:
+        """Indices and values of the changed entries; new rows are zeroed."""
+        changes, self._new = self._new, {}
+        for row in changes:
+            self.tensor[row].zero_()
+        indices = [np.zeros(0, np.int64), *(at for at, _ in changes.values())]
+        values = [np.zeros(0, self._numpy_dtype), *(value for _, value in changes.values())]
+        return np.concatenate(indices), np.concatenate(values)
+
+    def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes the changes that `take_changes` returned."""
+        if len(indices):
+            self.tensor.view(-1).index_copy_(0, indices, values)
+
+
+class DeviceDraw(NamedTuple):
+    """Tokens being drawn on a device."""
+
+    tokens: torch.Tensor
+    """Tokens on the device, [L] int64; negative: errors."""
+    fetched: Fetched
+    """The tokens, and the inputs of their log-probabilities."""
+    num_tops: Mapping[int, int]
+    """Numbers of alternatives, as in `draw`."""
+
+    def wait(self) -> tuple[Int64Array, dict[int, TokenLogprob]]:
+        """Waits for the tokens.
+
+        Returns:
+            [L] tokens or errors, and the log-probabilities of the rows of `num_tops` that have a
+            token.
+        """
+        fetched, count = self.fetched.wait().numpy(), len(self.tokens)
+        drawn, rest = fetched[:count], fetched[count:]
+        if not self.num_tops:
+            return drawn, {}
+        return drawn, _logprobs(drawn, self.num_tops, rest, max(self.num_tops.values()))
+
+
+def _as_int64(top: TopLogits) -> list[torch.Tensor]:
+    """Packs all results as int64 bits, to be fetched with the tokens; see `_logprobs`."""
+    return [
+        top.log_sums.view(torch.int64),
+        top.drawn.double().view(torch.int64),
+        top.ids.view(-1),
+        top.logits.double().view(torch.int64).view(-1),
+    ]
+
+
+def _logprobs(
+    tokens: Int64Array, num_tops: Mapping[int, int], bits: Int64Array, num_top: int
+) -> dict[int, TokenLogprob]:
+    """Log-probabilities by row, unpacked from `_as_int64` for the rows of `num_tops`."""
+    count = len(num_tops)
+    log_sums, drawn = bits[: 2 * count].view(np.float64).reshape(2, count)
+    ids, logits = bits[2 * count :].reshape(2, count, num_top)
+    values = logits.view(np.float64) - log_sums[:, None]
+    own_tokens = tokens[np.fromiter(num_tops, np.int64)]
+    return token_logprobs(num_tops, own_tokens, drawn - log_sums, ids, values)

@@ -1,0 +1,153 @@
+"""Creates the drafter that a worker's settings ask for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from weft.engine.base.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
+from weft.engine.executor.drafts.draft_rows import AdapterRows, DraftAdapterFiles
+from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
+from weft.engine.executor.graphs import TREE_REQUESTS, capturing
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.features.speculative.gate import tree_shapes
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.model.heads.drafted import DraftedModel, load_drafted
+from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
+from weft.engine.model.loader import LoadedModel
+from weft.engine.scheduler.drafter import Drafter
+from weft.kernels.attention import MAX_TREE_ROWS
+
+
+def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
+    """Loads the model with its draft head; None without one."""
+    if config.head_dir is None:
+        return None
+    max_requests = config.max_running_requests
+    max_rows = config.max_step_tokens + config.decodes_beside
+    max_rows = max(max_rows, max_requests * (1 + config.max_draft_tokens))
+    drafted = load_drafted(loaded, config.head_dir, max_requests, max_rows)
+    if config.drafter in HEAD_DRAFTERS and config.drafter != drafted.head.kind:
+        raise ConfigError(
+            f"drafter = {config.drafter}: the head in {config.head_dir} is for the drafter "
+            f"{drafted.head.kind}",
+            param="drafter",
+        )
+    window = loaded.config.sliding_window
+    if config.draft_width > 1 and window is not None and window.length <= MAX_TREE_ROWS:
+        raise ConfigError(
+            f"draft_width = {config.draft_width}: layers of this model attend to the last "
+            f"{window.length} positions alone, too few for trees of {MAX_TREE_ROWS} rows; set 1",
+            param="draft_width",
+        )
+    return drafted
+
+
+def describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
+    """Describes the drafter, and the head whose KV the pages hold."""
+    head = f"pages hold KV of the EAGLE head {layout.draft[:12]}" if layout.draft else ""
+    if config.role == "prefill" or config.drafter == "none":
+        return [f"drafts: {head}"] if head else []
+    most = str(config.max_draft_tokens)
+    if config.draft_width > 1:
+        most += f" in a chain or {MAX_TREE_NODES} in a tree"
+    who = f"by {config.drafter}, at most {most} a step of a request"
+    return [f"drafts: {who}{'; ' if head else ''}{head}"]
+
+
+def head_drafter(
+    config: EngineConfig,
+    drafted: DraftedModel,
+    runner: ModelRunner,
+    lora: LoraPool | None,
+    wake: Callable[[], None],
+) -> Drafter:
+    """Creates the drafter of a head, with captured graphs where steps are captured; else the head
+    is copied for each draft adapter.
+
+    Raises:
+        ConfigError: There is not enough memory for the graphs.
+    """
+    if lora is not None and not lora.takes_drafts:
+        lora = None  # Graphs with adapters would be as those without.
+    graphs = _chain_graphs(config, drafted, runner, lora)
+    trees = _tree_graphs(config, drafted, runner, lora)
+
+    def of(model: DraftedModel) -> EagleDrafter:
+        return EagleDrafter(model, runner.pool, runner.page_table, config.page_size, graphs, trees)
+
+    if graphs is not None or not config.enable_lora:
+        return of(drafted)
+    return AdaptedDrafter(
+        of(drafted), lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
+    )
+
+
+def _chain_graphs(
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
+) -> ChainGraphs | None:
+    if runner.graphs is None or runner.inputs is None or drafted.head.kind != "eagle3":
+        return None
+    most = config.max_running_requests
+    adapters = None if lora is None else AdapterRows(lora, runner.pool.device, most, [1])
+    shapes = chain_shapes(config.max_draft_tokens, most, has_lora=lora is not None)
+    chains = StaticChains(
+        drafted, runner.pool, runner.known, runner.inputs, config.page_size, max(shapes), adapters
+    )
+    with capturing("drafts"):
+        return ChainGraphs(chains, shapes, runner.graphs.capture)
+
+
+def _tree_graphs(
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
+) -> TreeGraphs | None:
+    shapes = tree_shapes(config.draft_width)
+    if not shapes or runner.graphs is None or runner.inputs is None:
+        return None
+    most = min(max(TREE_REQUESTS), config.max_running_requests)
+    sizes = sorted({min(size, most) for size in TREE_REQUESTS})
+    adapters = None
+    if lora is not None:
+        adapters = AdapterRows(lora, runner.pool.device, most, [1, config.draft_width])
+    trees = StaticTrees(
+        drafted, runner.pool, runner.known, runner.inputs, config.page_size, most, adapters
+    )
+    kinds = (False,) if lora is None else (False, True)
+    buckets = [TreeBucket(*of) for of in itertools.product(shapes, sizes, kinds)]
+    with capturing("trees of drafts"):
+        return TreeGraphs(trees, buckets, runner.graphs.capture)
+
+
+def max_drafts(config: EngineConfig) -> int:
+    """Most drafts of one request in a step, as a chain."""
+    return 0 if config.drafter == "none" else config.max_draft_tokens
+
+
+def max_drafts_of_a_step(config: EngineConfig) -> int:
+    """Most drafts of all requests in a step."""
+    nodes = max((rows - 1 for rows in tree_rows(config)), default=0)
+    return max(config.max_running_requests * max_drafts(config), max(TREE_REQUESTS) * nodes)
+
+
+def tree_rows(config: EngineConfig) -> list[int]:
+    """Rows of a request whose drafts form a tree: its last token and the drafts; none without
+    trees.
+    """
+    return [1 + shape.num_drafts for shape in tree_shapes(config.draft_width)]
+
+
+def draft_adapters(
+    config: EngineConfig, drafted: DraftedModel | None, device: torch.device
+) -> DraftAdapterFiles | None:
+    """Draft adapters that adapters may bring for the head, where drafting is captured in graphs."""
+    if device.type != "cuda" or not config.cuda_graphs or config.drafter != "eagle3":
+        return None
+    if drafted is None or not isinstance(drafted.head, Eagle3Head):
+        return None
+    return DraftAdapterFiles(adaptable_shapes(drafted.head.config))

@@ -1,0 +1,106 @@
+"""Drafting as CUDA graphs: fixed memory for the requests' columns, and capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from weft.engine.base.device_copies import PinnedBuffers
+from weft.engine.executor.step import Int64Array
+
+
+class DevicePageTable(Protocol):
+    """The page table as steps read it on the device."""
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The page table, [max_requests + 1, max_pages] int32; the last row contains only the null
+        page.
+        """
+
+    def send_pages(self) -> None:
+        """Sends the changes made on the host."""
+
+
+class StaticColumns:
+    """int64 columns with one value per request, in fixed memory.
+
+    Args:
+        pages: On the same device.
+        paddings: Values for padding requests, in the columns after the first, which holds slots.
+        max_requests: At most.
+    """
+
+    def __init__(self, pages: DevicePageTable, paddings: Sequence[int], max_requests: int) -> None:
+        self._pages = pages
+        # Nobody's slot, whose page is the null page.
+        self._paddings = (pages.pages.shape[0] - 1, *paddings)
+        device = pages.pages.device
+        self._pinned = PinnedBuffers(device)
+        size = len(self._paddings) * max_requests
+        self._flat = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def views(self, requests: int) -> list[torch.Tensor]:
+        """The columns sent last for this number of requests, [requests] each."""
+        count = len(self._paddings)
+        return list(self._flat[: count * requests].view(count, requests))
+
+    def send(self, columns: Sequence[Int64Array], requests: int) -> None:
+        """Sends columns padded to `requests`, without waiting; in one copy unless there are new
+        pages.
+        """
+        self._pages.send_pages()
+        sent = self._flat[: len(self._paddings) * requests].view(torch.uint8)
+        buffer, host_bytes = self._pinned.take(len(sent))
+        host = host_bytes[: len(sent)].view(np.int64).reshape(len(self._paddings), requests)
+        for column, values, padding in zip(host, columns, self._paddings, strict=True):
+            column[: len(values)] = values
+            column[len(values) :] = padding
+        sent.copy_(buffer[: len(sent)], non_blocking=True)
+        self._pinned.sent()
+
+
+class Graph(Protocol):
+    """Captured device work."""
+
+    def replay(self) -> None:
+        """Runs the captured work again."""
+
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
+"""Captures a function's device work; see `StepGraphs.capture`."""
+
+
+class _Ordered(Protocol):
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+Bucket = TypeVar("Bucket", bound=_Ordered)
+Captured = dict[Bucket, tuple[Graph, torch.Tensor]]
+"""Graphs, and the location of each one's result."""
+
+
+def capture_each(
+    buckets: Iterable[Bucket],
+    send_nothing: Callable[[Bucket], None],
+    run: Callable[[Bucket], torch.Tensor],
+    capture: Capture,
+) -> Captured[Bucket]:
+    """Captures the work of each bucket, largest first.
+
+    The graphs share the memory of the steps' graphs, which are larger, so that each adds little
+    more than its list of launches; no plan of the device's memory counts them.
+
+    Args:
+        buckets: What for.
+        send_nothing: Sends inputs of no request.
+        run: The work.
+        capture: Makes a graph.
+    """
+    graphs: Captured[Bucket] = {}
+    for bucket in sorted(buckets, reverse=True):
+        send_nothing(bucket)
+        graphs[bucket] = capture(lambda bucket=bucket: run(bucket))  # type: ignore[misc]
+    return graphs

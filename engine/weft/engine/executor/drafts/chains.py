@@ -1,0 +1,257 @@
+"""Chains of drafts as CUDA graphs, padded to a few sizes, with inputs in fixed memory.
+
+Run one by one, a draft is some twenty launches, which take longer than the work; in a graph the
+whole chain is one. Its inputs lie where a step's requests do, which verifies the drafts: one copy
+brings both what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.base.device_copies import HostCopies
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.drafts.captured import Capture, capture_each
+from weft.engine.executor.drafts.draft_rows import AdapterRows
+from weft.engine.executor.step import Int32Array, PageTable, StepRequests
+from weft.engine.features.speculative.gate import depths_up_to
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.kernels.draft_head import DraftChains
+from weft.kernels.slot_rows import take_rows
+from weft.kernels.step_rows import SlotTokens, chain_places
+
+_NOTHING = np.zeros(0, np.int64)
+_NO_REQUESTS = StepRequests(
+    _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, None, has_trees=False
+)
+
+
+class ChainShape(NamedTuple):
+    """Number of requests and of drafts per request that a graph makes."""
+
+    depth: int
+    requests: int
+    has_lora: bool = False
+    """Whether requests may have draft adapters."""
+
+
+def chain_shapes(max_drafts: int, max_requests: int, *, has_lora: bool = False) -> list[ChainShape]:
+    """Lists the chains to capture: all numbers of drafts that the gate compares, powers of two of
+    requests.
+
+    Args:
+        max_drafts: Most drafts of a request.
+        max_requests: Most requests of a step.
+        has_lora: Each is captured with draft adapters too.
+    """
+    sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
+    depths = [depth for depth in depths_up_to(max_drafts) if depth > 0]
+    shapes = [ChainShape(depth, size) for depth in depths for size in [*sizes, max_requests]]
+    return [*shapes, *(shape._replace(has_lora=True) for shape in shapes)] if has_lora else shapes
+
+
+class StaticChains:
+    """Runs a head's chains from inputs in fixed memory.
+
+    Args:
+        model: Target and head.
+        pool: The target's.
+        known: Device state of the slots; receives the drafts.
+        inputs: Device inputs of steps.
+        page_size: Token positions a page.
+        largest: Largest of the shapes to be captured.
+        adapters: Columns of one row a request; None: no shape has any.
+    """
+
+    def __init__(
+        self,
+        model: DraftedModel,
+        pool: torch.Tensor,
+        known: SlotTokens,
+        inputs: DeviceInputs,
+        page_size: int,
+        largest: ChainShape,
+        adapters: AdapterRows | None = None,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._known = known
+        self._inputs = inputs
+        self._page_size = page_size
+        each = torch.arange(largest.requests + 1, dtype=torch.int32, device=pool.device)
+        self._one_row_each = each
+        self._adapters = adapters
+
+    def needs_lora(self, adapter_slots: Int32Array | None) -> bool:
+        """Whether any of these adapters, [R], brings a draft adapter."""
+        if self._adapters is None or adapter_slots is None:
+            return False
+        return self._adapters.are_used(adapter_slots)
+
+    def send(self, requests: StepRequests, shape: ChainShape) -> None:
+        """Sends inputs, padded to `shape`, without waiting."""
+        self._inputs.send_drafting(requests, shape.requests)
+        self.send_adapters(requests.adapter_slots, shape)
+
+    def send_adapters(self, adapter_slots: Int32Array | None, shape: ChainShape) -> None:
+        """Sends the part of `send` that a step does not bring: draft adapters, if `shape` has any.
+
+        Args:
+            adapter_slots: Adapter slots of the requests, [R]; None: none has an adapter.
+            shape: Has room for them.
+        """
+        if shape.has_lora:
+            assert self._adapters is not None, "a shape has adapters, and there are none"
+            used = np.zeros(0, np.int32) if adapter_slots is None else adapter_slots
+            self._adapters.send(used, shape.requests)
+
+    def send_nothing(self, shape: ChainShape) -> None:
+        """Sends inputs of no request, for capture."""
+        self.send(_NO_REQUESTS, shape)
+
+    def run(self, shape: ChainShape) -> torch.Tensor:
+        """Drafts for the inputs sent last with this shape, [depth, requests] int64."""
+        # Requests that do not exist are at position 0, where a head has no entries.
+        slots, starts, _, limits = self._inputs.request_rows(shape.requests)
+        pages, known = self._inputs.pages, self._known
+        table, state, last = take_rows(slots, pages, self._model.kept, known.tokens[0])
+        positions, places, kv_lens = chain_places(
+            slots, starts, limits, known.starts, pages, shape.depth, self._page_size
+        )
+        lora = None
+        if shape.has_lora and self._adapters is not None:
+            (lora,) = self._adapters.steps(shape.requests)
+        chains = DraftChains(
+            positions=positions,
+            slots=places,
+            kv_lens=kv_lens,
+            counts=[shape.requests] * shape.depth,
+            page_table=table,
+            one_row_each=self._one_row_each[: shape.requests + 1],
+            max_kv_len=pages.shape[1] * self._page_size,
+            lora=lora,
+        )
+        found = self._model.head.chain(state, last, chains, self._pool)
+        known.tokens[1 : 1 + shape.depth].index_copy_(1, slots, found)
+        return found
+
+
+class ChainGraphs:
+    """Chains captured once for each shape.
+
+    Args:
+        chains: To capture.
+        shapes: From `chain_shapes`.
+        capture: Makes a graph.
+    """
+
+    def __init__(
+        self, chains: StaticChains, shapes: Sequence[ChainShape], capture: Capture
+    ) -> None:
+        self._chains = chains
+        self._graphs = capture_each(shapes, chains.send_nothing, chains.run, capture)
+        largest = max((found for _, found in self._graphs.values()), key=torch.Tensor.numel)
+        self._copies = HostCopies(largest.device, largest.numel(), number=2)
+        self._found: dict[ChainShape, ChainShape] = {}
+
+    def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:
+        """The smallest captured shape with room for these chains."""
+        key = ChainShape(depth, requests, has_lora)
+        if key not in self._found:
+            self._found[key] = min(
+                shape
+                for shape in self._graphs
+                if shape.has_lora == has_lora
+                if shape.depth >= depth and shape.requests >= requests
+            )
+        return self._found[key]
+
+    def forward(self, requests: StepRequests, depth: int) -> torch.Tensor:
+        """Starts chains of at least `depth` drafts.
+
+        Returns:
+            [depth or more, requests or more] int64: the drafts, until the next ones are made.
+        """
+        has_lora = self._chains.needs_lora(requests.adapter_slots)
+        shape = self.shape_of(depth, len(requests.slots), has_lora=has_lora)
+        self._chains.send(requests, shape)
+        return self._replay(shape)
+
+    def forward_sent(
+        self, depth: int, num_requests: int, adapter_slots: Int32Array | None
+    ) -> torch.Tensor:
+        """`forward` for the requests of a step, which were sent just now.
+
+        Args:
+            depth: Number of drafts, or fewer than are made.
+            num_requests: Number of requests that the step is padded to.
+            adapter_slots: Adapter slots of those that exist, [R]; None: none has an adapter.
+        """
+        has_lora = self._chains.needs_lora(adapter_slots)
+        shape = self.shape_of(depth, num_requests, has_lora=has_lora)
+        assert shape.requests == num_requests, "chains are captured for the sizes of steps"
+        self._chains.send_adapters(adapter_slots, shape)
+        return self._replay(shape)
+
+    def fetch(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to copy drafts made just now to the host; returns what waits for them. They are
+        valid until those of the step after the next one are fetched.
+        """
+        return self._copies.begin(found)
+
+    def _replay(self, shape: ChainShape) -> torch.Tensor:
+        graph, found = self._graphs[shape]
+        graph.replay()
+        return found
+
+
+class LaterChains(LaterDrafts):
+    """Drafts of chains by graphs, which the runner begins.
+
+    Those of constrained requests come to the host before the step that verifies them has run, so
+    that masks are made in the meantime.
+
+    Args:
+        graphs: Make them.
+        items: Requests to draft for, each its most.
+        table: Page numbers by slot; the requests' pages are entered.
+        page_size: Token positions a page.
+    """
+
+    def __init__(
+        self, graphs: ChainGraphs, items: Sequence[VerifyItem], table: PageTable, page_size: int
+    ) -> None:
+        super().__init__([item.max_drafts for item in items])
+        self._graphs = graphs
+        self._items = items
+        self._table = table
+        self._page_size = page_size
+        self._depth = max(self.counts, default=0)
+
+    def begin(self) -> None:
+        """See `LaterDrafts.begin`."""
+        if self._depth:
+            requests = StepRequests.of_items(self._items, self.counts, self._table, self._page_size)
+            self._fetch_if_needed(self._graphs.forward(requests, self._depth), 0)
+
+    def begin_within(
+        self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
+    ) -> None:
+        """See `LaterDrafts.begin_within`."""
+        if self._depth:
+            found = self._graphs.forward_sent(self._depth, num_requests, adapter_slots)
+            self._fetch_if_needed(found, num_before)
+
+    def _fetch_if_needed(self, found: torch.Tensor, first: int) -> None:
+        """Begins to copy the drafts to the host, if it needs any; `first` is the items' column."""
+        if any(item.request.params.constraint is not None for item in self._items):
+            wait_for_drafts = self._graphs.fetch(found)
+            self.come_with(lambda: self._chains_in(wait_for_drafts(), first))
+
+    def _chains_in(self, found: torch.Tensor, first: int) -> list[list[int]]:
+        columns: list[list[int]] = found[:, first : first + len(self.counts)].t().tolist()
+        return [chain[:count] for chain, count in zip(columns, self.counts, strict=True)]

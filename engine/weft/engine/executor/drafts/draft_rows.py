@@ -1,0 +1,138 @@
+"""Draft adapters as rows of the device's adapter memory, and as inputs of captured turns.
+
+Where drafts are CUDA graphs, a draft adapter lies beside the adapter that brought it, in the same
+slot of the tables: it comes and goes with it, and one graph serves requests of any mix of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from weft.engine.base.device_copies import PinnedBuffers
+from weft.engine.base.errors import AdapterError
+from weft.engine.checkpoint.adapters.projections import Projection
+from weft.engine.executor.lora_columns import LoraColumns
+from weft.engine.executor.step import Int32Array, Int64Array
+from weft.engine.model.adapters.adapter import LoraPair
+from weft.engine.model.adapters.draft_adapter import MODULES, read_draft_pairs
+from weft.kernels.lora import LoraSegments, LoraStep
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {module: "draft_" + module.rpartition(".")[2].removesuffix("_proj") for module in MODULES}
+"""Projection names by module: those of the target lack the prefix `draft_`."""
+
+
+class DraftAdapterFiles:
+    """Implements `weft.engine.executor.adapter_rows.DraftParts` for a head.
+
+    Args:
+        shapes: [out, in] of what may be changed, by module (`adaptable_shapes`).
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        self._shapes = shapes
+        inner = shapes["mlp.gate_proj"][0]
+        places = {
+            "self_attn.q_proj": ("qkv", 0),
+            "self_attn.o_proj": ("o", 0),
+            "mlp.gate_proj": ("gate_up", 0),
+            "mlp.up_proj": ("gate_up", inner),
+            "mlp.down_proj": ("down", 0),
+        }
+        self.projections = tuple(
+            Projection(
+                name=_NAMES[module],
+                kind=_NAMES[module],
+                group=group,
+                in_features=shapes[module][1],
+                out_features=shapes[module][0],
+                column=column,
+                num_layers=1,
+                is_draft=True,
+            )
+            for module, (group, column) in places.items()
+        )
+
+    def read(self, folder: Path, max_rank: int) -> Mapping[str, LoraPair]:
+        """See `DraftParts.read`."""
+        try:
+            if not folder.is_dir():
+                return {}
+            pairs = read_draft_pairs(folder, self._shapes, max_rank)
+        except (AdapterError, OSError, RuntimeError, ValueError) as error:
+            logger.warning("drafts go without %s: %s", folder, error)
+            return {}
+        return {_NAMES[module]: pair for module, pair in pairs.items()}
+
+
+class DraftAdapters(Protocol):
+    """Draft adapters on the device (`weft.engine.executor.adapter_rows.LoraPool`)."""
+
+    max_slots: int
+    """Slots of the tables, including the one for no adapter."""
+    has_drafts: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Whether the adapter in each slot has a draft adapter, [max_slots]."""
+
+    def draft_step(self, segments: LoraSegments) -> LoraStep:
+        """The LoRA inputs of the head's layer, number 0, for rows sorted by these segments."""
+
+
+class AdapterRows:
+    """The draft adapter of each row of captured turns, in fixed memory.
+
+    Args:
+        adapters: On the device.
+        device: Where.
+        max_requests: At most.
+        rows_each: Rows of a request, in each kind of turn.
+    """
+
+    def __init__(
+        self,
+        adapters: DraftAdapters,
+        device: torch.device,
+        max_requests: int,
+        rows_each: Sequence[int],
+    ) -> None:
+        self._adapters = adapters
+        self._rows_each = tuple(rows_each)
+        size = sum(columns.num_bytes for columns in self._columns(max_requests))
+        self._flat = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._pinned = PinnedBuffers(device)
+
+    def are_used(self, adapter_slots: Int32Array | Int64Array) -> bool:
+        """Whether any of these requests has a draft adapter."""
+        return bool(self._adapters.has_drafts[adapter_slots].any())
+
+    def send(self, adapter_slots: Int32Array | Int64Array, requests: int) -> None:
+        """Sends the draft adapters of requests, padded to `requests`, without waiting."""
+        # Other adapters leave the head alone; slot 0 costs least.
+        used = np.where(self._adapters.has_drafts[adapter_slots], adapter_slots, 0)
+        all_columns = self._columns(requests)
+        size = sum(columns.num_bytes for columns in all_columns)
+        (buffer, host), begin = self._pinned.take(size), 0
+        for columns, count in zip(all_columns, self._rows_each, strict=True):
+            columns.write(host[begin:], np.repeat(used, count).astype(np.int32))
+            begin += columns.num_bytes
+        self._flat[:size].copy_(buffer[:size], non_blocking=True)
+        self._pinned.sent()
+
+    def steps(self, requests: int) -> list[LoraStep]:
+        """The inputs sent last for this number of requests, for each kind of turn."""
+        steps, begin = [], 0
+        for columns in self._columns(requests):
+            step = self._adapters.draft_step(columns.views(self._flat[begin:]))
+            steps.append(replace(step, are_given=True))  # It comes by a copy, ahead of all kernels.
+            begin += columns.num_bytes
+        return steps
+
+    def _columns(self, requests: int) -> list[LoraColumns]:
+        most = self._adapters.max_slots
+        return [LoraColumns.of(requests * count, most) for count in self._rows_each]

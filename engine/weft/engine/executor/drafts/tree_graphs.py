@@ -1,0 +1,191 @@
+"""Trees of drafts grown in CUDA graphs, with inputs in fixed memory; see `chains`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+from weft.engine.executor.drafts.captured import (
+    Capture,
+    DevicePageTable,
+    StaticColumns,
+    capture_each,
+)
+from weft.engine.executor.drafts.draft_rows import AdapterRows
+from weft.engine.executor.step import LATE, Int64Array, PageTable
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.heads.eagle3 import Eagle3Head
+from weft.engine.scheduler.plan import DraftShape, VerifyItem
+from weft.kernels.draft_tree import DraftTrees
+from weft.kernels.slot_rows import take_rows
+from weft.kernels.step_rows import SlotTokens, chain_places
+
+
+class TreeArrays(NamedTuple):
+    """Trees behind the last tokens of R requests, on the host."""
+
+    slots: Int64Array
+    """Slots of the requests, [R]."""
+    starts: Int64Array
+    """Positions of the last tokens, [R]; LATE: only the device knows."""
+    limits: Int64Array
+    """Positions from which on there are no pages, [R]."""
+    max_depths: Int64Array
+    """Most drafts that may be accepted at once, [R]."""
+    adapter_slots: Int64Array
+    """Slots of their adapters, [R]; 0: none."""
+
+    @classmethod
+    def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> TreeArrays:
+        """Builds the arrays; enters the requests' pages into the table."""
+        columns: list[tuple[int, int, int, int, int]] = []
+        for item in items:
+            request = item.request
+            table.extend(request.slot, request.pages)
+            start = LATE if item.starts_late else item.start
+            limit = len(request.pages) * page_size
+            columns.append((request.slot, start, limit, item.max_accepted, request.adapter_slot))
+        return cls(*np.array(columns, np.int64).reshape(-1, 5).T)
+
+
+class TreeBucket(NamedTuple):
+    """The number of requests and the tree shape that a graph is captured for."""
+
+    shape: DraftShape
+    requests: int
+    has_lora: bool = False
+    """Whether requests may have draft adapters."""
+
+
+class StaticTrees:
+    """Grows a head's trees from inputs in fixed memory.
+
+    Args:
+        model: Target and head, which is one of EAGLE-3.
+        pool: The target's.
+        known: Device state of the slots; receives the trees.
+        pages: On the same device.
+        page_size: Token positions a page.
+        max_requests: Most requests of a step with trees.
+        adapters: Columns of one row a request, and of as many as trees are wide; None: no bucket
+            has any.
+    """
+
+    def __init__(
+        self,
+        model: DraftedModel,
+        pool: torch.Tensor,
+        known: SlotTokens,
+        pages: DevicePageTable,
+        page_size: int,
+        max_requests: int,
+        adapters: AdapterRows | None = None,
+    ) -> None:
+        assert isinstance(model.head, Eagle3Head), "only EAGLE-3 heads grow trees"
+        self._head = model.head
+        self._kept = model.kept
+        self._pool = pool
+        self._known = known
+        self._pages = pages
+        self._page_size = page_size
+        # Requests that do not exist are at position 0, where a head has no entries.
+        self._columns = StaticColumns(pages, (0, 1, 0), max_requests)
+        self._each = torch.arange(max_requests + 1, dtype=torch.int32, device=pool.device)
+        self._adapters = adapters
+
+    def needs_lora(self, arrays: TreeArrays) -> bool:
+        """Whether any of these requests has a draft adapter."""
+        return self._adapters is not None and self._adapters.are_used(arrays.adapter_slots)
+
+    def send(self, arrays: TreeArrays, bucket: TreeBucket) -> None:
+        """Sends inputs, padded to `bucket`, without waiting."""
+        *columns, adapter_slots = arrays
+        self._columns.send(columns, bucket.requests)
+        if bucket.has_lora:
+            assert self._adapters is not None, "a bucket has adapters, and there are none"
+            self._adapters.send(adapter_slots, bucket.requests)
+
+    def send_nothing(self, bucket: TreeBucket) -> None:
+        """Sends inputs of no request, for capture."""
+        nothing = np.zeros(0, np.int64)
+        self.send(TreeArrays(*[nothing] * 5), bucket)
+
+    def run(self, bucket: TreeBucket) -> torch.Tensor:
+        """Tokens and ancestor words (`draft_tree`) of the trees for the inputs sent last with this
+        bucket, [2, nodes, requests] int64.
+        """
+        slots, starts, limits, max_depths = self._columns.views(bucket.requests)
+        pages, known, shape = self._pages.pages, self._known, bucket.shape
+        num_places = 1 + shape.width * (shape.depth - 1)
+        positions, places, _ = chain_places(
+            slots, starts, limits, known.starts, pages, num_places, self._page_size
+        )
+        table, state, last = take_rows(slots, pages, self._kept, known.tokens[0])
+        # Trees without places of their own have rows in the null page.
+        lacking = num_places // self._page_size + 1 - table.shape[1]
+        if lacking > 0:
+            table = functional.pad(table, (0, lacking))
+        root_lora = lora = None
+        if bucket.has_lora and self._adapters is not None:
+            root_lora, lora = self._adapters.steps(bucket.requests)
+        trees = DraftTrees(
+            width=shape.width,
+            depth=shape.depth,
+            num_nodes=shape.num_drafts,
+            starts=positions[0],
+            slots=places,
+            is_whole=positions[0] + num_places <= limits,
+            max_depths=max_depths,
+            page_table=table,
+            cu_q_lens=self._each[: bucket.requests + 1],
+            max_kv_len=table.shape[1] * self._page_size,
+            root_lora=root_lora,
+            lora=lora,
+        )
+        tokens, words = self._head.tree(state, last, trees, self._pool)
+        assert known.words is not None, "trees are kept with their words"
+        known.tokens[1 : 1 + len(tokens)].index_copy_(1, slots, tokens)
+        known.words[1 : 1 + len(words)].index_copy_(1, slots, words)
+        return torch.stack((tokens, words))
+
+
+class TreeGraphs:
+    """Trees captured once for each bucket, in the memory shared with the steps' graphs.
+
+    Args:
+        trees: To capture.
+        buckets: What for.
+        capture: Makes a graph.
+    """
+
+    def __init__(self, trees: StaticTrees, buckets: Sequence[TreeBucket], capture: Capture) -> None:
+        self._trees = trees
+        self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture)
+
+    def bucket_of(self, shape: DraftShape, requests: int, *, has_lora: bool = False) -> TreeBucket:
+        """The smallest bucket with room for these trees; none with fewer nodes is deeper."""
+        return min(
+            bucket
+            for bucket in self._graphs
+            if bucket.requests >= requests
+            and bucket.shape.num_drafts >= shape.num_drafts
+            and bucket.shape.width == shape.width
+            and bucket.has_lora == has_lora
+        )
+
+    def forward(self, arrays: TreeArrays, shape: DraftShape) -> torch.Tensor:
+        """Starts trees of at least this many nodes.
+
+        Returns:
+            [2, nodes, R] int64 on the device or larger (`StaticTrees.run`), valid until the next
+            drafts or step.
+        """
+        has_lora = self._trees.needs_lora(arrays)
+        bucket = self.bucket_of(shape, len(arrays.slots), has_lora=has_lora)
+        self._trees.send(arrays, bucket)
+        graph, found = self._graphs[bucket]
+        graph.replay()
+        return found

@@ -1,0 +1,195 @@
+"""Drawing behind captured steps, as CUDA graphs: LM head, choice of tokens, what the device keeps
+of them and their copy to the host are one launch instead of about ten.
+
+A graph of its own, not a part of the step's: masks of constraints may come in between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.base.device_copies import DeviceCopies, Marks
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.device_sampling import CapturedDraws, Way
+from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
+from weft.engine.executor.keeping import TokenKeeper
+from weft.engine.executor.step import Int64Array
+from weft.engine.model.interface import Model
+from weft.kernels.device_sampling import SlotTables, draw_rows
+from weft.kernels.greedy import greedy_rows
+
+FREE_ROWS = 64
+"""Rows that an LM head takes in little more time than one: beside prompts so many are drawn where
+there are no more.
+"""
+CHEAP_ROWS = 384
+"""So many may be drawn for nobody: about as many rows are multiplied while the weights are read,
+and what else they take is less than single launches take.
+"""
+MAX_PADDING = 1.5
+"""Most rows drawn, of more than those, as a multiple of a step's own."""
+
+
+_OWN = -1
+"""For a row that is drawn with its request's slot."""
+
+
+class DrawKey(NamedTuple):
+    """What a graph draws from."""
+
+    bucket: GraphBucket
+    """Of the step."""
+    rows: int
+    """Number of its rows of logits."""
+    way: Way
+
+
+class DrawGraphs:
+    """The drawing from steps other than single long prompts, captured for each bucket.
+
+    Rows beyond a step's own are drawn too, for the dummy slot.
+
+    Args:
+        model: Loaded model.
+        graphs: The captured steps.
+        inputs: Of the steps.
+        keeper: Of the tokens.
+        tables: Of slots whose requests have no penalties or biases; None: only greedy tokens.
+        on_capture: Called after those of each bucket with (captured, in all, what in words).
+
+    Raises:
+        ConfigError: There is not enough memory for them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        graphs: StepGraphs,
+        inputs: DeviceInputs,
+        keeper: TokenKeeper,
+        tables: SlotTables | None,
+        on_capture: Progress = lambda done, total, what: None,
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._keeper = keeper
+        self._tables = tables
+        device = inputs.pages.device
+        steps = {
+            bucket: hidden
+            for bucket, hidden in graphs.results()
+            if bucket.kind not in ("prompts", "cold")
+            and not (bucket.has_lora and inputs.changes_logits)
+        }
+        most = max((len(hidden) for hidden in steps.values()), default=0)
+        is_pinned = device.type == "cuda"
+        self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
+        ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
+        self._marks = Marks(device, number=4)
+        self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
+        """[most]: the slot that a row behind drafts is drawn with."""
+        self._sent_as = np.zeros(0, np.int64)
+        """Its first entries; the others are `_OWN`."""
+        self._copies = DeviceCopies(device)
+        self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
+        """By graph and rows wanted of it: tokens on the device, and what is copied to the host."""
+        keys = {
+            bucket: [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]
+            for bucket in sorted(steps, reverse=True)
+        }
+        total = sum(len(some) for some in keys.values())
+        with capturing("drawing"):
+            for bucket, some in keys.items():
+                graphs.send_nothing(bucket)
+                for key in some:
+                    self._graphs[key] = graphs.capture(
+                        lambda key=key, hidden=steps[bucket]: self._draw(key, hidden)  # type: ignore[misc]
+                    )
+                on_capture(len(self._graphs), total, "capturing graphs of drawing")
+
+    def has(self, bucket: GraphBucket, count: int) -> bool:
+        """Whether a graph draws from `count` rows of such a step, and not from many more."""
+        rows = next(size for size in _sizes(bucket) if size >= count)
+        is_near = rows <= max(CHEAP_ROWS, MAX_PADDING * count)
+        return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
+
+    def begin(
+        self, bucket: GraphBucket, count: int, way: Way, drawn_as: Int64Array | None = None
+    ) -> CapturedDraws:
+        """Draws from the step that ran last, and keeps the tokens.
+
+        Args:
+            bucket: Of the step; with drafts, if there is `drawn_as`.
+            count: L, its rows of logits.
+            way: How; "any", if there is `drawn_as`.
+            drawn_as: [L], slots by row, some of which are not their requests'; or None.
+        """
+        if bucket.drafts:
+            self._send_slots(drawn_as)
+        rows = next(size for size in _sizes(bucket) if size >= count)
+        key = DrawKey(bucket, rows, way)
+        graph, tokens = self._graphs[key]
+        graph.replay()
+        drawn = self._drawn.get((key, count))
+        if drawn is None:
+            drawn = self._drawn[key, count] = (tokens[:count], self._host[:, :count].numpy())
+        return CapturedDraws(*drawn, self._marks.add())
+
+    def _send_slots(self, drawn_as: Int64Array | None) -> None:
+        wanted = self._sent_as[:0] if drawn_as is None else drawn_as
+        if np.array_equal(wanted, self._sent_as):
+            return  # Mostly the same requests have masks again.
+        entries = np.full(max(len(wanted), len(self._sent_as)), _OWN, np.int64)
+        entries[: len(wanted)] = wanted
+        (sent,) = self._copies.send((entries,))
+        self._drawn_as[: len(entries)].copy_(sent)
+        self._sent_as = wanted.copy()
+
+    def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
+        """The captured work: [rows] int64."""
+        (bucket, rows, way), verified = key, None
+        logits = self._model.logits(hidden[:rows])
+        if bucket.kind == "decode":
+            step, slots = self._inputs.drawing_step(rows)
+            positions = step.positions
+        elif bucket.kind == "ragged":
+            step, verified, drawn_from = self._inputs.ragged_step(bucket.columns)
+            slots, positions = verified.slots[:rows], step.positions[drawn_from[:rows]]
+        else:
+            step, verified, _ = self._inputs.ragged_step(bucket.columns)
+            slots, positions = verified.slots[:rows], step.positions[:rows]
+        if way == "greedy":
+            tokens = greedy_rows(logits)
+        else:
+            assert self._tables is not None
+            drawn_as = slots
+            if bucket.drafts:
+                drawn_as = self._drawn_as[:rows]
+                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
+            tokens = draw_rows(logits, drawn_as, positions + 1, self._tables)
+        given = [tokens]
+        if bucket.kind in ("decode", "ragged"):
+            # Rows that are verified keep some token or other here, and theirs behind.
+            self._keeper.keep(tokens, slots)
+        if verified is not None and bucket.drafts:
+            self._keeper.accept(tokens, step, verified)
+            given += [step.token_ids] if step.ancestors is None else [*step[:1], step.ancestors]
+        for host, column in zip(self._host, given, strict=False):
+            host[:rows].copy_(column[:rows], non_blocking=True)
+        return tokens
+
+
+def _sizes(bucket: GraphBucket) -> list[int]:
+    """Numbers of rows that drawing from such steps is captured for, ascending: beside prompts there
+    may be a few requests or many, and all of them may have drafts, or none. There are none in the
+    first step behind drafts either, which takes the smallest graph for steps that have some.
+    """
+    if bucket.kind == "ragged":
+        most = bucket.columns.max_logits
+        return sorted({min(FREE_ROWS, bucket.requests, most), min(bucket.requests, most), most})
+    if bucket.kind == "verify" and bucket.drafts == 1:
+        return [bucket.requests, bucket.tokens]
+    return [bucket.tokens]

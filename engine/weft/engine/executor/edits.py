@@ -1,0 +1,124 @@
+"""Request-dependent changes of a row's logits: bias, penalties, masked stop tokens.
+
+Each is a short list of token ids and never a row of the vocabulary, so they are made on the row
+itself and taken back once its token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from weft.engine.base.request import SamplingParams
+from weft.kernels.sampling import MASKED_LOGIT
+
+Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """Token counts of one request, for the distinct tokens only."""
+
+    def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        self._index: dict[int, int] = {}
+        distinct = np.unique(np.asarray([*prompt_ids, *output_ids], np.int64))
+        self._ids = np.zeros(max(64, 2 * len(distinct)), np.int64)
+        self._counts = np.zeros(len(self._ids), np.float32)
+        self._ids[: len(distinct)] = distinct
+        self._index = {token_id: i for i, token_id in enumerate(distinct.tolist())}
+        for token_id in output_ids:
+            self.add_output(token_id)
+        self._prompt_ids = prompt_ids
+
+    def add_output(self, token_id: int) -> None:
+        """Counts one generated token."""
+        i = self._index.get(token_id)
+        if i is None:
+            i = self._index[token_id] = len(self._index)
+            if i == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * i)
+                self._counts = np.concatenate([self._counts, np.zeros(i, np.float32)])
+            self._ids[i] = token_id
+        self._counts[i] += 1.0
+
+    @property
+    def ids(self) -> Int64Array:
+        """Distinct tokens of prompt and output."""
+        return self._ids[: len(self._index)]
+
+    @property
+    def output_counts(self) -> Float32Array:
+        """Number of occurrences in the output, for each of `ids`."""
+        return self._counts[: len(self._index)]
+
+    @property
+    def words(self) -> Int64Array:
+        """The count word of each of `ids`: see `weft.kernels.device_sampling.SlotTables.counts`."""
+        in_prompt = np.isin(self.ids, np.asarray(self._prompt_ids, np.int64))
+        return 2 * self.output_counts.astype(np.int64) + in_prompt
+
+
+class LogitEdits:
+    """Changes to the logits of one sample, and their reversal."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        stop_ids: Sequence[int],
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Prepares a sample that has `output_ids` already.
+
+        Args:
+            params: Bias and penalties.
+            stop_ids: Tokens to be masked while `is_masking`.
+            prompt_ids: Count for the repetition penalty only.
+            output_ids: Count for all penalties.
+        """
+        self.params = params
+        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        self.bias = np.fromiter(params.logit_bias.values(), np.float32)
+        self.stop_ids = np.unique(np.asarray(stop_ids, np.int64))
+        self.counts = TokenCounts(prompt_ids, output_ids) if params.has_penalties else None
+        self._undo: list[tuple[Float32Array, Int64Array, Float32Array]] = []
+
+    def apply(self, row: Float32Array, *, is_masking: bool) -> None:
+        """Changes `row` [vocab_size] in place: bias, then penalties, then the mask.
+
+        Args:
+            row: Logits of the next token.
+            is_masking: No stop token may be drawn.
+        """
+        if len(self.bias_ids):
+            self._remember(row, self.bias_ids)
+            row[self.bias_ids] += self.bias
+        if self.counts is not None and len(self.counts.ids):
+            self._remember(row, self.counts.ids)
+            row[self.counts.ids] = self._penalised(row[self.counts.ids], self.counts)
+        if is_masking and len(self.stop_ids):
+            self._remember(row, self.stop_ids)
+            row[self.stop_ids] = MASKED_LOGIT
+
+    def take_back(self) -> None:
+        """Reverts all changes that `apply` has made since the last call."""
+        while self._undo:
+            row, ids, values = self._undo.pop()
+            row[ids] = values
+
+    def _remember(self, row: Float32Array, ids: Int64Array) -> None:
+        self._undo.append((row, ids, row[ids]))
+
+    def _penalised(self, logits: Float32Array, counts: TokenCounts) -> Float32Array:
+        """Applies penalties: repetition divides or multiplies; frequency and presence subtract."""
+        params = self.params
+        if params.repetition_penalty != 1.0:
+            penalty = np.float32(params.repetition_penalty)
+            logits = np.where(logits > 0, logits / penalty, logits * penalty)
+        if params.frequency_penalty != 0.0:
+            logits = logits - np.float32(params.frequency_penalty) * counts.output_counts
+        if params.presence_penalty != 0.0:
+            is_in_output = (counts.output_counts > 0).astype(np.float32)
+            logits = logits - np.float32(params.presence_penalty) * is_in_output
+        return logits

@@ -1,0 +1,500 @@
+"""Steps captured as CUDA graphs: one launch instead of several hundred.
+
+A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
+decode steps, in which each request brings one token; steps that verify drafts, in which each brings
+a few, or a tree of them; and ragged ones, which bring prompts too. Where a faster attention takes
+long prompts with nothing before them, there are graphs for these besides: for prompts of any number
+and length, beside decodes ("prompts"), or for one alone ("cold").
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
+from weft.engine.base.errors import ConfigError
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.ragged_columns import RaggedColumns
+from weft.engine.executor.step import StepArrays, StepDecodes, StepRequests
+from weft.engine.model.interface import Model
+from weft.engine.scheduler.plan import LaterDrafts, Plan
+from weft.kernels.attention import (
+    MAX_TREE_ROWS,
+    gains_by_cold_prompts,
+    gains_by_exact_lengths,
+)
+from weft.kernels.side_stream import rehearsal
+
+logger = logging.getLogger(__name__)
+
+_SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_LARGE_STEP = 64
+MAX_RAGGED_TOKENS = 8192 + MAX_DECODES_BESIDE
+"""Most tokens in a captured step; longer ones keep the device busy for longer than their launches
+take.
+"""
+_RAGGED_SIZES = (
+    *(16, 24, 32, 48, 64, 96, 128, 192),
+    *(256, 320, 384, 448, 512, 640, 768, 896),
+    *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584),
+    *(4096, 5120, 6144, 7168, 8192),
+)
+MAX_VERIFY_ROWS = 8
+"""Most rows per request in a step that verifies chains, whatever the number of requests."""
+TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
+"""Most requests in a step that verifies trees; with more, tree rows cost more than they bring."""
+FEW_REQUESTS = 8
+"""Request bound of the smaller graphs for ragged steps: prompts without a large batch beside them.
+"""
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, in all, what in words) while a worker loads and captures."""
+
+_ONE_TOKEN = StepArrays(
+    token_ids=np.zeros(1, np.int64),
+    positions=np.zeros(1, np.int64),
+    slots=np.zeros(1, np.int64),
+    rows=np.zeros(1, np.int64),
+    cu_q_lens=np.array([0, 1], np.int32),
+    kv_lens=np.ones(1, np.int32),
+    logits_rows=np.zeros(1, np.int64),
+    max_q_len=1,
+    max_kv_len=1,
+)
+"""The smallest step to capture with: it writes to the null page."""
+
+_ONE_LORA_TOKEN = replace(_ONE_TOKEN, adapter_slots=np.zeros(1, np.int32))
+"""The smallest step with adapters to capture with."""
+
+
+class GraphBucket(NamedTuple):
+    """The shape that a graph is captured for."""
+
+    tokens: int
+    """Number of rows."""
+    requests: int
+    """Most requests; equal to `tokens` in decode steps."""
+    kind: Literal["decode", "verify", "tree", "ragged", "prompts", "cold"]
+    has_lora: bool = False
+    """Whether its tokens may have adapters."""
+    drafts: int = 0
+    """Most drafts that each request may bring."""
+
+    @property
+    def columns(self) -> RaggedColumns:
+        """Layout of the arrays of such a step, unless it is a decode step."""
+        return _columns_of(self)
+
+
+@cache
+def _columns_of(bucket: GraphBucket) -> RaggedColumns:
+    """`GraphBucket.columns`, the same object each time."""
+    num_logits = min(bucket.tokens, bucket.requests * (1 + bucket.drafts))
+    is_tree, is_verify = bucket.kind == "tree", bucket.kind == "verify"
+    return RaggedColumns(
+        bucket.tokens,
+        bucket.requests,
+        num_logits,
+        bucket.drafts,
+        has_trees=is_tree,
+        has_requests=is_tree or is_verify,
+    )
+
+
+def step_buckets(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_requests: int,
+    max_tokens: int,
+    *,
+    has_lora: bool = False,
+    max_drafts: int = 0,
+    tree_rows: Sequence[int] = (),
+) -> list[GraphBucket]:
+    """Lists the steps to capture, up to the given numbers of requests and tokens.
+
+    Args:
+        config: Configuration of the model.
+        dtype: Of its activations.
+        max_requests: Most requests of a step.
+        max_tokens: Most tokens of a step.
+        has_lora: Each is captured with adapters too.
+        max_drafts: Most drafts of a request in a step; ragged steps have room for them too.
+        tree_rows: Sizes of trees, the first row included.
+    """
+    ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
+    prompts = [
+        bucket._replace(kind="prompts")
+        for bucket in ragged
+        if gains_by_cold_prompts(dtype, config.head_dim, bucket.tokens)
+    ]
+    cold = [
+        GraphBucket(bucket.tokens, 1, "cold")
+        for bucket in ragged_buckets(1, max_tokens)
+        if _is_long_prompt(config, bucket.tokens)
+    ]
+    verify = verify_buckets(max_requests, max_tokens, max_drafts)
+    trees = tree_buckets(max_requests, max_tokens, tree_rows)
+    others = [*decode_buckets(max_requests), *verify, *trees, *ragged]
+    # Of prompts one may be alone.
+    buckets = [*others, *(prompts or cold)]
+    if has_lora:
+        buckets += (bucket._replace(has_lora=True) for bucket in (*others, *cold))
+    return buckets
+
+
+def decode_buckets(max_requests: int) -> list[GraphBucket]:
+    """Lists the decode steps to capture, smallest first."""
+    sizes = [*_SMALL_BUCKETS, *range(256 + _LARGE_STEP, max_requests, _LARGE_STEP)]
+    kept = sorted({*(size for size in sizes if size < max_requests), max_requests})
+    return [GraphBucket(size, size, "decode") for size in kept]
+
+
+def verify_buckets(max_requests: int, max_tokens: int, max_drafts: int) -> list[GraphBucket]:
+    """Lists the verifying steps without prompts to capture: all numbers of drafts, powers of two of
+    requests.
+    """
+    sizes = [1 << power for power in range(max_requests.bit_length()) if 1 << power < max_requests]
+    most = min(max_drafts, MAX_VERIFY_ROWS - 1)
+    return [
+        GraphBucket(size * (1 + drafts), size, "verify", drafts=drafts)
+        for drafts in range(1, most + 1)
+        for size in (*sizes, max_requests)
+        if size * (1 + drafts) <= max_tokens
+    ]
+
+
+def tree_buckets(max_requests: int, max_tokens: int, tree_rows: Sequence[int]) -> list[GraphBucket]:
+    """Lists the steps that verify trees, without prompts: each size, for one request or a few."""
+    if max(tree_rows, default=0) > MAX_TREE_ROWS:
+        raise ValueError(f"trees of {max(tree_rows)} rows; at most {MAX_TREE_ROWS} are taken")
+    return [
+        GraphBucket(requests * rows, requests, "tree", drafts=rows - 1)
+        for rows in sorted(tree_rows)
+        for requests in sorted({min(count, max_requests) for count in TREE_REQUESTS})
+        if requests * rows <= max_tokens
+    ]
+
+
+def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> list[GraphBucket]:
+    """Lists the ragged steps to capture, smallest first: for few requests, and for any number."""
+    max_tokens = min(max_tokens, MAX_RAGGED_TOKENS)
+    sizes = [*(size for size in _RAGGED_SIZES if size < max_tokens), max_tokens]
+    bounds = sorted({min(FEW_REQUESTS, max_requests), max_requests})
+    return [
+        GraphBucket(size, bound, "ragged", drafts=max_drafts) for size in sizes for bound in bounds
+    ]
+
+
+class _ShortBuckets:
+    """Buckets of requests of a few rows each, all with room for as many rows of each request.
+
+    Args:
+        buckets: Smallest first.
+    """
+
+    def __init__(self, buckets: Sequence[GraphBucket]) -> None:
+        self._buckets = buckets
+        self._max_drafts = max((bucket.drafts for bucket in buckets), default=0)
+        self._found: dict[tuple[int, int], GraphBucket | None] = {}
+
+    def with_room(self, num_requests: int, max_q_len: int) -> GraphBucket | None:
+        """The smallest bucket for so many requests of at most so many rows; None: there is none."""
+        if max_q_len > 1 + self._max_drafts:
+            return None
+        key = (num_requests, max_q_len)
+        if key not in self._found:
+            self._found[key] = next(
+                (
+                    bucket
+                    for bucket in self._buckets
+                    if bucket.requests >= num_requests and bucket.drafts >= max_q_len - 1
+                ),
+                None,
+            )
+        return self._found[key]
+
+
+class GraphBuckets:
+    """Finds the bucket of a step among the captured ones.
+
+    Args:
+        config: Configuration of the model.
+        buckets: All.
+    """
+
+    def __init__(self, config: ModelConfig, buckets: Sequence[GraphBucket]) -> None:
+        self._config = config
+        sizes = sorted({bucket._replace(has_lora=False) for bucket in buckets})
+        self._decode = _next_of([bucket for bucket in sizes if bucket.kind == "decode"])
+        self._cold = _next_of([bucket for bucket in sizes if bucket.kind == "cold"])
+        self._prompts = frozenset(bucket for bucket in sizes if bucket.kind == "prompts")
+        self._verify = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "verify"])
+        self._tree = _ShortBuckets([bucket for bucket in sizes if bucket.kind == "tree"])
+        ragged = [bucket for bucket in sizes if bucket.kind == "ragged"]
+        bounds = sorted({bucket.requests for bucket in ragged})
+        self._ragged = [(n, _next_of([b for b in ragged if b.requests == n])) for n in bounds]
+        self.ragged_sizes = sorted({bucket.tokens for bucket in ragged})
+        """Token counts that steps with prompts are padded to, ascending."""
+
+    def of(self, arrays: StepArrays) -> GraphBucket | None:
+        """The bucket that runs a step; None: it runs without a graph."""
+        bucket = self._size_of(arrays)
+        if bucket is None or arrays.adapter_slots is None:
+            return bucket
+        return bucket._replace(has_lora=True)
+
+    def of_decodes(self, plan: Plan) -> GraphBucket | None:
+        """The bucket that runs a plan of decodes alone, at positions that the host knows; None:
+        there is none, or the plan has more.
+        """
+        count = len(plan.decodes)
+        if plan.is_late is not None or not 0 < count == len(plan) or count > len(self._decode):
+            return None
+        bucket = self._decode[count - 1]
+        return bucket if plan.adapter_slots is None else bucket._replace(has_lora=True)
+
+    def of_requests(self, requests: StepRequests) -> GraphBucket | None:
+        """The bucket that runs a step given by its requests; None: it must be given by rows."""
+        sizes = self._tree if requests.has_trees else self._verify
+        bucket = sizes.with_room(len(requests.slots), requests.max_count)
+        if bucket is None or requests.adapter_slots is None:
+            return bucket
+        return bucket._replace(has_lora=True)
+
+    def _size_of(self, arrays: StepArrays) -> GraphBucket | None:
+        num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
+        if arrays.is_decode:
+            return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
+        if arrays.ancestors is not None:
+            return self._tree.with_room(num_requests, arrays.max_q_len)
+        # Short prompts are ragged as others are: what is drawn behind them is captured there.
+        if arrays.max_q_len <= MAX_VERIFY_ROWS and arrays.has_no_prompts:
+            bucket = self._verify.with_room(num_requests, arrays.max_q_len)
+            if bucket is not None:
+                return bucket
+        lengths = (num_tokens, num_requests, arrays.max_q_len, arrays.max_kv_len)
+        prompts = self._prompts if arrays.adapter_slots is None else frozenset()
+        if not prompts and _gains_by_exact_lengths(self._config, lengths):
+            has_cold = num_requests == 1 and num_tokens <= len(self._cold)
+            return self._cold[num_tokens - 1] if has_cold else None
+        for bound, buckets in self._ragged:
+            if num_requests <= bound and num_tokens <= len(buckets):
+                bucket = buckets[num_tokens - 1]
+                if len(arrays.logits_rows) <= bucket.columns.max_logits:
+                    cold = bucket._replace(kind="prompts")
+                    return cold if cold in prompts and arrays.is_cold else bucket
+        return None
+
+
+class StepGraphs:
+    """Forward passes captured once for each bucket.
+
+    Args:
+        model: loaded model, on a CUDA device.
+        pool: its KV pool, which must stay where it is.
+        inputs: of the steps.
+        buckets: what to capture.
+        on_capture: called after each with (captured, in all, time and memory in words).
+
+    Raises:
+        ConfigError: there is not enough memory for them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: torch.Tensor,
+        inputs: DeviceInputs,
+        buckets: Sequence[GraphBucket],
+        on_capture: Progress = lambda done, total, what: None,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._inputs = inputs
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.buckets = GraphBuckets(model.config, buckets)
+        self.bytes_of_each: list[int] = []
+        """Device memory of each capture, the largest step first."""
+        self.capture_s = 0.0
+        """Seconds that capturing took."""
+        inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
+        began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
+        # Largest first: the smaller ones then fit into the memory of the largest.
+        with capturing("steps"):
+            for bucket in sorted(buckets, reverse=True):
+                self._graphs[bucket] = self._capture(bucket)
+                free_before, free = free, torch.cuda.mem_get_info(pool.device)[0]
+                self.bytes_of_each.append(max(0, free_before - free))
+                self.capture_s = time.perf_counter() - began
+                on_capture(len(self._graphs), len(buckets), f"capturing graphs: {self._cost}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all graphs."""
+        return sum(self.bytes_of_each)
+
+    @property
+    def _cost(self) -> str:
+        return f"{self.capture_s:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+
+    def bucket_of(self, arrays: StepArrays) -> GraphBucket | None:
+        """The bucket that runs a step; None: it runs without a graph."""
+        return self.buckets.of(arrays)
+
+    def results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
+        """Each bucket, and where its [L, hidden] is after a step."""
+        return ((bucket, hidden) for bucket, (_, hidden) in self._graphs.items())
+
+    def forward(self, arrays: StepArrays, bucket: GraphBucket) -> torch.Tensor:
+        """Runs a step with the graph of its bucket.
+
+        Returns:
+            [L, hidden], valid until the next step.
+        """
+        if bucket.kind == "decode":
+            self._inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
+            if arrays.verify_rows is not None:
+                self._inputs.send_verify_rows(arrays.verify_rows)
+        else:
+            self._inputs.send_ragged(arrays, bucket.columns)
+        return self._replay(bucket)[: len(arrays.logits_rows)]
+
+    def forward_decodes(self, decodes: StepDecodes, bucket: GraphBucket) -> torch.Tensor:
+        """`forward` of a step of one row a request."""
+        self._inputs.send_decodes(decodes, bucket.tokens)
+        return self._replay(bucket)[: len(decodes.slots)]
+
+    def forward_requests(
+        self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
+    ) -> torch.Tensor:
+        """`forward` of a step given by its requests, ahead of which their drafts, if there are any,
+        begin.
+        """
+        self._inputs.send_requests(requests, bucket.columns)
+        if drafts is not None:
+            num_before = len(requests.slots) - len(drafts)
+            drafts.begin_within(bucket.requests, requests.adapter_slots, num_before)
+        return self._replay(bucket)[: requests.num_rows]
+
+    def _replay(self, bucket: GraphBucket) -> torch.Tensor:
+        graph, hidden = self._graphs[bucket]
+        graph.replay()
+        return hidden
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Captures device work in the memory that all graphs share: only one runs at a time.
+
+        Args:
+            run: Does it, with inputs in fixed places; called twice.
+
+        Returns:
+            The graph, and where its result will be whenever it is replayed.
+        """
+        with torch.inference_mode():
+            # Compiles kernels and lets libraries choose theirs, which a capture must not do.
+            with rehearsal():
+                run()
+            torch.cuda.synchronize(self._pool.device)
+            graph = torch.cuda.CUDAGraph()
+            with without_collection(), torch.cuda.graph(graph, pool=self._memory):
+                result = run()
+        return graph, result
+
+    def send_nothing(self, bucket: GraphBucket) -> None:
+        """Sends the smallest step in the layout of a bucket, to capture with: the memory of inputs
+        holds what another one left there.
+        """
+        step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
+        if bucket.kind == "decode":
+            self._inputs.send_decodes(StepDecodes.of_arrays(step), bucket.tokens)
+        else:
+            self._inputs.send_ragged(step, bucket.columns)
+
+    def _capture(self, bucket: GraphBucket) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        self.send_nothing(bucket)
+        graph, hidden = self.capture(lambda: self._forward(bucket))
+        with torch.inference_mode():
+            # Not captured, for its results are large; compiled here all the same.
+            self._model.logits(hidden)
+            if bucket.has_lora and self._inputs.changes_logits:
+                lora = self._inputs.lora_of(np.zeros(hidden.shape[0], np.int32))
+                self._model.logits(hidden, lora)
+        return graph, hidden
+
+    def _forward(self, bucket: GraphBucket) -> torch.Tensor:
+        if bucket.kind == "decode":
+            batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
+        else:
+            batch = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
+        if bucket.kind in ("verify", "tree"):
+            batch.max_q_len = 1 + bucket.drafts
+        # Beside trees there may be prompts.
+        batch.wants_all = bucket.kind in ("decode", "verify")
+        batch.is_cold = bucket.kind == "prompts"
+        if bucket.kind == "cold":
+            # With one request, as many positions as rows say that nothing is before them. Rows of
+            # padding come after all others, which therefore do not see them.
+            batch.max_kv_len = bucket.tokens
+        return self._model.forward(batch, self._pool)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Disables garbage collection: freeing the graphs of a discarded engine would abort another
+    engine's capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def capturing(what: str) -> Iterator[None]:
+    """Logs what a capture on the current device costs; one that does not fit is a `ConfigError`."""
+    began, free = time.perf_counter(), _free_bytes()
+    try:
+        yield
+        cost = time.perf_counter() - began, max(0, free - _free_bytes()) / 2**20
+        logger.info("captured the CUDA graphs of %s: %.1f s, %.0f MiB", what, *cost)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for the CUDA graphs of {what}: {error}; make the KV pool smaller, lower "
+            "max_running_requests, or set cuda_graphs = false"
+        ) from error
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
+    """Whether a prompt is long enough for the faster attention."""
+    return _gains_by_exact_lengths(config, (tokens, 1, tokens, tokens))
+
+
+def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
+    shape = (config.num_heads, config.head_dim)
+    return gains_by_exact_lengths(*shape, *lengths, config.common_window)
+
+
+def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
+    """By number of tokens less one: the smallest bucket that fits."""
+    ordered = sorted(buckets)
+    most = ordered[-1].tokens if ordered else 0
+    return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]

@@ -1,0 +1,44 @@
+"""Log-probabilities of a step's tokens, from columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+from weft.engine.base.request import TokenLogprob
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+
+def token_logprobs(
+    num_tops: Mapping[int, int],
+    tokens: Int64Array,
+    drawn: Float64Array,
+    top_ids: Int64Array,
+    top: Float64Array,
+) -> dict[int, TokenLogprob]:
+    """Returns the log-probabilities by row, without the rows that have no token.
+
+    Args:
+        num_tops: Number of most likely tokens wanted by row, for M rows.
+        tokens: [M], drawn from these rows; negative where there is none.
+        drawn: [M], log-probabilities of the tokens.
+        top_ids: [M, N], most likely tokens of each row, most likely first.
+        top: [M, N], their log-probabilities.
+    """
+    # Numbers of Python, all at once: taking them out of arrays one by one takes ten times as long.
+    columns = zip(
+        num_tops.items(),
+        tokens.tolist(),
+        drawn.tolist(),
+        top_ids.tolist(),
+        top.tolist(),
+        strict=True,
+    )
+    return {
+        row: TokenLogprob(token, logprob, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+        for (row, wanted), token, logprob, ids, values in columns
+        if token >= 0
+    }

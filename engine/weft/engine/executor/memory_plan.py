@@ -1,0 +1,309 @@
+"""Size of the KV pool: the device's memory less the measured needs of everything else."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from weft.engine.base.errors import ConfigError
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.step import StepArrays
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.page_memory import NULL_PAGE
+from weft.engine.model.interface import Model
+
+MIN_PAGES = 4
+"""Fewest pages: the null page and a minimum to run with."""
+MARGIN_SHARE = 0.02
+MIN_MARGIN_BYTES = 256 << 20
+"""Least margin for fragmentation and library allocations beyond what was measured."""
+_CONTEXT_BYTES = 768 << 20
+"""What a process takes on a GPU beside its tensors: CUDA's context, loaded kernels, libraries."""
+_PROBE_PAGES = 2
+TRIED_TOKENS = 32
+"""Tokens of the step that is timed at start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeds:
+    """A device's memory and the engine's needs beside the pool, all in bytes."""
+
+    total: int
+    """Total memory of the device."""
+    free: int
+    """Free memory after the weights were loaded, of this engine's share."""
+    weights: int
+    """Weights of the model and, if any, of adapters."""
+    step: int
+    """Activations and logits of the largest step."""
+    graphs: int
+    """Memory of the captured graphs."""
+    sampling: int
+    """Penalties, biases and masks if all requests use them, and logits of captured drawing."""
+    drafts: int = 0
+    """KV pool of a separate draft model."""
+    share: float = 1.0
+    """Largest share of the memory that this engine may take, all in all."""
+
+    @property
+    def margin(self) -> int:
+        """Memory kept free."""
+        return max(MIN_MARGIN_BYTES, int(MARGIN_SHARE * self.total))
+
+    @property
+    def for_pool(self) -> int:
+        """What remains for the pool; negative if the needs exceed the memory."""
+        return self.free - self.step - self.graphs - self.sampling - self.drafts - self.margin
+
+    def describe(self) -> str:
+        """The calculation, in words."""
+        share = f" ({self.share:.0%} for this worker)" if self.share < 1 else ""
+        drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
+        return (
+            f"of {_gib(self.total)}{share} {_gib(self.free)} are free beside weights of "
+            f"{_gib(self.weights)}; largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, "
+            f"sampling {_gib(self.sampling)}, {drafts}margin {_gib(self.margin)}"
+        )
+
+
+def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
+    """Number of pages that fit.
+
+    Args:
+        needs: Needs of the engine.
+        page_bytes: Bytes of one page.
+
+    Raises:
+        ConfigError: Not even `MIN_PAGES`; with the arithmetic.
+    """
+    num_pages = max(0, needs.for_pool) // page_bytes
+    if num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"device memory: {needs.describe()}: {_gib(needs.for_pool)} are left for the KV pool, "
+            f"which needs {MIN_PAGES} pages of {page_bytes:,} bytes; lower max_step_tokens or "
+            "max_running_requests, take a smaller model, or raise device_memory_share if it is set"
+        )
+    return num_pages
+
+
+def describe_pool(needs: MemoryNeeds, num_pages: int, layout: PlaneLayout) -> str:
+    """The plan in one line, for logs and status."""
+    size, tokens = num_pages * layout.page_bytes, (num_pages - 1) * layout.page_size
+    return f"KV pool {_gib(size)}, {tokens:,} tokens in {num_pages:,} pages: {needs.describe()}"
+
+
+def check_pool_fits(pool_bytes: int, device: torch.device) -> None:
+    """Refuses a pool larger than the device's free memory.
+
+    Raises:
+        ConfigError: With the arithmetic.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if pool_bytes > free:
+        raise ConfigError(
+            f"a KV pool of {_gib(pool_bytes)} does not fit: of {_gib(total)} on {device} "
+            f"{_gib(free)} are free beside the weights; lower kv_memory_bytes or num_pages, or "
+            "leave both out to have the pool sized by what is free"
+        )
+
+
+def measure_needs(
+    model: Model,
+    layout: PlaneLayout,
+    vocab_size: int,
+    max_requests: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+    device: torch.device,
+    *,
+    cuda_graphs: bool,
+    share: float = 1.0,
+    lora: LoraPool | None = None,
+    max_drafts: int = 0,
+    tree_rows: Sequence[int] = (),
+) -> MemoryNeeds:
+    """Runs the largest step once and captures the largest graphs, with a pool of two pages.
+
+    Args:
+        model: Loaded, on the device.
+        layout: Shape of a page.
+        vocab_size: Vocabulary size of the model.
+        max_requests: Requests of a step.
+        max_step_tokens: New tokens of a step.
+        max_context_tokens: Longest request.
+        device: A CUDA device.
+        cuda_graphs: Steps are captured.
+        share: Largest share of the device's memory for this process.
+        lora: Adapters on the device, which are there already; steps are measured with them.
+        max_drafts: Most drafts of a request in a step, whose logits are all wanted.
+        tree_rows: See `ModelRunner`.
+
+    Raises:
+        ConfigError: The step or the graphs do not fit, even without a pool.
+    """
+    weights = torch.cuda.memory_allocated(device)
+    runner = ModelRunner(
+        model,
+        layout,
+        _PROBE_PAGES,
+        max_requests,
+        max_context_tokens,
+        device,
+        max_step_tokens=max_step_tokens,
+        cuda_graphs=False,
+        lora=lora,
+    )
+    tables = torch.cuda.memory_allocated(device) - weights
+    of_trees = min(max_requests, max(TREE_REQUESTS)) * max(tree_rows, default=0)
+    max_logits = max(max_requests * (1 + max_drafts), of_trees)
+    step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
+    if lora is not None:
+        # Of all adapters, as they take most.
+        step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
+    step_bytes = _measure_step(runner, step, device)
+    graphs = 0
+    if cuda_graphs:
+        has_lora = lora is not None
+        buckets = step_buckets(
+            model.config,
+            runner.pool.dtype,
+            max_requests,
+            max_step_tokens,
+            has_lora=has_lora,
+            max_drafts=max_drafts,
+            tree_rows=tree_rows,
+        )
+        graphs = _measure_graphs(runner, buckets)
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+    return MemoryNeeds(
+        total=total,
+        free=free_of_share(free, total, own, share),
+        weights=weights,
+        step=step_bytes + tables,
+        graphs=graphs,
+        sampling=sampling_bytes(vocab_size, max_requests, max_logits if cuda_graphs else 0),
+        share=share,
+    )
+
+
+def free_of_share(free: int, total: int, own: int, share: float) -> int:
+    """Bytes of a device that an engine may still take.
+
+    Args:
+        free: Nobody has them.
+        total: Of the device.
+        own: That the engine's process has.
+        share: Largest share of the total that it may have; 1: others are not expected.
+    """
+    return free if share == 1 else min(free, int(share * total) - own)
+
+
+def _measure_step(runner: ModelRunner, step: StepArrays, device: torch.device) -> int:
+    """Runs a step; returns the bytes that it took meanwhile."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        runner.run(step)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        num_tokens = len(step.token_ids)
+        raise ConfigError(
+            f"no memory for a step of {num_tokens} tokens beside {_gib(before)} of weights and "
+            f"tables: {error}; lower max_step_tokens"
+        ) from error
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return step_bytes
+
+
+def _measure_graphs(runner: ModelRunner, buckets: Sequence[GraphBucket]) -> int:
+    """Estimates the bytes of all graphs from the largest two of each kind: the first one includes
+    what all share, and each further one adds about as much as the second.
+    """
+    by_kind: dict[tuple[str, int, bool], list[GraphBucket]] = {}
+    for bucket in sorted(buckets, reverse=True):
+        # Decode steps have as many bounds as sizes.
+        bound = bucket.requests if bucket.kind in ("ragged", "prompts") else 0
+        by_kind.setdefault((bucket.kind, bound, bucket.has_lora), []).append(bucket)
+    probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
+    taken = dict(zip(probes, runner.capture(probes), strict=True))
+    total = taken.pop(probes[0])
+    for kind in by_kind.values():
+        each = max((taken[bucket] for bucket in kind[:2] if bucket in taken), default=0)
+        total += each * (len(kind) - (probes[0] in kind))
+    return total
+
+
+def largest_step(
+    max_requests: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+    layout: PlaneLayout,
+    max_logits: int,
+) -> StepArrays:
+    """A step with the most tokens and logits possible, all in the null page."""
+    num_pieces = -(-max_step_tokens // max_context_tokens)
+    bounds = np.linspace(0, max_step_tokens, num_pieces + 1).astype(np.int32)
+    lengths = np.diff(bounds)
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    return StepArrays(
+        token_ids=np.zeros(max_step_tokens, np.int64),
+        positions=positions,
+        slots=NULL_PAGE * layout.page_size + positions % layout.page_size,
+        rows=np.full(num_pieces, max_requests, np.int64),
+        cu_q_lens=bounds,
+        kv_lens=lengths,
+        logits_rows=np.arange(min(max_logits, max_step_tokens), dtype=np.int64),
+        max_q_len=int(lengths.max()),
+        max_kv_len=int(lengths.max()),
+    )
+
+
+def time_token(
+    runner: ModelRunner,
+    layout: PlaneLayout,
+    max_requests: int,
+    max_step_tokens: int,
+    max_context_tokens: int,
+) -> float:
+    """Seconds a token of a step with a few, the faster of two: no less than in larger ones.
+
+    Args:
+        runner: Nothing is under way.
+        layout: Shape of a page.
+        max_requests: Requests of a step.
+        max_step_tokens: New tokens of a step.
+        max_context_tokens: Longest request.
+    """
+    num_tokens = min(TRIED_TOKENS, max_step_tokens)
+    step = largest_step(max_requests, num_tokens, max_context_tokens, layout, 1)
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        logits = runner.run(step)
+        assert logits is not None
+        logits[0, 0].item()  # Waits for the device.
+        times.append(time.perf_counter() - began)
+    return min(times) / num_tokens
+
+
+def sampling_bytes(vocab_size: int, max_requests: int, max_captured: int) -> int:
+    """Upper bound of the device sampler's memory: for each token of each request a bias and a count
+    (half as much again while these tables grow), and eight bits, for masks of its rows; of each row
+    in a graph its logits.
+    """
+    return vocab_size * (max_requests * (3 * 4 + 1) + max_captured * 4)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

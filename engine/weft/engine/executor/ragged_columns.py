@@ -1,0 +1,131 @@
+"""Layout of a padded ragged step's arrays, one after another in one buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from weft.engine.executor.step import ALL_BEFORE, StepArrays, StepRequests
+from weft.engine.memory.page_memory import NULL_PAGE
+from weft.kernels.step_requests import StepColumns
+
+NOTHING = -1
+"""Padding of `sources`, `owners` and `verify_rows`."""
+
+
+def requests_size(num_requests: int) -> int:
+    """Length of the int64 column that gives a step by so many requests: whether it does, and four
+    rows of `StepRequests`.
+    """
+    return 1 + 4 * num_requests
+
+
+def write_requests(
+    host: npt.NDArray[np.uint8], requests: StepRequests, num_requests: int, null_row: int
+) -> int:
+    """Writes that column, padded to so many requests; returns the bytes used.
+
+    Args:
+        host: At least 8 * `requests_size` bytes.
+        requests: No more than `num_requests`.
+        num_requests: Number of requests in the layout.
+        null_row: See `RaggedColumns.write`.
+    """
+    used, count = 8 * requests_size(num_requests), len(requests.slots)
+    given = host[:used].view(np.int64)
+    given[0] = 1
+    columns = given[1:].reshape(4, num_requests)
+    for column, values in zip(columns, requests[:4], strict=True):
+        column[:count] = values
+    if count < num_requests:
+        columns[:, count:] = ((null_row,), (0,), (0,), (1,))
+    return used
+
+
+@dataclass(frozen=True)
+class RaggedColumns:
+    """The layout of steps padded to this many rows, requests and rows of logits."""
+
+    num_tokens: int
+    max_requests: int
+    max_logits: int
+    max_drafts: int = 0
+    """Most drafts of a request that the step verifies."""
+    has_trees: bool = False
+    """Whether rows may form trees, which adds a column for `ForwardBatch.ancestors`."""
+    has_requests: bool = False
+    """Whether a step may also be given by its requests alone, in a column before all others."""
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all columns."""
+        return 8 * sum(self._wide) + 4 * (2 * self.max_requests + 1)
+
+    @cached_property
+    def _wide(self) -> list[int]:
+        """Lengths of the int64 columns, in the order of `StepColumns`."""
+        tokens, logits = self.num_tokens, self.max_logits
+        verified = self.max_requests * (1 + self.max_drafts) if self.max_drafts else 0
+        of_trees = tokens if self.has_trees else 0
+        columns = [*[tokens] * 3, self.max_requests, *[logits] * 4, verified, of_trees]
+        return [requests_size(self.max_requests) if self.has_requests else 0, *columns]
+
+    def views(self, flat: torch.Tensor) -> StepColumns:
+        """The columns as views of `flat`, [num_bytes] uint8, aligned to 8 bytes."""
+        sizes, requests = self._wide, self.max_requests
+        at = 8 * sum(sizes)
+        given, *wide, verified, ancestors = torch.split(flat[:at].view(torch.int64), sizes)
+        narrow = torch.split(flat[at : self.num_bytes].view(torch.int32), [requests + 1, requests])
+        of_trees = ancestors if self.has_trees else None
+        verify_rows = verified.view(-1, 1 + self.max_drafts)
+        requests_of = given if self.has_requests else None
+        return StepColumns._make((requests_of, *wide, verify_rows, of_trees, *narrow))
+
+    def write(
+        self, host: npt.NDArray[np.uint8], arrays: StepArrays, null_row: int, page_size: int
+    ) -> None:
+        """Writes a step's arrays into the buffer.
+
+        Rows of no request write to the null page at position 0; requests that do not exist bring
+        no row; logits that are not wanted are those of the first row, drawn for the dummy slot.
+
+        Args:
+            host: At least [num_bytes].
+            arrays: The step; no larger than the layout.
+            null_row: Row of the page table that names the null page only, and the dummy slot.
+            page_size: Token positions a page.
+        """
+        assert self.has_trees or arrays.ancestors is None
+        sizes, requests = self._wide, self.max_requests
+        at = 8 * sum(sizes)
+        wide = np.split(host[:at].view(np.int64), np.cumsum(sizes)[:-1])
+        given, *columns, verified, ancestors = wide
+        given[:1] = 0
+        narrow = host[at : self.num_bytes].view(np.int32)
+        values: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any], int], ...] = (
+            *zip(
+                columns,
+                (arrays.token_ids, arrays.positions, arrays.slots, arrays.rows, arrays.logits_rows),
+                (0, 0, NULL_PAGE * page_size, null_row, 0),
+                strict=False,
+            ),
+            (columns[5], arrays.drawing_slots, null_row),
+            (columns[6], arrays.sources, NOTHING),
+            (columns[7], arrays.owners, NOTHING),
+            (narrow[: requests + 1], arrays.cu_q_lens, int(arrays.cu_q_lens[-1])),
+            (narrow[requests + 1 :], arrays.kv_lens, 0),
+        )
+        for column, value, padding in values:
+            column[: len(value)] = value
+            column[len(value) :] = padding
+        verified[:] = NOTHING
+        if arrays.verify_rows is not None:
+            count, width = arrays.verify_rows.shape
+            verified.reshape(-1, 1 + self.max_drafts)[:count, :width] = arrays.verify_rows
+        ancestors[:] = ALL_BEFORE
+        if arrays.ancestors is not None:
+            ancestors[: len(arrays.ancestors)] = arrays.ancestors

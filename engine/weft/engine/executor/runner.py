@@ -1,0 +1,480 @@
+"""Runs a step's plan on the device: holds the model and its pool, and builds the batch from the
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from weft.engine.base.device_copies import Mark
+from weft.engine.base.errors import ConfigError
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.device_pool import DevicePool, PinnedRows
+from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
+from weft.engine.executor.draw_graphs import DrawGraphs
+from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
+from weft.engine.executor.keeping import KeptStates, TokenKeeper
+from weft.engine.executor.prompt_scores import PromptScores, scored_chunks
+from weft.engine.executor.step import (
+    Int32Array,
+    Int64Array,
+    PageTable,
+    StepArrays,
+    StepDecodes,
+    StepRequests,
+)
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.interface import Model
+from weft.engine.scheduler.pages import PageCopy
+from weft.engine.scheduler.plan import LaterDrafts, Plan, ScoredChunk
+from weft.engine.sources.tiers.pool import HostPool, PagePool
+from weft.engine.transfer.digest import digest_pages
+from weft.kernels.device_sampling import SlotTables
+from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.memory import huge_zeros
+from weft.kernels.page_digest import page_digests
+from weft.kernels.page_ops import copy_pages, page_index
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
+
+
+class Drawable(NamedTuple):
+    """What tokens are drawn from, and the requests and positions that it belongs to."""
+
+    logits: Callable[[], torch.Tensor]
+    """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
+    slots: Int64Array
+    """The slot of each row that draws, [L]."""
+    positions: Int64Array
+    """Positions of the tokens to be drawn, [L]; for requests that start late the largest possible
+    ones.
+    """
+    on_device: Callable[..., RowsOnDevice] | None = None
+    """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
+    captured: CapturedDraw | None = None
+    """Draws by a graph, and keeps the tokens; None: there is none for this step."""
+    rows: Callable[[], torch.Tensor] | None = None
+    """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
+    None: the step verifies no drafts.
+    """
+
+
+class Verifying(NamedTuple):
+    """The part of a step that verifies drafts: its first rows."""
+
+    step: StepRows
+    rows: torch.Tensor
+    """See `StepArrays.verify_rows`."""
+    num_rows: int
+    """Number of rows."""
+
+
+class ModelRunner:
+    """Owns the KV pool and runs plans as forward passes.
+
+    Args:
+        model: loaded model.
+        layout: shape of a page.
+        num_pages: pages of the pool, the null page included.
+        max_requests: rows of the page table.
+        max_context_tokens: longest request.
+        device: where the model lives.
+        max_step_tokens: largest step.
+        cuda_graphs: capture steps, on a CUDA device.
+        lora: adapters on the device; None: there are none.
+        states: of requests, which a draft model needs; None: there is none.
+        max_drafts: of a request in a step.
+        tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
+            form no trees.
+        on_capture: see `StepGraphs`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: PlaneLayout,
+        num_pages: int,
+        max_requests: int,
+        max_context_tokens: int,
+        device: torch.device,
+        *,
+        max_step_tokens: int,
+        cuda_graphs: bool = True,
+        lora: LoraPool | None = None,
+        states: KeptStates | None = None,
+        max_drafts: int = 0,
+        tree_rows: Sequence[int] = (),
+        on_capture: Progress = lambda done, total, what: None,
+    ) -> None:
+        self._verifying: Verifying | None = None
+        """The verification of the last step, if it has drafts."""
+        self._model = model
+        self._on_capture = on_capture
+        self._lora = lora
+        self._page_size = layout.page_size
+        dtype = getattr(torch, layout.dtype)
+        try:
+            self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
+        except (RuntimeError, OSError) as error:
+            size = num_pages * layout.page_bytes
+            raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error
+        max_pages = -(-max_context_tokens // layout.page_size)
+        self.device = device
+        is_cuda = device.type == "cuda"
+        num_rows = max(1 + max_drafts, *tree_rows) if tree_rows else 1 + max_drafts
+        nothing = torch.zeros((num_rows + 1, max_requests + 1), dtype=torch.int64, device=device)
+        words = torch.full_like(nothing[:-1], -1) if tree_rows else None
+        self.known = SlotTokens(nothing[:-1], nothing[-1], words)
+        """Lengths and last tokens of the slots on the device, ahead of the host."""
+        self._keeper = TokenKeeper(self.known, self.pool, states)
+        self._draws: DrawGraphs | None = None
+        self._drawing_slots = self.known.starts[:0]
+        self._step: StepRows | None = None
+        self._page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
+        self._inputs: DeviceInputs | None = None
+        self.graphs: StepGraphs | None = None
+        """The captured steps; None if there are none."""
+        if is_cuda:
+            self._inputs = DeviceInputs(
+                self._page_table,
+                self._page_size,
+                max_requests,
+                self.known,
+                lora,
+                max_step_tokens,
+            )
+            if cuda_graphs:
+                has_lora = lora is not None
+                buckets = step_buckets(
+                    model.config,
+                    self.pool.dtype,
+                    max_requests,
+                    max_step_tokens,
+                    has_lora=has_lora,
+                    max_drafts=max_drafts,
+                    tree_rows=tree_rows,
+                )
+                self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
+
+    @property
+    def page_table(self) -> PageTable:
+        """The page table on the host; changes reach the device with the next step."""
+        return self._page_table
+
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Token counts that steps with prompts are padded to; empty without graphs."""
+        return () if self.graphs is None else self.graphs.buckets.ragged_sizes
+
+    @property
+    def inputs(self) -> DeviceInputs | None:
+        """Device inputs of steps on a GPU; None on a CPU."""
+        return self._inputs
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device works while the host goes on."""
+        return self.device.type == "cuda"
+
+    @property
+    def pool_bytes(self) -> np.ndarray:
+        """The pool as [num_pages, page_bytes] uint8; without pages if it is not on the host."""
+        flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
+        return flat.numpy() if self._inputs is None else flat[:0].cpu().numpy()
+
+    def page_digests(self, pages: Sequence[int]) -> list[int]:
+        """Digests of pages as they are in the pool now; waits for them."""
+        if self._inputs is None:
+            found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
+            return found
+        numbers = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
+        found = page_digests(self.pool, numbers).cpu().numpy().view(np.uint64).tolist()
+        return found
+
+    def page_pool(self) -> PagePool:
+        """Access to the pool's pages for one thread other than the steps'."""
+        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
+
+    def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
+        """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
+        return None if self._inputs is None else PinnedRows(rows, self.pool)
+
+    def reset_slot(self, slot: int) -> None:
+        """Clears the slot's page table row for its next request."""
+        self._page_table.clear(slot)
+
+    def forward(self, plan: Plan) -> Drawable | None:
+        """Starts one step; on a GPU without waiting for it.
+
+        Returns:
+            What tokens are drawn from: a row for each decode, then one for each token of requests
+            with drafts, then one for each chunk that samples; None if there is none.
+        """
+        if self.graphs is not None:
+            if bucket := self.graphs.buckets.of_decodes(plan):
+                return self._forward_decodes(plan, bucket)
+            requests = StepRequests.of_plan(plan, self._page_table, self._page_size)
+            bucket = None if requests is None else self.graphs.buckets.of_requests(requests)
+            if requests is not None and bucket is not None:
+                drafts = plan.drafts if isinstance(plan.drafts, LaterDrafts) else None
+                return self._forward_requests(requests, drafts, bucket)
+        if isinstance(plan.drafts, LaterDrafts):
+            with torch.inference_mode():
+                plan.drafts.begin()
+        arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
+        chunks = scored_chunks(plan, arrays.cu_q_lens) if plan.chunks else []
+        if chunks:
+            hidden, bucket = self._scored(plan, chunks, arrays), None
+        else:
+            hidden, bucket = self._hidden(arrays)
+        self._verifying = None
+        if arrays.verify_rows is not None:
+            step, rows = self._step, torch.from_numpy(arrays.verify_rows)
+            if self._inputs is not None:
+                step, rows = self._inputs.step, self._inputs.verify_rows
+            assert step is not None
+            num_rows = int((arrays.verify_rows >= 0).sum())
+            self._verifying = Verifying(step, rows, num_rows)
+        if not hidden.shape[0]:
+            return None
+        on_device = None
+        has_trees = arrays.ancestors is not None and len(arrays.sources) > arrays.num_decodes
+        if self._inputs is not None:
+            is_late = has_trees or arrays.owners.max(initial=-1) >= 0
+            if is_late or arrays.is_decode:
+                on_device = partial(self._inputs.drawing_rows, arrays)
+        return Drawable(
+            partial(self._logits, hidden, arrays),
+            arrays.drawing_slots,
+            arrays.drawing_positions,
+            on_device,
+            captured=self._captured(arrays, bucket),
+            rows=None if self._verifying is None else partial(_rows_of, self._verifying),
+        )
+
+    def _forward_decodes(self, plan: Plan, bucket: GraphBucket) -> Drawable:
+        """`forward` of a plan of decodes alone."""
+        assert self.graphs is not None
+        assert self._inputs is not None
+        decodes = StepDecodes.of_plan(plan, self._page_table, self._page_size)
+        with torch.inference_mode():
+            hidden = self.graphs.forward_decodes(decodes, bucket)
+        self._verifying, count = None, len(plan.decodes)
+        captured = None
+        if self._draws is not None and self._draws.has(bucket, count):
+            captured = partial(self._draws.begin, bucket, count)
+        logits = partial(self._logits_of, hidden, decodes.adapter_slots)
+        on_device = partial(self._inputs.drawing_rows_of, count)
+        return Drawable(logits, plan.slots, plan.starts + 1, on_device, captured)
+
+    def _forward_requests(
+        self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
+    ) -> Drawable:
+        """`forward` of a step given by its requests."""
+        assert self.graphs is not None
+        assert self._inputs is not None
+        with torch.inference_mode():
+            hidden = self.graphs.forward_requests(requests, drafts, bucket)
+        step, count = self._inputs.step, requests.num_rows
+        assert step is not None
+        self._verifying = Verifying(step, self._inputs.verify_rows, count)
+        captured = None
+        if self._draws is not None and self._draws.has(bucket, count):
+            captured = partial(self._draws.begin, bucket, count)
+        slots, positions = requests.rows()
+        logits = partial(self._logits_of, hidden, requests.token_adapter_slots())
+        on_device = partial(self._inputs.drawing_rows_of, count)
+        rows = partial(_rows_of, self._verifying)
+        return Drawable(logits, slots, positions + 1, on_device, captured, rows)
+
+    def _captured(self, arrays: StepArrays, bucket: GraphBucket | None) -> CapturedDraw | None:
+        """See `Drawable.captured`."""
+        count = len(arrays.drawing_slots)
+        if bucket is None or self._draws is None or not self._draws.has(bucket, count):
+            return None
+        if bucket.kind == "decode" and arrays.verify_rows is not None:
+            return None
+        if bucket.kind == "tree" and not arrays.has_no_prompts:
+            return None
+        return partial(self._draws.begin, bucket, count)
+
+    def capture_draws(self, tables: SlotTables | None) -> None:
+        """Captures the drawing from steps that have graphs.
+
+        Args:
+            tables: Of the sampler, for requests without penalties or biases; None: tokens that are
+                not greedy are drawn on the host.
+
+        Raises:
+            ConfigError: There is not enough memory for it.
+        """
+        if self.graphs is not None and self._inputs is not None:
+            parts = (self._model, self.graphs, self._inputs, self._keeper)
+            self._draws = DrawGraphs(*parts, tables, self._on_capture)
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Keeps the drawn tokens on the device as input of later steps.
+
+        Args:
+            tokens: [L] int64, by row of the logits; negative where there is none. Of a request
+                with drafts those up to the first that differs from its draft count.
+        """
+        slots = self._drawing_slots if self._inputs is None else self._inputs.drawing_slots
+        with torch.inference_mode():
+            tokens = tokens.to(self.device, non_blocking=True)
+            if self._verifying is not None:
+                step, rows, num_rows = self._verifying
+                self._keeper.accept(tokens, step, Verified(rows, slots))
+                tokens, slots = tokens[num_rows:], slots[num_rows:]
+            if len(slots):
+                self._keeper.keep(tokens, slots)
+
+    def mark(self) -> Mark:
+        """A mark of the device's work so far."""
+        return Mark(self.device)
+
+    def run(self, arrays: StepArrays) -> torch.Tensor | None:
+        """Runs a step given as arrays: [L, vocab] float32; None without rows to draw from."""
+        hidden, _ = self._hidden(arrays)
+        return self._logits(hidden, arrays) if hidden.shape[0] else None
+
+    def _hidden(self, arrays: StepArrays) -> tuple[torch.Tensor, GraphBucket | None]:
+        """[L, hidden], valid until the next step, and the bucket whose graph ran."""
+        with torch.inference_mode():
+            bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
+            if self.graphs is not None and bucket is not None:
+                return self.graphs.forward(arrays, bucket), bucket
+            return self._model.forward(self._batch(arrays), self.pool), None
+
+    def _scored(
+        self, plan: Plan, chunks: Sequence[ScoredChunk], arrays: StepArrays
+    ) -> torch.Tensor:
+        """`_hidden`, and the log-probabilities of these chunks, begun."""
+        count = len(arrays.logits_rows)
+        rows = np.concatenate([chunk.rows for chunk in chunks])
+        with torch.inference_mode():
+            batch = self._batch(arrays)
+            more = torch.from_numpy(rows).to(self.device)
+            batch.logits_rows = torch.cat([batch.logits_rows, more])
+            hidden = self._model.forward(batch, self.pool)
+        slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
+
+        def logits(first: int, end: int) -> torch.Tensor:
+            own = None if slots is None else slots[first:end]
+            return self._logits_of(hidden[count + first : count + end], own)
+
+        plan.scores = PromptScores(chunks, hidden[count:], logits)
+        return hidden[:count]
+
+    def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
+        token_slots = arrays.adapter_slots
+        if token_slots is not None:
+            token_slots = token_slots[arrays.logits_rows]
+        return self._logits_of(hidden, token_slots)
+
+    def _logits_of(self, hidden: torch.Tensor, token_slots: Int32Array | None) -> torch.Tensor:
+        """[L, hidden], [L] or None -> [L, vocab] float32."""
+        with torch.inference_mode():
+            return self._model.logits(hidden, self._logits_lora(token_slots))
+
+    def capture(self, buckets: Sequence[GraphBucket]) -> list[int]:
+        """Captures steps on a CUDA device and discards them.
+
+        Args:
+            buckets: Which.
+
+        Returns:
+            Device memory in bytes that each took, in the order of capture: largest first.
+
+        Raises:
+            ConfigError: There is not enough memory for them.
+        """
+        assert self._inputs is not None
+        return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fills free pages with NaN, so that reading one is noticed."""
+        if pages:
+            self.pool.index_fill_(0, page_index(pages, self.device), float("nan"))
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Zeroes pages of the pool."""
+        if pages:
+            self.pool.index_fill_(0, page_index(pages, self.device), 0)
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages, none of which may be both source and destination."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            copy_pages(self.pool, sources, destinations)
+
+    def _batch(self, arrays: StepArrays) -> ForwardBatch:
+        if self._inputs is not None:
+            return self._inputs.batch(arrays)
+        num_columns = -(-arrays.max_kv_len // self._page_size)
+        self._drawing_slots = torch.from_numpy(arrays.drawing_slots)
+        self._step = step = StepRows(
+            token_ids=torch.from_numpy(arrays.token_ids),
+            positions=torch.from_numpy(arrays.positions),
+            places=torch.from_numpy(arrays.slots),
+            cu_q_lens=torch.from_numpy(arrays.cu_q_lens),
+            kv_lens=torch.from_numpy(arrays.kv_lens),
+            ancestors=None if arrays.ancestors is None else torch.from_numpy(arrays.ancestors),
+        )
+        resolve_rows(
+            step,
+            torch.from_numpy(arrays.sources),
+            torch.from_numpy(arrays.owners),
+            self.known,
+            torch.from_numpy(self._page_table.pages),
+            self._page_size,
+        )
+        return ForwardBatch(
+            token_ids=step.token_ids,
+            positions=step.positions,
+            cu_q_lens=step.cu_q_lens,
+            kv_lens=step.kv_lens,
+            page_table=torch.from_numpy(self._page_table.pages[arrays.rows, :num_columns]),
+            slots=step.places,
+            logits_rows=torch.from_numpy(arrays.logits_rows),
+            max_q_len=arrays.max_q_len,
+            max_kv_len=arrays.max_kv_len,
+            lora=self._lora_step(arrays),
+            request_slots=torch.from_numpy(arrays.rows),
+            ancestors=step.ancestors,
+        )
+
+    def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
+        return None if arrays.adapter_slots is None else self._lora_of(arrays.adapter_slots)
+
+    def _logits_lora(self, slots: Int32Array | None) -> LoraStep | None:
+        """The adapters of the rows whose logits are wanted, if any of them changes logits."""
+        if slots is None or self._lora is None or not self._lora.changes_logits:
+            return None
+        if not slots.any():
+            return None
+        return self._lora_of(slots) if self._inputs is None else self._inputs.lora_of(slots)
+
+    def _lora_of(self, token_slots: Int32Array) -> LoraStep:
+        assert self._lora is not None, "a step has adapters, and there is no memory for them"
+        return self._lora.step(LoraSegments.of(sort_tokens(token_slots)))
+
+
+def _rows_of(verifying: Verifying) -> torch.Tensor:
+    """See `Drawable.rows`."""
+    step, count = verifying.step, verifying.num_rows
+    words = step.token_ids if step.ancestors is None else step.ancestors
+    return torch.stack([step.token_ids[:count], words[:count]])
+
+
+def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
+    if device.type == "cpu":
+        return huge_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,170 @@
+"""A constraint that begins behind the sample's reasoning, or that a first token can lift.
+
+```
+ reasoning.begin           reasoning.end [.. until]        any other
+FIRST ----------> REASONING -----------------------> START ---------> CONSTRAINED
+  |  any other                                         |
+  +--------------> as behind START                     +-------------> FREE
+                                                         alternatives
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from weft.engine.base.request import Reasoning
+from weft.engine.scheduler.plan import DraftTree, parents_of
+
+if TYPE_CHECKING:
+    from weft.engine.features.constraints.masks import ConstraintState, Mask, Masks
+
+
+class Phase(Enum):
+    """Where a sample is."""
+
+    FIRST = "first"
+    """Before its first token, which may open its reasoning."""
+    REASONING = "reasoning"
+    START = "start"
+    """Before the first token that the constraint is on."""
+    CONSTRAINED = "constrained"
+    FREE = "free"
+    """Behind a token that lifts the constraint."""
+
+
+class Place(NamedTuple):
+    """Where a sample is, as far as it is a function of its tokens but for those constrained."""
+
+    phase: Phase
+    tail: tuple[int, ...] = ()
+    """The last tokens of the reasoning, fewer than its end has."""
+    is_ending: bool = False
+    """Whether the end of the reasoning has come, but not yet the token behind it."""
+
+
+class AfterReasoning:
+    """The position of one sample whose constraint may begin later than it does.
+
+    While the sample is before the constraint its masks cost nothing.
+
+    Args:
+        state: Of the constraint, at its beginning.
+        vocab_size: Vocabulary size of the model.
+        reasoning: With which the sample may begin; None: with none.
+        alternatives: Tokens that may come in place of the constrained text and lift the constraint.
+    """
+
+    def __init__(
+        self,
+        state: ConstraintState,
+        vocab_size: int,
+        reasoning: Reasoning | None = None,
+        alternatives: Sequence[int] = (),
+    ) -> None:
+        self._state = state
+        self.vocab_size = vocab_size
+        self._reasoning = reasoning
+        self._alternatives = frozenset(alternatives)
+        self._num_before = 0
+        """Number of tokens that it has followed before those constrained."""
+        self._place = Place(Phase.START)
+        if reasoning is not None:
+            is_open = reasoning.begin is None
+            self._place = Place(Phase.REASONING if is_open else Phase.FIRST)
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of tokens that it has followed."""
+        return self._num_before + self._state.num_accepted
+
+    @property
+    def in_group(self) -> ConstraintState | None:
+        """See `ConstraintState`: there are groups only of samples whose tokens are constrained."""
+        return self._state.in_group if self._place.phase is Phase.CONSTRAINED else None
+
+    @property
+    def is_lost(self) -> bool:
+        """See `ConstraintState`."""
+        return self._state.is_lost
+
+    @is_lost.setter
+    def is_lost(self, is_lost: bool) -> None:
+        self._state.is_lost = is_lost
+
+    def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
+        """See `ConstraintState.next_masks`."""
+        num_before = 0
+        for token in tokens:
+            place = self._step(self._place, token)
+            if place.phase is Phase.CONSTRAINED:
+                break
+            self._place, num_before = place, num_before + 1
+        self._num_before += num_before
+        own = tokens[num_before:]
+        if own or self._place.phase is Phase.CONSTRAINED:
+            self._place = Place(Phase.CONSTRAINED)
+            return self._state.next_masks(own, drafts)
+        return self._masks_before(drafts)
+
+    def _step(self, place: Place, token: int) -> Place:
+        """The place behind one more token."""
+        phase, reasoning = place.phase, self._reasoning
+        if phase in (Phase.CONSTRAINED, Phase.FREE):
+            return place
+        if phase is Phase.REASONING:
+            assert reasoning is not None
+            return _in_reasoning(place, token, reasoning)
+        if phase is Phase.FIRST and reasoning is not None and token == reasoning.begin:
+            return Place(Phase.REASONING)
+        return Place(Phase.FREE if token in self._alternatives else Phase.CONSTRAINED)
+
+    def _masks_before(self, drafts: Sequence[int]) -> Masks:
+        """The masks at a place before the constraint, and behind drafts, which may reach it."""
+        parents, places = parents_of(drafts), [self._place]
+        for draft, parent in zip(drafts, parents, strict=True):
+            places.append(self._step(places[parent], draft))
+        masks: Masks = [None] * len(places)
+        starts = [row for row, at in enumerate(places) if at.phase in (Phase.FIRST, Phase.START)]
+        for start in starts:
+            rows = [start]
+            for row, parent in enumerate(parents, 1):
+                # Drafts behind one that begins the constrained text.
+                if parent in rows and places[row].phase is Phase.CONSTRAINED:
+                    rows.append(row)
+            behind = DraftTree(
+                [drafts[row - 1] for row in rows[1:]],
+                [rows.index(parents[row - 1]) for row in rows[1:]],
+            )
+            for row, mask in zip(rows, self._state.next_masks((), behind), strict=False):
+                masks[row] = mask
+            masks[start] = self._with_others(masks[start], places[start].phase)
+        return masks if starts else [None]
+
+    def _with_others(self, mask: Mask | None, phase: Phase) -> Mask | None:
+        """A mask of the constraint's first token, with what may come in its place."""
+        others = set(self._alternatives)
+        if phase is Phase.FIRST and self._reasoning is not None:
+            others |= {-1 if self._reasoning.begin is None else self._reasoning.begin}
+        if mask is None:
+            return None
+        mask = mask.copy()
+        for token in others:
+            if 0 <= token < self.vocab_size:
+                mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask
+
+
+def _in_reasoning(place: Place, token: int, reasoning: Reasoning) -> Place:
+    if place.is_ending:
+        return Place(Phase.START) if token == reasoning.until else place
+    seen = (*place.tail, token)
+    if seen[-len(reasoning.end) :] == reasoning.end:
+        return (
+            Place(Phase.REASONING, (), True) if reasoning.until is not None else Place(Phase.START)
+        )
+    kept = len(reasoning.end) - 1
+    return Place(Phase.REASONING, seen[-kept:] if kept else ())

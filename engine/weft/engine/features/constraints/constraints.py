@@ -1,0 +1,247 @@
+"""The constrained requests of an engine: their grammars, and the grammar state of each sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import InvalidRequest, WeftError
+from weft.engine.base.request import MAX_CONSTRAINT_BYTES, Constraint
+from weft.engine.features.constraints.compiling import VocabularyConfig
+from weft.engine.features.constraints.grammars import Grammars
+from weft.engine.scheduler.state import Request, RequestKey, State
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+    from weft.engine.features.constraints.after_reasoning import AfterReasoning
+    from weft.engine.features.constraints.masks import ConstraintState, Made, MaskMaker, MaskRows
+
+MAX_REFUSED = 64
+"""Most constraints that are remembered as taking too long."""
+TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
+"""Told to a request whose constraint took too long."""
+TOKENIZER_FILE = "tokenizer.json"
+"""Name of the tokenizer's file in the model's directory."""
+
+
+class Constraints:
+    """Grammars and masks of constrained requests. Used by the engine's thread; other requests cost
+    nothing.
+
+    Args:
+        config: Configuration of the engine.
+        vocab_size: Vocabulary size of the model.
+        eos_token_ids: End-of-text token ids of the model: how a complete text ends.
+        wake: Called from another thread when `take_compiled` has something.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        wake: Callable[[], None],
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._model_dir = config.model_dir
+        vocabulary = VocabularyConfig(config.model_dir, vocab_size, tuple(eos_token_ids))
+        self._compiled = Grammars(
+            vocabulary, config.constraint_compile_s, config.constraint_cache, wake
+        )
+        self._waiting: dict[Constraint, list[RequestKey]] = {}
+        self._grammars: dict[RequestKey, LLMatcher] = {}
+        """Matchers of the unfinished requests at the beginning of a text."""
+        self._states: dict[Request, ConstraintState | AfterReasoning] = {}
+        """Grammar states of samples, from their first step on this engine."""
+        self._maker: MaskMaker | None = None
+        self._masked: list[Request] = []
+        """Requests whose masks are being computed for the current step."""
+        self._lost_s = 0.0
+        self._begin_s = 0.0
+        """Seconds that beginning on the masks of the step took; masks that are awaited are computed
+        there.
+        """
+        self._refused: dict[Constraint, None] = {}
+        """Constraints whose masks took too long; the oldest first."""
+
+    def admit(self, request: Request) -> bool:
+        """Whether a new request may run now; if not, `take_compiled` will return it.
+
+        Raises:
+            InvalidRequest: Its constraint can never be used here.
+            Overloaded: Too many are being compiled.
+        """
+        constraint = request.params.constraint
+        if constraint is None:
+            return True
+        self._check(constraint)
+        grammar = self._compiled.find(constraint)
+        if grammar is not None:
+            self._grammars[request.key] = grammar
+            return True
+        self._compiled.order(constraint)
+        self._waiting.setdefault(constraint, []).append(request.key)
+        return False
+
+    def expect(self) -> None:
+        """Reads the vocabulary, which takes a moment, since constrained requests may come."""
+        if not self._lacks():
+            self._compiled.start()
+
+    def _check(self, constraint: Constraint) -> None:
+        message = self._lacks() or (TOO_SLOW if constraint in self._refused else "")
+        if constraint.num_bytes > MAX_CONSTRAINT_BYTES:
+            message = f"has {constraint.num_bytes:,} bytes, at most {MAX_CONSTRAINT_BYTES:,} fit"
+        if message:
+            raise InvalidRequest(message, stage="compile", param="constraint")
+
+    def _lacks(self) -> str:
+        """What the model lacks for constraints, in words; empty if nothing."""
+        if not (self._model_dir / TOKENIZER_FILE).is_file():
+            return f"constrained output needs the model's {TOKENIZER_FILE}, which is not here"
+        if not self._eos_token_ids:
+            return "constrained output needs an end-of-sequence token, which this model lacks"
+        return ""
+
+    def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
+        """Requests whose grammar has been compiled, or has failed to."""
+        ready: list[tuple[RequestKey, WeftError | None]] = []
+        for constraint, outcome in self._compiled.take():
+            keys, error = self._waiting.pop(constraint, ()), None
+            if isinstance(outcome, WeftError):
+                error = outcome
+            else:
+                self._compiled.keep(constraint, outcome)
+                self._grammars.update(dict.fromkeys(keys, outcome))
+            ready += [(key, error) for key in keys]
+        return ready
+
+    def end(self, request: Request, *, is_last: bool) -> None:
+        """Drops the state of a finished sample.
+
+        Args:
+            request: The sample.
+            is_last: So is its request.
+        """
+        constraint = request.params.constraint
+        if constraint is None:
+            return
+        self._states.pop(request, None)
+        if not is_last:
+            return
+        self._grammars.pop(request.key, None)
+        keys = self._waiting.get(constraint, [])
+        if request.key in keys:
+            keys.remove(request.key)
+
+    @property
+    def are_in_use(self) -> bool:
+        """Whether any unfinished request has one."""
+        return bool(self._grammars)
+
+    def begin_masks(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
+        *,
+        rows: Callable[[], MaskRows] | None = None,
+        is_awaited: bool = False,
+    ) -> None:
+        """Starts computing the masks of requests that draw in the current step, except ended ones.
+
+        Args:
+            requests: Which.
+            accepted: For each, tokens that it has already drawn in this step; None: none.
+            drafts: For each, drafts that get masks too; None: none.
+            rows: Gives the rows that masks may be written to; None: they may not.
+            is_awaited: `take_masks` follows at once.
+        """
+        self._masked = []
+        if not self._grammars:
+            return
+        from weft.engine.features.constraints.masks import MaskJob, MaskMaker
+
+        masked, jobs = list[Request](), list[MaskJob]()
+        for index, request in enumerate(requests):
+            if request.params.constraint is None or request.state is State.FINISHED:
+                continue
+            state = self._states.get(request) or self._begun(request)
+            begin = request.num_prompt_tokens + state.num_accepted
+            tokens = request.tokens[begin:]
+            if accepted is not None:
+                tokens += accepted[index][max(0, begin - len(request.tokens)) :]
+            behind = () if drafts is None else drafts[index]
+            jobs.append(MaskJob(state, tokens, behind, request.slot))
+            masked.append(request)
+        if not masked:
+            return
+        self._maker = self._maker or MaskMaker()
+        began = time.monotonic()
+        self._maker.begin(jobs, None if rows is None else rows(), is_awaited=is_awaited)
+        self._begin_s = time.monotonic() - began
+        self._masked = masked
+
+    def _begun(self, request: Request) -> ConstraintState | AfterReasoning:
+        """The grammar state of a sample that is new here, before its first token."""
+        from weft.engine.features.constraints.after_reasoning import AfterReasoning
+        from weft.engine.features.constraints.masks import ConstraintState
+
+        grammar = self._grammars[request.key]
+        constraint = request.params.constraint
+        state: ConstraintState | AfterReasoning
+        state = ConstraintState(grammar, self._vocab_size, self._eos_token_ids)
+        if constraint is not None and (constraint.reasoning or constraint.alternatives):
+            lifted = constraint.alternatives
+            state = AfterReasoning(state, self._vocab_size, constraint.reasoning, lifted)
+        self._states[request] = state
+        return state
+
+    def take_masks(self) -> list[tuple[Request, Made]]:
+        """Waits for the masks that `begin_masks` started."""
+        if not self._masked:
+            return []
+        assert self._maker is not None
+        masked, self._masked = self._masked, []
+        began = time.monotonic()
+        masks = self._maker.take()
+        made = list(zip(masked, masks, strict=True))
+        failed = [(request, found) for request, found in made if isinstance(found, InvalidRequest)]
+        if failed:
+            self._lost_s += self._begin_s + time.monotonic() - began
+        for request, error in failed:
+            constraint = request.params.constraint
+            if error.message == TOO_SLOW and constraint is not None:
+                self._refuse(constraint, masked)
+        return made
+
+    def take_lost_s(self) -> float:
+        """Seconds, since the last call, that steps waited where masks were too slow."""
+        lost_s, self._lost_s = self._lost_s, 0.0
+        return lost_s
+
+    def _refuse(self, constraint: Constraint, others: Sequence[Request]) -> None:
+        """Remembers a constraint, and ends other samples that it would be slow for as well."""
+        self._refused[constraint] = None
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        for request in others:
+            if request.params.constraint == constraint:
+                self._states[request].is_lost = True
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of what grows with requests."""
+        return {
+            "constrained_requests": len(self._grammars),
+            "constrained_samples": len(self._states),
+            "compiling": self._compiled.num_open,
+        }
+
+    def close(self) -> None:
+        """Ends threads."""
+        self._compiled.close()
+        if self._maker is not None:
+            self._maker.close()

@@ -1,0 +1,123 @@
+"""Compiles constraints for a model's vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from weft.engine.base.request import Constraint
+from weft.engine.features.constraints.gbnf import convert_gbnf
+from weft.engine.features.constraints.patterns import convert_regex
+from weft.engine.features.constraints.schema import prepare_schema
+from weft.engine.features.constraints.tags import convert_tags
+
+MAX_WHITESPACE = 32
+"""Most whitespace characters between two tokens of JSON: enough for deep indentation, while a model
+that emits nothing else is stopped.
+"""
+LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""What compiling a constraint and each of its masks may take: some hundred milliseconds of CPU for
+the first, about 20 for the latter, and 100 MB.
+"""
+_HEAD = '%llguidance {"no_forcing": true}\n'
+"""Masks have every token that may come, also where only one spelling of a text is left."""
+_JSON = {
+    # Without codes no name has two spellings, so that none comes twice unnoticed.
+    "json_allowed_escapes": 'nrbtf\\"',
+    "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
+}
+_LARK = re.compile(r"^\s*(?:%llguidance\b|start(?:\[[^\]\n]*\])?\s*:(?!:=))", re.MULTILINE)
+_LARK_SKIPPED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
+_LARK_REFUSED = {
+    "~": "`~`, which may match half a character",
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "stop": "stop",
+    "@": "`@`, a reference to another grammar,",
+    "<": "`<`, a special token,",
+}
+_PLACE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
+_IN_LARK = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
+
+
+class GrammarSource:
+    """Compiles constraints for one vocabulary; used by any thread.
+
+    Args:
+        tokenizer: What the model's tokens spell.
+        is_closed: Whether objects and arrays have nothing that their schemas do not list.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, *, is_closed: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self._is_closed = is_closed
+
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """A matcher at the beginning of a text, to be copied for each sample.
+
+        Raises:
+            ValueError: The constraint cannot be used; the message says why, and where in it.
+        """
+        matcher = LLMatcher(self.tokenizer, self._lark(constraint), log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            # Whether any text satisfies it is known only then; copies have the first mask ready.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(_problem(matcher.get_error(), constraint))
+        return matcher
+
+    def _lark(self, constraint: Constraint) -> str:
+        """The constraint as a grammar of llguidance."""
+        kind, text = constraint.kind, constraint.text
+        if kind == "json_schema":
+            return f"{_HEAD}start: {self._json_rule(text)}"
+        if kind == "regex":
+            return f"{_HEAD}start: /{convert_regex(text)}/" if text else f'{_HEAD}start: ""'
+        if kind == "structural_tag":
+            return _HEAD + convert_tags(text, self._json_rule)
+        if kind == "choice":
+            return f"{_HEAD}start: " + " | ".join(map(json.dumps, constraint.choices))
+        return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
+
+    def _json_rule(self, schema: str) -> str:
+        """What stands for a value of a JSON schema in a grammar."""
+        prepared = prepare_schema(schema, is_closed=self._is_closed)
+        return f"%json {json.dumps({**prepared, 'x-guidance': _JSON})}"
+
+
+def _checked_lark(text: str) -> str:
+    """A grammar that a client gives as one of Lark.
+
+    Raises:
+        ValueError: It has something that would not hold here.
+    """
+    bare = _LARK_SKIPPED.sub("", text)
+    for name, what in _LARK_REFUSED.items():
+        if re.search(rf"\b{name}\s*=" if name.isidentifier() else re.escape(name), bare):
+            raise ValueError(f"{what} is not supported in grammars")
+    return text
+
+
+def _problem(error: str, constraint: Constraint) -> str:
+    """What llguidance says is wrong, without the grammar that the client has not written."""
+    error = _IN_LARK.sub("", error.strip())
+    if error.startswith("panic"):
+        return "cannot be compiled"
+    if constraint.kind == "ebnf" and _LARK.search(constraint.text):
+        found = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
+        if found:
+            return f"at line {int(found[1]) - 1}, column {found[2]}: {error[found.end() :]}"[:500]
+        return error[:500]
+    error = _PLACE.sub("", error)
+    if not error or "NoExtension" in error or "no error message" in error:
+        return "no text satisfies it"
+    return error[:500]

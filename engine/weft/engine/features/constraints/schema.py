@@ -1,0 +1,777 @@
+"""Brings JSON schemas into the part of the language that llguidance enforces, or refuses them.
+
+llguidance enforces most keywords, refuses some, and enforces a few in a way that lets too much
+through. So each schema is read here keyword by keyword, and written anew in JSON Schema 2020-12
+with the keywords that hold. What has no such form is refused with the JSON pointer of its place.
+
+An object that lists properties has no others, and an array that lists items has no others, unless
+the schema allows them (`additionalProperties`, `items`) or combines several schemas (`allOf`, or
+keywords beside `$ref`, `anyOf` and `oneOf`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from weft.engine.features.constraints import formats
+from weft.engine.features.constraints.disjoint import are_disjoint, negated, type_names
+from weft.engine.features.constraints.numbers import FREE_NUMBERS, check_number, prepare_number
+from weft.engine.features.constraints.patterns import convert_pattern
+
+Json = Any
+"""A parsed JSON value of any type."""
+
+MAX_UNIQUE_ARRAYS = 2048
+"""Most arrays of different values that are written out."""
+MAX_CASES = 256
+"""Most combinations of optional properties written out for a bound on their number."""
+MAX_DEPTH = 100
+"""Most levels of schemas within one another; llguidance reads 128 of JSON."""
+_OF_TYPE: dict[str, tuple[str, ...]] = {
+    "object": (
+        *("properties", "required", "additionalProperties", "patternProperties"),
+        *("minProperties", "maxProperties", "propertyNames", "unevaluatedProperties"),
+    ),
+    "array": (
+        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+        *("additionalItems", "unevaluatedItems"),
+    ),
+    "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_ASSERTING = frozenset({"type", *itertools.chain(*_OF_TYPE.values())})
+_COMBINING = (
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
+_NEVER = ("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef")
+_COUNTS = (
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    *("minContains", "maxContains"),
+)
+_ANY: Json = {
+    "anyOf": [
+        {"type": ["null", "boolean", "string"]},
+        {"$ref": "#/$defs/number"},
+        {"type": "array", "items": {"$ref": "#/$defs/any"}},
+        {"type": "object", "additionalProperties": {"$ref": "#/$defs/any"}},
+    ]
+}
+"""Any value: numbers end, which those of llguidance's own do not."""
+_SHARED: dict[str, Json] = {"any": _ANY, **FREE_NUMBERS}
+"""Definitions of what is compiled once for each schema that needs it."""
+_ESCAPED = "\b\t\n\f\r"
+"""Control characters that JSON can spell without a code."""
+
+
+def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
+    """Rewrites a schema, given as JSON text, for llguidance.
+
+    Args:
+        text: The schema.
+        is_closed: Whether objects and arrays have nothing that the schema does not list.
+
+    Raises:
+        ValueError: It is no schema, or asks for what cannot be enforced; the message says where.
+    """
+    try:
+        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        message = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        raise ValueError(message) from error
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("is not a JSON schema: an object is expected")
+    try:
+        return _Rewriter(schema, is_closed=is_closed).run()
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _no_number(name: str) -> Json:
+    raise ValueError(f"is not JSON: {name} is no number")
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    return value if math.isfinite(value) else _no_number(written)
+
+
+class _Rewriter:
+    """Rewrites one schema."""
+
+    def __init__(self, root: Json, *, is_closed: bool) -> None:
+        self._root = root
+        self._is_closed = is_closed
+        given = root.get("$schema", "") if isinstance(root, dict) else ""
+        self._require(isinstance(given, str), "#/$schema", "a string is expected")
+        self._is_old = any(f"draft-0{number}/" in given for number in (3, 4, 6, 7))
+        """Whether keywords beside `$ref` say nothing."""
+        self._definitions: dict[str, Json] = {}
+        self._names: dict[tuple[str, bool, bool], str] = {}
+        """Names of the definitions by place, and by whether they are closed and merged."""
+        self._to_do: list[tuple[str, str, Json, bool, bool]] = []
+        self._depth = 0
+
+    def run(self) -> dict[str, Json]:
+        """The whole schema, anew."""
+        found = self.schema(self._root, "#", is_closed=self._is_closed)
+        while self._to_do:
+            name, at, schema, is_closed, is_merged = self._to_do.pop()
+            self._definitions[name] = self.schema(
+                schema, at, is_closed=is_closed, is_merged=is_merged
+            )
+        if found is True or found is False:
+            self._require(found, "#", "no text satisfies it")
+            found = self._any()
+        if self._definitions:
+            found = {**found, "$defs": self._definitions}
+        return dict(found)
+
+    def schema(self, schema: Json, at: str, *, is_closed: bool, is_merged: bool = False) -> Json:
+        """Rewrites the schema at a place.
+
+        Args:
+            schema: It.
+            at: Its JSON pointer.
+            is_closed: Whether what it does not list is left out.
+            is_merged: It is one of several that hold at once.
+        """
+        if isinstance(schema, bool):
+            return self._any() if schema and not is_merged else schema
+        self._require(isinstance(schema, dict), at, "a schema (an object or a boolean) is expected")
+        if not is_merged and self._is_any(schema):
+            return self._any()
+        self._depth += 1
+        self._require(self._depth <= MAX_DEPTH, at, "is nested too deeply")
+        try:
+            return self._object_of_keywords(schema, at, is_closed=is_closed, is_merged=is_merged)
+        finally:
+            self._depth -= 1
+
+    def _object_of_keywords(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> Json:
+        if self._is_old and "$ref" in schema:
+            schema = {"$ref": schema["$ref"]}
+        for name in _NEVER:
+            if name in schema and ("contains" in schema or name.startswith("$")):
+                raise ValueError(_at(f"{at}/{name}", "this keyword is not supported"))
+        for name in _COUNTS:
+            value = schema.get(name, 0)
+            is_count = isinstance(value, int | float) and value == int(value) and value >= 0
+            self._require(
+                is_count and not isinstance(value, bool), f"{at}/{name}", "a count is expected"
+            )
+        is_content = self._is_old and "contentMediaType" in schema
+        self._require(not is_content, f"{at}/contentMediaType", "this keyword is not supported")
+        if "enum" in schema or "const" in schema:
+            return self._listed(schema, at)
+        base = {name: schema[name] for name in schema if name in _ASSERTING}
+        combined = [name for name in schema if name in _COMBINING and self._says(schema, name)]
+        several = len(combined) + bool(base) > 1 or is_merged
+        if len(combined) == 1 and combined[0] == "allOf" and not base:
+            several = several or len(schema["allOf"]) != 1
+        # What a combination lists elsewhere must not be shut out here.
+        opens = {"dependentRequired"}
+        closed = is_closed and (not several or set(combined) <= opens)
+        parts: list[Json] = []
+        if base:
+            parts.append(self._typed(base, at, is_closed=closed, is_merged=several))
+        for name in combined:
+            write: Callable[..., list[Json]] = getattr(self, f"_{name.lstrip('$')}")
+            parts += write(schema, f"{at}/{name}", is_closed=closed, is_merged=several)
+        parts = [part for part in parts if part is not True]
+        if any(part is False for part in parts):
+            return False
+        if not parts:
+            return True if is_merged else self._any()
+        return parts[0] if len(parts) == 1 else {"allOf": parts}
+
+    def _says(self, schema: Mapping[str, Json], name: str) -> bool:
+        return name != "if" or "then" in schema or "else" in schema
+
+    def _is_any(self, schema: Mapping[str, Json]) -> bool:
+        if self._is_old and "contentMediaType" in schema:
+            return False
+        return not any(
+            name in _ASSERTING or name in _COMBINING or name in _NEVER or name in ("enum", "const")
+            for name in schema
+        )
+
+    def _any(self) -> Json:
+        self._shared("number")
+        return self._shared("any")
+
+    def _shared(self, name: str) -> Json:
+        self._definitions[name] = _SHARED[name]
+        return {"$ref": f"#/$defs/{name}"}
+
+    # -- keywords that combine schemas -------------------------------------------------------------
+
+    def _ref(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        place, target = self._resolve(schema["$ref"], at)
+        key = place, is_closed, is_merged
+        if key not in self._names:
+            self._names[key] = name = f"d{len(self._names)}"
+            self._to_do.append((name, place, target, is_closed, is_merged))
+        return [{"$ref": f"#/$defs/{self._names[key]}"}]
+
+    def _resolve(self, reference: Json, at: str) -> tuple[str, Json]:
+        """Place and schema that a reference names (RFC 6901, or an anchor)."""
+        self._require(isinstance(reference, str), at, "a string is expected")
+        base, _, fragment = reference.partition("#")
+        own = self._root.get("$id", self._root.get("id", "")) if self._root is not True else ""
+        is_own = not base or (isinstance(own, str) and own.partition("#")[0] == base)
+        self._require(is_own, at, "only references into the schema are supported")
+        self._require(not _has_base(self._root), at, "an `$id` inside the schema is not supported")
+        fragment = unquote(fragment)
+        found = self._root
+        if fragment and not fragment.startswith("/"):
+            anchored = [*_anchored(self._root, fragment, "#")]
+            self._require(len(anchored) == 1, at, f"{reference!r} names nothing in the schema")
+            return anchored[0]
+        for part in fragment.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdigit() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
+                raise ValueError(_at(at, f"{reference!r} names nothing in the schema"))
+        return f"#{fragment}", found
+
+    def behind_references(self, schema: Json, at: str = "#") -> Json:
+        """The schema that a chain of references without other keywords ends in."""
+        for _ in range(32):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            if not self._is_old and any(n in _ASSERTING or n in _COMBINING[1:] for n in schema):
+                return schema
+            _, schema = self._resolve(schema["$ref"], at)
+        raise ValueError(_at(at, "a chain of references has no end"))
+
+    def _allOf(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        parts = self._list(schema, "allOf", at)
+        closed = is_closed and len(parts) == 1
+        merged = is_merged or len(parts) > 1
+        return [
+            self.schema(part, f"{at}/{i}", is_closed=closed, is_merged=merged)
+            for i, part in enumerate(parts)
+        ]
+
+    def _anyOf(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        parts = self._list(schema, "anyOf", at)
+        return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
+
+    def _either(self, parts: Sequence[Json], at: str, *, is_closed: bool, is_merged: bool) -> Json:
+        found = [
+            self.schema(part, f"{at}/{i}", is_closed=is_closed, is_merged=is_merged)
+            for i, part in enumerate(parts)
+        ]
+        return _any_of(found)
+
+    def _oneOf(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        """Exactly one of several: those that overlap each exclude the others."""
+        parts = self._list(schema, "oneOf", at)
+        around = {name: schema[name] for name in ("type",) if name in schema}
+        behind = [self.behind_references(part, at) for part in parts]
+        overlaps = {
+            i: [
+                j
+                for j in range(len(parts))
+                if j != i and not are_disjoint(behind[i], behind[j], self.behind_references, around)
+            ]
+            for i in range(len(parts))
+        }
+        if not any(overlaps.values()):
+            return [self._either(parts, at, is_closed=is_closed, is_merged=is_merged)]
+        opposites = {
+            j: negated(behind[j], self.behind_references)
+            for j in {j for others in overlaps.values() for j in others}
+        }
+        if any(opposite is None for opposite in opposites.values()):
+            message = "the schemas may overlap; use anyOf, or tell them apart by a constant"
+            raise ValueError(_at(at, message))
+        branches = [
+            self._all([(parts[i], f"{at}/{i}"), *((opposites[j], f"{at}/{j}") for j in others)])
+            for i, others in overlaps.items()
+        ]
+        return [_any_of(branches)]
+
+    def _not(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        opposite = negated(self.behind_references(schema["not"], at), self.behind_references)
+        if opposite is None:
+            raise ValueError(_at(at, "what it excludes cannot be told in positive terms"))
+        return [self.schema(opposite, at, is_closed=is_closed, is_merged=is_merged)]
+
+    def _if(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        condition, around = schema["if"], at.rpartition("/")[0]
+        opposite = negated(self.behind_references(condition, at), self.behind_references)
+        if opposite is None:
+            raise ValueError(_at(at, "what does not satisfy it cannot be told in positive terms"))
+        then = self._all([(condition, at), (schema.get("then", True), f"{around}/then")])
+        other = self._all([(opposite, at), (schema.get("else", True), f"{around}/else")])
+        return [_any_of([then, other])]
+
+    def _dependentRequired(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        return self._depending(self._mapping(schema, "dependentRequired", at), at)
+
+    def _dependentSchemas(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        return self._depending(self._mapping(schema, "dependentSchemas", at), at)
+
+    def _dependencies(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        return self._depending(self._mapping(schema, "dependencies", at), at)
+
+    def _depending(self, given: Mapping[str, Json], at: str) -> list[Json]:
+        """What holds where a property is there: it is not, or the other things hold too."""
+        found = []
+        others: Json = {"type": [kind for kind in _TYPES if kind != "object"]}
+        for name, needed in given.items():
+            place = f"{at}/{_escaped(name)}"
+            more = {"required": needed} if isinstance(needed, list) else needed
+            there = self._all([({"type": "object", "required": [name]}, place), (more, place)])
+            absent: Json = {"type": "object", "properties": {name: False}}
+            found.append(_any_of([others, absent, there]))
+        return found
+
+    def _all(self, parts: Iterable[tuple[Json, str]]) -> Json:
+        """Several schemas that hold at once, by their places."""
+        found = [
+            self.schema(part, at, is_closed=False, is_merged=True)
+            for part, at in parts
+            if part is not True
+        ]
+        return False if any(part is False for part in found) else {"allOf": found}
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _listed(self, schema: Mapping[str, Json], at: str) -> Json:
+        """The values of an enum or const that the other keywords allow, as they are written."""
+        keyword = "enum" if "enum" in schema else "const"
+        values = schema["enum"] if keyword == "enum" else [schema["const"]]
+        self._require(isinstance(values, list), f"{at}/enum", "a list is expected")
+        asserting = [
+            name
+            for name in schema
+            if name in _ASSERTING or name in _COMBINING or name == "const"
+            if name not in (keyword, "type") and self._says(schema, name)
+        ]
+        kinds = self._kinds(schema.get("type", list(_TYPES)), f"{at}/type")
+        values = [value for value in values if not kinds.isdisjoint(type_names(value))]
+        if asserting:
+            values = self._valid(values, schema, at)
+        kept = [value for value in values if _can_be_written(value)]
+        if values and not kept:
+            message = "is spelled with control characters, or is a number that is not exact"
+            raise ValueError(_at(f"{at}/{keyword}", message))
+        if not kept:
+            return False
+        return {"enum": [_plain(value) for value in kept]}
+
+    def _valid(self, values: list[Json], schema: Mapping[str, Json], at: str) -> list[Json]:
+        # Imported here: most schemas do not need it, and it takes a tenth of a second.
+        from jsonschema import validators
+
+        kind = validators.validator_for(self._root, default=validators.Draft202012Validator)
+        rest = {name: value for name, value in schema.items() if name not in ("$defs", "$id")}
+        validator = kind(self._root).evolve(schema=rest)
+        try:
+            return [value for value in values if validator.is_valid(value)]
+        except Exception as error:  # whatever a strange schema makes a validator raise
+            raise ValueError(_at(at, f"cannot be checked: {error}")) from error
+
+    def _kinds(self, given: Json, at: str) -> set[str]:
+        kinds = given if isinstance(given, list) else [given]
+        for kind in kinds:
+            self._require(isinstance(kind, str) and kind in _TYPES, at, f"{kind!r} is not a type")
+        return set(kinds)
+
+    def _typed(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> Json:
+        """Rewrites the keywords of one or more types, named or implied by them."""
+        if "type" in schema:
+            named = self._kinds(schema["type"], f"{at}/type")
+        else:
+            named = {kind for kind, names in _OF_TYPE.items() if set(names) & schema.keys()}
+        kinds = [
+            kind
+            for kind in _TYPES
+            if kind in named and (kind != "integer" or "number" not in named)
+        ]
+        parts: list[Json] = []
+        plain = [kind for kind in kinds if kind in ("null", "boolean")]
+        if plain:
+            parts.append({"type": plain if len(plain) > 1 else plain[0]})
+        for kind in kinds:
+            if kind in ("integer", "number"):
+                if schema.keys().isdisjoint(_OF_TYPE["number"]) and not is_merged:
+                    parts.append(self._shared(kind))
+                    continue
+                number = prepare_number(
+                    schema,
+                    at,
+                    is_integer=kind == "integer",
+                    draft4=self._is_old,
+                    is_merged=is_merged,
+                )
+                parts += [] if number is False else [number]
+            elif kind == "string":
+                parts.append(self._string(schema, at))
+            elif kind == "array":
+                parts += self._array(schema, at, is_closed=is_closed, is_merged=is_merged)
+            elif kind == "object":
+                found = self._object(schema, at, is_closed=is_closed, is_merged=is_merged)
+                parts += [] if found is False else [found]
+        self._require(bool(parts), at, "no value satisfies it")
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _string(self, schema: Mapping[str, Json], at: str) -> Json:
+        out: dict[str, Json] = {"type": "string"}
+        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        if most is not None:
+            self._require(most >= least, f"{at}/maxLength", f"{most} is below minLength, {least}")
+            out["maxLength"] = int(most)
+        if least:
+            out["minLength"] = least
+        patterns = []
+        if "pattern" in schema:
+            patterns.append(self._pattern(schema["pattern"], f"{at}/pattern"))
+        name = schema.get("format")
+        self._require(isinstance(name, str | None), f"{at}/format", "a string is expected")
+        if schema.get("contentEncoding") == "base64":
+            patterns.append(f"^(?:{convert_pattern(formats.PATTERNS['base64'])})$")
+        if name in formats.PATTERNS:
+            patterns.append(f"^(?:{convert_pattern(formats.PATTERNS[name])})$")
+        elif name in formats.BUILT_IN:
+            out["format"] = formats.BUILT_IN[name]
+        elif name is not None and name not in formats.FREE:
+            raise ValueError(_at(f"{at}/format", f"the format {name!r} cannot be enforced"))
+        if patterns:
+            out["pattern"] = patterns[0]
+        if len(patterns) < 2:
+            return out
+        return {"allOf": [out, *({"type": "string", "pattern": more} for more in patterns[1:])]}
+
+    def _pattern(self, pattern: Json, at: str) -> str:
+        self._require(isinstance(pattern, str), at, "a string is expected")
+        try:
+            return convert_pattern(pattern)
+        except ValueError as error:
+            raise ValueError(_at(at, str(error))) from None
+
+    # -- arrays ------------------------------------------------------------------------------------
+
+    def _array(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> list[Json]:
+        first, rest = schema.get("prefixItems"), schema.get("items")
+        first_at, rest_at = f"{at}/prefixItems", f"{at}/items"
+        if isinstance(rest, list):
+            first, first_at = rest, rest_at
+            rest, rest_at = schema.get("additionalItems"), f"{at}/additionalItems"
+        self._require(isinstance(first, list | None), first_at, "a list is expected")
+        if rest is None and "unevaluatedItems" in schema:
+            rest, rest_at = schema["unevaluatedItems"], f"{at}/unevaluatedItems"
+            self._require(not is_merged, rest_at, "beside other schemas it is not supported")
+        if rest is None:
+            rest = not (is_closed and first)
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        self._require(
+            most is None or most >= least, f"{at}/maxItems", f"is below minItems, {least}"
+        )
+        is_unique = schema.get("uniqueItems", False)
+        self._require(isinstance(is_unique, bool), f"{at}/uniqueItems", "a boolean is expected")
+        if is_unique and (most is None or most > 1):
+            return [self._unique(first, rest, least, most, at)]
+        out: dict[str, Json] = {"type": "array"}
+        if first:
+            out["prefixItems"] = [
+                self.schema(
+                    part,
+                    f"{first_at}/{i}",
+                    is_closed=self._is_closed and not is_merged,
+                    is_merged=is_merged,
+                )
+                for i, part in enumerate(first)
+            ]
+        if rest is not True or not is_merged:
+            out["items"] = self.schema(
+                rest, rest_at, is_closed=self._is_closed and not is_merged, is_merged=is_merged
+            )
+        if least:
+            out["minItems"] = least
+        if most is not None:
+            out["maxItems"] = int(most)
+        return [out]
+
+    def _unique(self, first: Json, rest: Json, least: int, most: Json, at: str) -> Json:
+        """Arrays of different values of an enum: in any order if they are few, else in its own."""
+        values = self._few_values(rest) if not first else None
+        if values is None:
+            message = "is supported for items of an enum alone"
+            raise ValueError(_at(f"{at}/uniqueItems", message))
+        values = [_plain(value) for value in values if _can_be_written(value)]
+        sizes = range(least, min(len(values), len(values) if most is None else int(most)) + 1)
+        for arrange in (itertools.permutations, itertools.combinations):
+            arrays = (list(found) for size in sizes for found in arrange(values, size))
+            found = list(itertools.islice(arrays, MAX_UNIQUE_ARRAYS + 1))
+            if found and len(found) <= MAX_UNIQUE_ARRAYS:
+                return {"enum": found}
+        message = (
+            "no array satisfies it" if not found else "there are too many arrays of these items"
+        )
+        raise ValueError(_at(f"{at}/uniqueItems", message))
+
+    def _few_values(self, schema: Json) -> list[Json] | None:
+        schema = self.behind_references(schema)
+        if not isinstance(schema, dict):
+            return None
+        if "enum" in schema or "const" in schema:
+            listed = self._listed(schema, "#")
+            return list(listed["enum"]) if listed else []
+        if schema.get("type") == "boolean":
+            return [True, False]
+        return None
+
+    # -- objects -----------------------------------------------------------------------------------
+
+    def _object(
+        self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
+    ) -> Json:
+        properties = self._mapping(schema, "properties", f"{at}/properties")
+        patterns = self._mapping(schema, "patternProperties", f"{at}/patternProperties")
+        required = schema.get("required", [])
+        # Draft 3 and careless writers have a boolean here, at the property itself.
+        self._require(
+            isinstance(required, list) and all(isinstance(name, str) for name in required),
+            f"{at}/required",
+            "a list of names is expected",
+        )
+        others, others_at = schema.get("additionalProperties"), f"{at}/additionalProperties"
+        if others is None and "unevaluatedProperties" in schema:
+            others, others_at = schema["unevaluatedProperties"], f"{at}/unevaluatedProperties"
+            self._require(not is_merged, others_at, "beside other schemas it is not supported")
+        if others is None:
+            others = not (is_closed and "properties" in schema)
+        out: dict[str, Json] = {"type": "object"}
+
+        def inner(part: Json, place: str) -> Json:
+            return self.schema(
+                part, place, is_closed=self._is_closed and not is_merged, is_merged=is_merged
+            )
+
+        named = {
+            name: inner(part, f"{at}/properties/{_escaped(name)}")
+            for name, part in properties.items()
+        }
+        free = {
+            self._pattern(pattern, f"{at}/patternProperties/{_escaped(pattern)}"): inner(
+                part, f"{at}/patternProperties/{_escaped(pattern)}"
+            )
+            for pattern, part in patterns.items()
+        }
+        if "propertyNames" in schema:
+            self._require(
+                not free, f"{at}/propertyNames", "beside patternProperties: not supported"
+            )
+            named, free = self._with_names(
+                schema["propertyNames"], named, inner(others, others_at), f"{at}/propertyNames"
+            )
+            others = False
+        for name in required:
+            if name in named or free or is_merged or others is not False:
+                continue
+            is_left_open = not {"additionalProperties", "propertyNames"} & schema.keys()
+            message = f"{name!r} is required, but no such property is described"
+            self._require(is_left_open, f"{at}/required", message)
+            named[name] = inner(True, others_at)
+        if named:
+            out["properties"] = named
+        if free:
+            out["patternProperties"] = free
+        if required:
+            out["required"] = list(dict.fromkeys(required))
+        if others is not True or not is_merged:
+            out["additionalProperties"] = inner(others, others_at)
+        return self._counted(out, schema, at)
+
+    def _counted(self, out: dict[str, Json], schema: Mapping[str, Json], at: str) -> Json:
+        """Adds bounds of the number of properties: each set of optional ones is a case."""
+        least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
+        required, listed = out.get("required", []), out.get("properties", {})
+        if most is None and least <= len(required):
+            return out
+        # The same name twice would be one property: of names that are free only one counts.
+        is_free = "patternProperties" in out or out.get("additionalProperties", True) is not False
+        optional = [name for name in listed if name not in required and listed[name] is not False]
+        if 1 << len(optional) > MAX_CASES:
+            message = "is not supported beside so many optional properties"
+            self._require(
+                most is None and least == 1 and not is_free, f"{at}/minProperties", message
+            )
+            return {**out, "minProperties": least}
+        cases: list[Json] = []
+        for number in range(len(optional) + 1):
+            count = len(required) + number
+            if least > count + is_free or (most is not None and count > most):
+                continue
+            for chosen in itertools.combinations(optional, number):
+                left = {name: False for name in optional if name not in chosen}
+                case = {**out, "required": [*required, *chosen], "properties": {**listed, **left}}
+                if is_free and least > count:
+                    case["minProperties"] = least
+                if is_free and most is not None:
+                    case["maxProperties"] = int(most)
+                cases.append(case)
+        name = "minProperties" if least else "maxProperties"
+        self._require(
+            bool(cases), f"{at}/{name}", "no object with the listed properties has so many or few"
+        )
+        return _any_of(cases)
+
+    def _with_names(
+        self, names: Json, named: Mapping[str, Json], others: Json, at: str
+    ) -> tuple[dict[str, Json], dict[str, Json]]:
+        """Properties by name and by pattern whose names satisfy a schema."""
+        names = self.behind_references(names, at)
+        if names is True or (isinstance(names, dict) and self._is_any(names)):
+            return dict(named), {".*": others} if others is not False else {}
+        self._require(isinstance(names, dict), at, "no name satisfies it")
+        combined = [name for name in _COMBINING if name in names]
+        self._require(not combined, at, "schemas of names that combine others are not supported")
+        if "enum" in names or "const" in names:
+            values = (self._listed(names, at) or {"enum": []})["enum"]
+            kept = {value: named.get(value, others) for value in values if isinstance(value, str)}
+            return kept, {}
+        written = self._string({n: v for n, v in names.items() if n != "type"}, at)
+        if named:
+            self._require("format" not in names, at, "a format beside properties is not supported")
+            named = {
+                name: part
+                for name, part in named.items()
+                if self._valid(
+                    [name], {k: v for k, v in names.items() if k in _OF_TYPE["string"]}, at
+                )
+            }
+        if others is False:
+            return dict(named), {}
+        rest = written.keys() - {"type"} if "allOf" not in written else {"", " "}
+        self._require(len(rest) == 1 or rest == {"minLength", "maxLength"}, at, "is not supported")
+        if "pattern" in rest:
+            return dict(named), {written["pattern"]: others}
+        self._require("format" not in rest, at, "this format of names is not supported")
+        bounds = f"{written.get('minLength', 0)},{written.get('maxLength', '')}"
+        return dict(named), {rf"^[\x{{0}}-\x{{10ffff}}]{{{bounds}}}$": others}
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _list(self, schema: Mapping[str, Json], name: str, at: str) -> list[Json]:
+        given = schema[name]
+        self._require(isinstance(given, list) and bool(given), at, "a list of schemas is expected")
+        return list(given)
+
+    def _mapping(self, schema: Mapping[str, Json], name: str, at: str) -> dict[str, Json]:
+        given = schema.get(name, {})
+        self._require(isinstance(given, dict), at, "an object is expected")
+        return dict(given)
+
+    @staticmethod
+    def _require(is_right: bool, at: str, message: str) -> None:
+        if not is_right:
+            raise ValueError(_at(at, message))
+
+
+def _any_of(parts: Iterable[Json]) -> Json:
+    left = [part for part in parts if part is not False]
+    if any(part is True for part in left):
+        return True
+    if len(left) < 2:
+        return left[0] if left else False
+    return {"anyOf": left}
+
+
+def _at(at: str, message: str) -> str:
+    return f"at {at}: {message}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _anchored(schema: Json, anchor: str, at: str) -> Iterable[tuple[str, Json]]:
+    """Places and schemas that have an anchor's name."""
+    if isinstance(schema, dict):
+        named = (schema.get("$anchor"), schema.get("$dynamicAnchor"))
+        if anchor in named or f"#{anchor}" in (schema.get("$id"), schema.get("id")):
+            yield at, schema
+    items = schema.items() if isinstance(schema, dict) else enumerate(schema)
+    for name, part in items:
+        if isinstance(part, dict | list):
+            yield from _anchored(part, anchor, f"{at}/{_escaped(str(name))}")
+
+
+def _has_base(schema: Json, *, is_root: bool = True) -> bool:
+    """Whether a schema inside this one has an identity of its own, which references may be to."""
+    if isinstance(schema, list):
+        return any(_has_base(part, is_root=False) for part in schema)
+    if not isinstance(schema, dict):
+        return False
+    own = schema.get("$id")
+    if not is_root and isinstance(own, str) and not own.startswith("#"):
+        return True
+    return any(
+        _has_base(part, is_root=False)
+        for name, part in schema.items()
+        if isinstance(part, dict | list) and name not in ("enum", "const", "examples", "default")
+    )
+
+
+def _can_be_written(value: Json) -> bool:
+    if isinstance(value, str):
+        return all(
+            c in _ESCAPED or (c >= " " and c != "\x7f" and not "\ud800" <= c <= "\udfff")
+            for c in value
+        )
+    if isinstance(value, list):
+        return all(map(_can_be_written, value))
+    if isinstance(value, dict):
+        return all(map(_can_be_written, itertools.chain(value, value.values())))
+    return isinstance(value, bool | None) or check_number(value)
+
+
+def _plain(value: Json) -> Json:
+    """The value with whole numbers written as such."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return value

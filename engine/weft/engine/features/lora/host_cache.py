@@ -1,0 +1,107 @@
+"""Adapters in host memory, within a limit of bytes. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.engine.features.lora.rows import Needs
+
+
+class AdapterWeights(Protocol):
+    """An adapter in host memory, as rows of the device's memory (`weft.engine.model.adapters.weights`)."""
+
+    @property
+    def digest(self) -> bytes:
+        """Content digest of the adapter, 32 bytes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Largest rank among its modules."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """Device rows needed of each kind."""
+        ...
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Tensors that a lenient read left out."""
+        ...
+
+
+class HostCache:
+    """Keeps the most recently used adapters, and above all those that are waited for.
+
+    Args:
+        max_bytes: Most bytes of all adapters together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._kept: dict[bytes, AdapterWeights] = {}
+        """Cached adapters, the least recently used first."""
+        self.touched: set[bytes] = set()
+        """Adapters that were added or evicted; cleared by the reader."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory of all cached adapters."""
+        return sum(weights.num_bytes for weights in self._kept.values())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._kept
+
+    def get(self, digest: bytes) -> AdapterWeights | None:
+        """An adapter's weights; counts as a use."""
+        weights = self._kept.pop(digest, None)
+        if weights is not None:
+            self._kept[digest] = weights
+        return weights
+
+    def put(self, weights: AdapterWeights, wanted: Sequence[bytes] = ()) -> bool:
+        """Caches an adapter, evicting others for it.
+
+        Args:
+            weights: Its.
+            wanted: Adapters that are waited for, the first one most. They are given up last, and
+                only for others that are wanted more.
+
+        Returns:
+            It was kept.
+        """
+        self._kept.pop(weights.digest, None)
+        rank = {digest: index for index, digest in enumerate(wanted)}
+        own = rank.get(weights.digest, len(rank))
+        others = sorted(self._kept, key=lambda digest: -rank.get(digest, len(rank)))
+        excess = self.num_bytes + weights.num_bytes - self.max_bytes
+        given_up: list[bytes] = []
+        for digest in others:
+            if excess <= 0:
+                break
+            if rank.get(digest, len(rank)) < own:
+                return False
+            given_up.append(digest)
+            excess -= self._kept[digest].num_bytes
+        if excess > 0:
+            return False
+        for digest in given_up:
+            del self._kept[digest]
+        self._kept[weights.digest] = weights
+        self.touched.update(given_up, [weights.digest])
+        return True
+
+    def drop(self, digest: bytes) -> None:
+        """Removes an adapter from the cache."""
+        self.touched.add(digest)
+        self._kept.pop(digest, None)

@@ -1,0 +1,308 @@
+"""Residency of adapters on the device: which are there, who uses them, and which are evicted.
+
+    away --place--> coming --arrived--> here --(nobody uses it, no step names it)--> away
+                                          | others need its place
+                                          v
+                                        leaving: its users go on, no more are admitted
+
+An adapter that nobody uses keeps its place until another one needs it, the least recently used
+going first. When all are used, some are made to leave for those that are waited for: their users
+end one after the other, so whoever waits gets a place. An adapter that has just come stays until it
+was used once; so two that need one place do not push each other out without a token in between.
+
+A step that has begun may name an adapter whose users have all ended. Its rows and its slot are free
+only with the end of the newest step that had begun then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.engine.features.lora.rows import DevicePlace, Needs, RowPool
+
+LEAVING_SHARE = 4
+"""Share of the places that may be drained of users at a time; the others stay fully used."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Resident:
+    """An adapter that has a place on the device."""
+
+    digest: bytes
+    place: DevicePlace
+    is_here: bool = False
+    """Whether its weights have arrived."""
+    is_pinned: bool = False
+    is_unused: bool = True
+    """Whether no request has been admitted with it since it was loaded."""
+    num_active: int = 0
+    """Number of requests admitted with it."""
+    last_step: int = 0
+    """The newest step that may use it, once it has no users."""
+    last_used: int = 0
+    leaves_for: bytes = b""
+    """The adapter that waits for its place; empty: it is not draining."""
+
+
+class Residency:
+    """Places of adapters on the device.
+
+    Args:
+        rows: Free rows and slots.
+    """
+
+    def __init__(self, rows: RowPool) -> None:
+        self._rows = rows
+        self._residents: dict[bytes, Resident] = {}
+        self._num_requests: dict[bytes, int] = {}
+        self._newest_step = 0
+        self._ended_step = 0
+        self._num_uses = 0
+        self._idle_step = 0
+        """The newest step that may use an adapter without users."""
+        self.is_changed = False
+        """Whether an adapter may have come closer to a place since this was reset."""
+        self.num_evictions = 0
+        """Adapters evicted for others, since start."""
+        self.touched: set[bytes] = set()
+        """Adapters that were loaded or evicted, or whose users changed; cleared by the reader."""
+
+    # -- for the scheduler (`AdapterResidency`) -------------------------------------------------
+
+    def begin(self, digest: bytes) -> None:
+        """See `AdapterResidency.begin`."""
+        self._num_requests[digest] = self._num_requests.get(digest, 0) + 1
+        self.touched.add(digest)
+
+    def end(self, digest: bytes) -> None:
+        """See `AdapterResidency.end`."""
+        self._num_requests[digest] -= 1
+        self.touched.add(digest)
+        if not self._num_requests[digest]:
+            del self._num_requests[digest]
+            self.is_changed = True
+
+    def is_here(self, digest: bytes) -> bool:
+        """See `AdapterResidency.is_here`."""
+        resident = self._residents.get(digest)
+        return resident is not None and resident.is_here and not resident.leaves_for
+
+    def enter(self, digest: bytes) -> int:
+        """See `AdapterResidency.enter`."""
+        resident = self._residents[digest]
+        assert resident.is_here
+        assert not resident.leaves_for
+        resident.num_active += 1
+        if resident.is_unused:
+            resident.is_unused = False
+            self.is_changed = True
+        self._touch(resident)
+        return resident.place.slot
+
+    def leave(self, digest: bytes) -> None:
+        """See `AdapterResidency.leave`."""
+        resident = self._residents[digest]
+        assert resident.num_active > 0, "an adapter was left twice"
+        resident.num_active -= 1
+        resident.last_step = self._newest_step
+        if not resident.num_active:
+            self._idle_step = self._newest_step
+            self.is_changed = True
+        self._touch(resident)
+
+    def step_began(self, number: int) -> None:
+        """See `AdapterResidency.step_began`."""
+        self._newest_step = number
+
+    def step_ended(self, number: int) -> None:
+        """See `AdapterResidency.step_ended`."""
+        if self._ended_step < self._idle_step <= number:
+            self.is_changed = True
+        self._ended_step = number
+
+    # -- queries ---------------------------------------------------------------------------------
+
+    def has(self, digest: bytes) -> bool:
+        """Whether it has a place, even if its weights are still being copied."""
+        return digest in self._residents
+
+    def is_loaded(self, digest: bytes) -> bool:
+        """Whether its weights are there and usable by at least some requests."""
+        resident = self._residents.get(digest)
+        return resident is not None and resident.is_here
+
+    def num_requests(self, digest: bytes) -> int:
+        """Number of requests that need it, admitted or not."""
+        return self._num_requests.get(digest, 0)
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of what grows with requests."""
+        counts = self._residents.values()
+        return {
+            "adapters_with_requests": len(self._num_requests),
+            "active_adapter_users": sum(resident.num_active for resident in counts),
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each row and slot is free or belongs to one adapter."""
+        residents = self._residents.values()
+        num_slots = self._rows.num_free_slots + len({r.place.slot for r in residents})
+        assert num_slots == self._rows.max_loras, "a slot is lost, or shared"
+        for kind, total in self._rows.num_rows.items():
+            rows = [r.place.rows[kind] for r in residents if kind in r.place.rows]
+            taken = [row for some in rows for row in some.tolist()]
+            assert len(set(taken)) == len(taken), f"a row of {kind} is shared"
+            assert len(taken) + self._rows.num_free_rows(kind) == total, f"rows of {kind} are lost"
+
+    # -- coming and going ------------------------------------------------------------------------
+
+    def place(
+        self, digest: bytes, needs: Needs, later: Collection[bytes] = (), *, is_pinned: bool
+    ) -> DevicePlace | None:
+        """Assigns a place that is free, or that of an unneeded adapter; None: there is none now.
+
+        Its weights are to be written there, and then `arrived`.
+
+        Args:
+            digest: Its.
+            needs: Its rows.
+            later: Adapters that wait as well, and have to wait longer.
+            is_pinned: It keeps the place.
+        """
+        assert digest not in self._residents
+        idle = self._enough(needs, self._idle(digest, later))
+        if idle is None:
+            return None
+        for resident in idle:
+            self._evict(resident)
+        place = self._rows.allocate(needs)
+        assert place is not None
+        self.is_changed = True
+        resident = Resident(digest=digest, place=place, is_pinned=is_pinned)
+        self._residents[digest] = resident
+        self._touch(resident)
+        return place
+
+    def place_if_free(self, digest: bytes, needs: Needs, *, is_pinned: bool) -> DevicePlace | None:
+        """Like `place`, without evicting another adapter."""
+        if self._rows.lacks(needs, {}, 0):
+            return None
+        return self.place(digest, needs, is_pinned=is_pinned)
+
+    def arrived(self, digest: bytes) -> None:
+        """Records that its weights have arrived."""
+        self._residents[digest].is_here = True
+        self.touched.add(digest)
+
+    def pin(self, digest: bytes, *, is_pinned: bool) -> None:
+        """Pins or unpins an adapter."""
+        if digest in self._residents:
+            self._residents[digest].is_pinned = is_pinned
+
+    def drop(self, digest: bytes) -> bool:
+        """Removes an adapter from the device; False: not yet, it is in use or being written."""
+        resident = self._residents.get(digest)
+        if resident is None:
+            return True
+        if not resident.is_here or not self._is_idle(resident):
+            return False
+        self._free(resident)
+        return True
+
+    def make_leave(self, digest: bytes, needs: Needs, later: Collection[bytes] = ()) -> list[bytes]:
+        """Starts draining adapters until there is a place for another.
+
+        Args:
+            digest: Digest of the adapter that waits for the place.
+            needs: Its rows.
+            later: Adapters that wait as well, and have to wait longer: what leaves for them may
+                leave for this one.
+
+        Returns:
+            Adapters that leave from now on.
+        """
+        leaving = [r for r in self._residents.values() if r.leaves_for]
+        own = [r for r in leaving if r.leaves_for == digest or r.leaves_for in later]
+        own.sort(key=lambda resident: resident.leaves_for != digest)
+        if not own and len({r.leaves_for for r in leaving}) >= self._max_leaving:
+            return []
+        idle = [resident for resident in self._idle(digest, later) if resident not in own]
+        busy = [
+            resident
+            for resident in self._residents.values()
+            if resident.is_here
+            and not (resident.is_pinned or resident.leaves_for or self._is_fresh(resident))
+            and resident not in idle
+        ]
+        busy.sort(key=lambda resident: (resident.num_active, resident.last_used))
+        chosen = self._enough(needs, [*own, *idle, *busy]) or []
+        for resident in chosen:
+            if resident not in idle:
+                resident.leaves_for = digest
+        return [resident.digest for resident in chosen if resident in busy]
+
+    def stay(self, wanted: Iterable[bytes]) -> list[bytes]:
+        """Keeps leaving adapters that leave for none of the wanted ones, or that are now pinned;
+        returns them.
+        """
+        still = set(wanted)
+        staying = [
+            resident
+            for resident in self._residents.values()
+            if resident.leaves_for and (resident.is_pinned or resident.leaves_for not in still)
+        ]
+        for resident in staying:
+            resident.leaves_for = b""
+        return [resident.digest for resident in staying]
+
+    @property
+    def _max_leaving(self) -> int:
+        return max(1, self._rows.max_loras // LEAVING_SHARE)
+
+    def _touch(self, resident: Resident) -> None:
+        self._num_uses += 1
+        resident.last_used = self._num_uses
+
+    def _is_idle(self, resident: Resident) -> bool:
+        """Whether no request and no started step uses it."""
+        return resident.num_active == 0 and resident.last_step <= self._ended_step
+
+    def _is_fresh(self, resident: Resident) -> bool:
+        """Whether it was loaded for requests of which none has been admitted yet."""
+        return resident.is_unused and resident.digest in self._num_requests
+
+    def _idle(self, wanted: bytes, later: Collection[bytes]) -> list[Resident]:
+        """Adapters that may be evicted for this one at once, the first candidate first."""
+        idle = [
+            resident
+            for resident in self._residents.values()
+            if resident.is_here
+            and not resident.is_pinned
+            and self._is_idle(resident)
+            and (resident.leaves_for or resident.digest not in self._num_requests)
+            # The place of one that leaves is kept for whom it leaves, if that one was first.
+            and (resident.leaves_for in (b"", wanted) or resident.leaves_for in later)
+        ]
+        return sorted(idle, key=lambda resident: (not resident.leaves_for, resident.last_used))
+
+    def _enough(self, needs: Needs, residents: Sequence[Resident]) -> list[Resident] | None:
+        """The shortest front part of some adapters whose eviction makes room for another; None:
+        even all are too few.
+        """
+        gained: dict[str, int] = {}
+        for count, resident in enumerate(residents):
+            if not self._rows.lacks(needs, gained, count):
+                return list(residents[:count])
+            for kind, rows in resident.place.rows.items():
+                gained[kind] = gained.get(kind, 0) + len(rows)
+        return None if self._rows.lacks(needs, gained, len(residents)) else list(residents)
+
+    def _evict(self, resident: Resident) -> None:
+        self.num_evictions += 1
+        self._free(resident)
+
+    def _free(self, resident: Resident) -> None:
+        del self._residents[resident.digest]
+        self.touched.add(resident.digest)
+        self._rows.free(resident.place)

@@ -1,0 +1,127 @@
+"""Drafting for requests whose adapters bring a draft adapter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weft.engine.base.background import BackgroundThread
+from weft.engine.base.errors import WeftError
+from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.engine.protocol.messages import AdapterOrder
+from weft.engine.scheduler.drafter import Drafter
+from weft.engine.scheduler.plan import VerifyItem
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADS = 64
+"""Most adapted heads at once: each adds a chain to a step."""
+MAX_BYTES = 1 << 30
+"""Most memory of all adapted heads after the first: each has a copy of the head's layer."""
+
+
+class AdaptedDrafter:
+    """One drafter per draft adapter, and one for all other requests.
+
+    Args:
+        plain: For requests without an adapter, or with one that brings nothing for drafts.
+        make: From the folder of a draft adapter; called by a thread of its own.
+        head_bytes: What each made one takes.
+        wake: Called from that thread when something was made.
+    """
+
+    def __init__(
+        self,
+        plain: Drafter,
+        make: Callable[[Path], Drafter],
+        head_bytes: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._plain = plain
+        self._make = make
+        self._most = min(MAX_HEADS, max(1, MAX_BYTES // head_bytes))
+        self._reader = BackgroundThread("weft-draft-read", wake)
+        self._wanted: set[bytes] = set()
+        """Adapters that are loaded or being loaded."""
+        self.drafters: dict[bytes, Drafter] = {}
+        """Drafters by digest of the adapter that brought the draft adapter."""
+
+    def order(self, order: AdapterOrder) -> None:
+        """Follows the engine's orders to load and unload adapters.
+
+        A draft adapter that cannot be used is logged; its requests are drafted for without.
+        """
+        self._reader.take()
+        digest = order.digest
+        if order.action == "unload":
+            self._wanted.discard(digest)
+            self.drafters.pop(digest, None)
+        elif digest not in self._wanted:
+            self._wanted.add(digest)
+            self._reader.give(_Read(self, digest, Path(order.directory) / DRAFT_FOLDER))
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`."""
+        self._reader.take()
+        if not self.drafters:
+            return self._plain.draft(items)
+        groups: dict[bytes, list[int]] = {}
+        for index, item in enumerate(items):
+            digest = item.request.adapter
+            groups.setdefault(digest if digest in self.drafters else b"", []).append(index)
+        drafts: list[Sequence[int]] = [()] * len(items)
+        for digest, members in groups.items():
+            drafter = self.drafters.get(digest, self._plain)
+            found = drafter.draft([items[index] for index in members])
+            for index, tokens in zip(members, found, strict=True):
+                drafts[index] = tokens
+        return drafts
+
+    def forget(self, slot: int) -> None:
+        """See `Drafter.forget`."""
+        self._plain.forget(slot)
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._reader.close()
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of adapted heads and of unfinished reads."""
+        return {"draft_adapters": len(self.drafters), "draft_adapter_reads": self._reader.num_open}
+
+    def made(self, digest: bytes, drafter: Drafter | None) -> None:
+        """Accepts a draft adapter that was read; None: it is missing or unusable."""
+        if drafter is None:
+            self._wanted.discard(digest)  # The next order to load it reads it again.
+        elif digest in self._wanted:
+            if len(self.drafters) < self._most:
+                self.drafters[digest] = drafter
+            else:
+                logger.warning("drafts of one more adapter go without its own: %s", self._most)
+
+    def make(self, folder: Path) -> Drafter | None:
+        """Reads a folder, if it exists; called by the thread."""
+        if not folder.is_dir():
+            return None
+        try:
+            return self._make(folder)
+        except (WeftError, RuntimeError, ValueError) as error:
+            logger.warning("drafts go without %s: %s", folder, error)
+            return None
+
+
+class _Read:
+    """A `BackgroundJob` that reads a draft adapter."""
+
+    def __init__(self, owner: AdaptedDrafter, digest: bytes, folder: Path) -> None:
+        self._owner, self._digest, self._folder = owner, digest, folder
+        self._found: Drafter | None = None
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`."""
+        self._found = self._owner.make(self._folder)
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`."""
+        self._owner.made(self._digest, self._found)

@@ -1,0 +1,162 @@
+"""A separate, smaller model that drafts: loading, and its memory.
+
+It runs beside its target on decode workers only, with a small KV pool of its own. Nothing of that
+is cached, shipped or part of an identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.vocabularies import check_same_vocabulary
+from weft.engine.executor.graphs import Progress
+from weft.engine.executor.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.model.loader import LoadedModel, load_model
+
+POOL_SHARE = 0.25
+"""Size of the draft model's pool, as a share of the target's tokens; when that many are in use,
+drafts seldom pay.
+"""
+
+
+def load_draft_model(
+    config: EngineConfig, target: LoadedModel, progress: Progress
+) -> DraftModel | None:
+    """Loads the model in `draft_dir`; None if none is configured.
+
+    Raises:
+        ModelError: It cannot be loaded, or its vocabulary is not the target's; then no weights are
+            read.
+    """
+    if config.drafter != "model" or config.draft_dir is None:
+        return None
+    folder, is_dummy = config.draft_dir, config.dummy_weights
+    try:
+        own = ModelConfig.load(folder)
+        check_same_vocabulary(folder, own, config.model_dir, target.config)
+        loaded = load_model(
+            folder,
+            target.dtype,
+            config.device,
+            lambda done, total: progress(done, total, "loading the draft model"),
+            dummy=is_dummy,
+            num_added_tokens=target.config.num_added_tokens,
+        )
+    except ModelError as error:
+        message = f"draft_dir = {folder}, which drafter = model loads: {error.message}"
+        raise ModelError(message, param="draft_dir") from error
+    return DraftModel(config, loaded)
+
+
+class DraftModel:
+    """A loaded draft model, and the memory that it needs beside its target.
+
+    Args:
+        config: Configuration of the engine.
+        loaded: The draft model.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        self._config = config
+        self._loaded = loaded
+        self.layout = loaded.model.kv_layout(config.page_size)
+        """Layout of a page of its pool."""
+        self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
+        """Rows of its largest step."""
+
+    def num_pages(self, num_target_pages: int, max_context_tokens: int) -> int:
+        """Pages of its pool, the null page included.
+
+        Args:
+            num_target_pages: Pages of the target's pool, without the null page.
+            max_context_tokens: Length of the longest request, for one of which there is room.
+        """
+        usable, page_size = num_target_pages - 1, self._config.page_size
+        longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
+        most = self._config.max_running_requests * longest
+        return 1 + min(max(round(POOL_SHARE * usable), longest), most)
+
+    def added_to(
+        self, needs: MemoryNeeds, max_context_tokens: int, page_bytes: int, device: torch.device
+    ) -> MemoryNeeds:
+        """Adds this model's memory needs to the target's; runs its largest steps once to measure
+        them.
+
+        Args:
+            needs: Needs of the target, with this model's weights on the device.
+            max_context_tokens: Length of the longest request.
+            page_bytes: Bytes of the target's pages.
+            device: A CUDA device.
+
+        Raises:
+            ConfigError: See `measure_needs`.
+        """
+        own = measure_needs(
+            self._loaded.model,
+            self.layout,
+            self._loaded.config.num_embeddings,
+            self._config.max_running_requests,
+            self._max_rows,
+            self._longest(max_context_tokens),
+            device,
+            cuda_graphs=self._config.cuda_graphs,
+            share=self._config.device_memory_share,
+        )
+        # Their steps come one after the other.
+        both = replace(
+            needs, step=max(needs.step, own.step), graphs=needs.graphs + own.graphs, free=own.free
+        )
+        shared_bytes = page_bytes + int(POOL_SHARE * self.layout.page_bytes)
+        num_target_pages = max(MIN_PAGES, both.for_pool // shared_bytes)
+        num_pages = self.num_pages(num_target_pages, max_context_tokens)
+        return replace(both, drafts=num_pages * self.layout.page_bytes)
+
+    def drafter(
+        self, num_pages: int, max_context_tokens: int, device: torch.device, progress: Progress
+    ) -> ModelDrafter:
+        """Creates the pool, and on a GPU the graphs.
+
+        Args:
+            num_pages: From `num_pages`.
+            max_context_tokens: Length of the longest request.
+            device: Device of the model.
+            progress: Called as graphs are captured.
+
+        Raises:
+            ConfigError: There is not enough memory.
+        """
+        longest = self._longest(max_context_tokens)
+        runner = ModelRunner(
+            self._loaded.model,
+            self.layout,
+            num_pages,
+            self._config.max_running_requests,
+            longest,
+            device,
+            max_step_tokens=self._max_rows,
+            cuda_graphs=self._config.cuda_graphs,
+            on_capture=progress,
+        )
+        memory = PageMemory(num_pages, None)
+        chunk_tokens = self._config.prefill_chunk_tokens
+        return ModelDrafter(runner, memory, self.layout.page_size, longest, chunk_tokens)
+
+    def describe(self, num_pages: int) -> str:
+        """Describes the size of its pool."""
+        size, tokens = num_pages * self.layout.page_bytes, (num_pages - 1) * self.layout.page_size
+        limit = self._loaded.config.max_position_embeddings
+        return (
+            f"draft model {self._config.draft_dir}: KV of {size / 2**20:.1f} MiB beside the pool, "
+            f"for {tokens:,} tokens of requests of at most {limit:,} each; others get no drafts"
+        )
+
+    def _longest(self, max_context_tokens: int) -> int:
+        """Longest request that is drafted for."""
+        return min(max_context_tokens, self._loaded.config.max_position_embeddings)

@@ -1,0 +1,30 @@
+"""A gate that always drafts, whether or not it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.engine.base.config import MAX_TREE_REQUESTS
+from weft.engine.features.speculative.gate import tree_shapes
+from weft.engine.scheduler.plan import DraftShape, Plan, Run
+from weft.engine.scheduler.state import Request
+
+
+class FixedGate:
+    """Always requests the most drafts: the largest trees for few requests, chains for more.
+
+    Args:
+        max_drafts: Most drafts of a chain.
+        width: Width of trees; 1: there are none.
+    """
+
+    def __init__(self, max_drafts: int, width: int = 1) -> None:
+        self._chain = DraftShape.chain(max_drafts)
+        self._tree = max(tree_shapes(width), default=self._chain)
+
+    def shape(self, requests: Sequence[Request]) -> DraftShape:
+        """See `DraftGate.shape`."""
+        return self._tree if len(requests) <= MAX_TREE_REQUESTS else self._chain
+
+    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
+        """See `DraftGate.observe`."""

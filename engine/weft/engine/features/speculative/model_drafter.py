@@ -1,0 +1,232 @@
+"""Drafts from a separate, smaller model of the same vocabulary.
+
+Drafting with a small model is that of Leviathan et al. 2023, "Fast Inference from Transformers via
+Speculative Decoding"; drafts are greedy, and verified as all others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.step import DRAWN, Int64Array, StepArrays
+from weft.engine.memory.page_memory import OutOfPages, PageMemory
+from weft.engine.scheduler.plan import VerifyItem
+
+STEADY_TOKENS = 2
+"""New tokens of a request that was drafted for in the step before: its last token, and the last
+draft if all were accepted.
+"""
+
+
+class ModelDrafter:
+    """Runs a draft model, one forward pass for each draft, for many requests at once.
+
+    A request gets pages of the draft model's own pool when drafting for it begins, and gives them
+    back with its slot. What the model has not seen of its tokens it takes in before it drafts, a
+    chunk a step.
+
+    Args:
+        runner: The draft model with its pool.
+        memory: Owner of that pool's pages.
+        page_size: Token positions a page.
+        max_tokens: Positions that the draft model has; a request beyond them gets no drafts.
+        chunk_tokens: That all requests together catch up with in a step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        memory: PageMemory,
+        page_size: int,
+        max_tokens: int,
+        chunk_tokens: int,
+    ) -> None:
+        self._runner = runner
+        self._page_size = page_size
+        self._max_tokens = max_tokens
+        self._chunk_tokens = chunk_tokens
+        self.memory = memory
+        self._texts: dict[int, _Text] = {}
+        """Requests by slot."""
+
+    def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
+        """See `Drafter.draft`; requests that are still far behind get none, nor do those for which
+        there are no pages."""
+        pieces = self._plan(items)
+        drafts: list[Sequence[int]] = [()] * len(items)
+        if pieces:
+            with torch.inference_mode():
+                chains = self._run(pieces)
+            for piece, chain in zip(pieces, chains, strict=True):
+                piece.text.tail = chain[:-1]  # Nothing followed the last one.
+                drafts[piece.item] = chain
+        return drafts
+
+    def forget(self, slot: int) -> None:
+        """See `Drafter.forget`: gives its pages back."""
+        text = self._texts.pop(slot, None)
+        if text is not None:
+            self.memory.release(text.pages)
+            self._runner.reset_slot(slot)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of requests that have pages, and of pages."""
+        return {"draft_requests": len(self._texts), "draft_pages": self.memory.counts().used}
+
+    def _plan(self, items: Sequence[VerifyItem]) -> list[_Piece]:
+        """Plans the next step: requests with the most drafts first, those with none last.
+
+        Those that lack least are served first, so that no prompt holds others up.
+        """
+        begins = [self._num_known(item) for item in items]
+        order = sorted(range(len(items)), key=lambda index: items[index].start - begins[index])
+        left = self._chunk_tokens + STEADY_TOKENS * len(items)
+        pieces = []
+        for index in order:
+            (request, start, max_drafts, _), begin = items[index], begins[index]
+            num_drafts = min(max_drafts, self._max_tokens - start)
+            if start >= self._max_tokens:
+                self.forget(request.slot)  # It never gets drafts again.
+            text = self._with_room(request.slot, start + num_drafts) if num_drafts > 0 else None
+            end = min(start + 1, begin + left)
+            request.is_draft_behind = text is not None and end <= start
+            request.lacks_draft_room = text is None
+            if text is None or end == begin:
+                continue
+            left -= end - begin
+            # Whatever comes of the step, what lies before it stays.
+            text.num_tokens, text.tail = begin, []
+            num_drafts = 0 if request.is_draft_behind else num_drafts
+            tokens = request.tokens[begin:end]
+            pieces.append(_Piece(index, text, request.slot, begin, tokens, num_drafts))
+        return sorted(pieces, key=lambda piece: -piece.num_drafts)
+
+    def _num_known(self, item: VerifyItem) -> int:
+        """Tokens of a request, except its last one, whose KV is there."""
+        text = self._texts.get(item.request.slot)
+        return 0 if text is None else text.num_known(item.request.tokens, item.start)
+
+    def _with_room(self, slot: int, num_tokens: int) -> _Text | None:
+        """The text in a slot, with pages for this many tokens; None: there are too few pages, and
+        it keeps none.
+        """
+        text = self._texts.setdefault(slot, _Text())
+        num_lacking = -(-num_tokens // self._page_size) - len(text.pages)
+        if num_lacking > 0:
+            try:
+                text.pages += self.memory.allocate(num_lacking)
+            except OutOfPages:
+                self.forget(slot)
+                return None
+            self._runner.page_table.extend(slot, text.pages)
+        return text
+
+    def _run(self, pieces: Sequence[_Piece]) -> list[list[int]]:
+        """Reads pieces and continues with drafts; returns those of each piece."""
+        counts = np.array([piece.num_drafts for piece in pieces], np.int64)
+        slots = np.array([piece.slot for piece in pieces], np.int64)
+        lengths = np.array([len(piece.tokens) for piece in pieces], np.int64)
+        starts = np.array([piece.start for piece in pieces], np.int64)
+        tokens = np.concatenate([np.array(piece.tokens, np.int64) for piece in pieces])
+        drawn = self._step(slots, starts, lengths, int((counts > 0).sum()), tokens)
+        found, ends = [drawn], starts + lengths
+        for depth in range(1, int(counts.max())):
+            going_on = int((counts > depth).sum())
+            own, ones = slots[:going_on], np.ones(going_on, np.int64)
+            places = ends[:going_on] + depth - 1
+            found.append(self._step(own, places, ones, going_on, None))
+        for piece, end in zip(pieces, ends.tolist(), strict=True):
+            piece.text.num_tokens = end
+        drafts, begins = torch.cat(found).tolist(), np.cumsum([0, *map(len, found)]).tolist()
+        return [
+            [drafts[begin + row] for begin in begins[:count]]
+            for row, count in enumerate(counts.tolist())
+        ]
+
+    def _step(
+        self,
+        slots: Int64Array,
+        starts: Int64Array,
+        lengths: Int64Array,
+        num_drawing: int,
+        tokens: Int64Array | None,
+    ) -> torch.Tensor:
+        """Runs one forward pass of the draft model.
+
+        Args:
+            slots: [R].
+            starts: [R]: positions of each one's first token.
+            lengths: [R]: how many tokens each brings.
+            num_drawing: The first so many get a draft.
+            tokens: Tokens of all pieces; None: the drafts of the step before, one each.
+
+        Returns:
+            [num_drawing] int64, on the device.
+        """
+        cu_q_lens = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(lengths, out=cu_q_lens[1:])
+        request_of = np.repeat(np.arange(len(slots)), lengths)
+        positions = np.arange(len(request_of)) + (starts - cu_q_lens[:-1])[request_of]
+        pages = self._runner.page_table.pages[slots[request_of], positions // self._page_size]
+        places = pages.astype(np.int64) * self._page_size + positions % self._page_size
+        sources = slots if tokens is None else slots[:0]
+        drawing = slots[:num_drawing]
+        arrays = StepArrays(
+            token_ids=np.full(len(slots), DRAWN, np.int64) if tokens is None else tokens,
+            positions=positions,
+            slots=places,
+            rows=slots,
+            cu_q_lens=cu_q_lens,
+            kv_lens=(starts + lengths).astype(np.int32),
+            logits_rows=cu_q_lens[1 : num_drawing + 1].astype(np.int64) - 1,
+            max_q_len=int(lengths.max()),
+            max_kv_len=int((starts + lengths).max()),
+            num_decodes=len(sources),
+            drawing_slots=drawing,
+            drawing_positions=(starts + lengths)[:num_drawing],
+            sources=sources,
+            owners=np.full(len(sources), -1, np.int64),
+        )
+        logits = self._runner.run(arrays)
+        if logits is None:
+            return torch.zeros(0, dtype=torch.int64, device=self._runner.device)
+        drawn = logits.argmax(dim=-1)
+        self._runner.keep(drawn)
+        return drawn
+
+
+class _Text:
+    """The draft model's state of a request."""
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.num_tokens = 0
+        """Number of the request's tokens whose KV lies in the pages."""
+        self.tail: list[int] = []
+        """Drafts whose KV lies behind it."""
+
+    def num_known(self, tokens: Sequence[int], most: int) -> int:
+        """Number of a request's first `most` tokens whose KV is in the pages."""
+        end = self.num_tokens
+        for draft in self.tail:
+            if end >= most or tokens[end] != draft:
+                break
+            end += 1
+        return min(end, most)
+
+
+class _Piece(NamedTuple):
+    """The tokens of a request from `start` on that a step reads."""
+
+    item: int
+    """Index of the item that it belongs to."""
+    text: _Text
+    slot: int
+    start: int
+    tokens: list[int]
+    num_drafts: int
+    """Drafts to make behind them; 0: the request has not caught up."""

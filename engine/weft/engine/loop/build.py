@@ -1,0 +1,411 @@
+"""Loads the components of an engine: model, pool, memory, data plane."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from weft.engine.base.clock import Clock
+from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.give_way import HostPriority
+from weft.engine.base.machine_lock import machine_lock
+from weft.engine.checkpoint.adapters.projections import projections_of
+from weft.engine.drawing.sampler import Sampler
+from weft.engine.executor.adapter_rows import LoraPool, plan_lora
+from weft.engine.executor.device import (
+    find_device,
+    missing_native,
+    promise_determinism,
+    sampling_device,
+)
+from weft.engine.executor.drafts.build import (
+    describe_drafts,
+    draft_adapters,
+    head_drafter,
+    load_head,
+    max_drafts,
+    max_drafts_of_a_step,
+    tree_rows,
+)
+from weft.engine.executor.graphs import Progress
+from weft.engine.executor.memory_plan import (
+    MIN_PAGES,
+    check_pool_fits,
+    describe_pool,
+    measure_needs,
+    pages_of,
+    time_token,
+)
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.features.constraints.constraints import Constraints
+from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
+from weft.engine.loop.intake import Intake
+from weft.engine.loop.stats import UNKNOWN_STEP_S
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.protocol.messages import EngineInfo, StoreLookup, StorePut
+from weft.engine.scheduler.drafter import Drafter
+from weft.engine.scheduler.state import Request
+from weft.engine.sources.store import StoreLink
+from weft.engine.sources.tiers.build import TierParts, load_tiers
+from weft.engine.transfer.build import staged_exchange, staging_memory
+from weft.engine.transfer.exchange import DirectExchange, PageExchange
+from weft.engine.transfer.mover import Lanes
+from weft.engine.transfer.transport import Transport
+
+DEFAULT_KV_BYTES = 1 << 30
+"""Default size of the KV pool on a CPU."""
+SIZING_TIMEOUT_S = 600.0
+"""Longest wait for other engines that start on the same GPU."""
+MAX_SWITCH_S = 5e-4
+"""For so long a thread keeps Python's lock from one that waits for it: the engine's, whose steps
+would else be up to 5 ms late while another one reads an adapter or makes masks.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineParts:
+    """The components that `Engine` wires together."""
+
+    runner: ModelRunner
+    layout: PlaneLayout
+    memory: PageMemory
+    prefixes: PrefixTree | None
+    """Index of `memory`; None: no prefix caching."""
+    intake: Intake
+    constraints: Constraints
+    plane: Transport
+    info: EngineInfo
+    tiers: TierParts | None = None
+    """Tiers below the pool; None: there are none."""
+    sampler: Sampler | None = None
+    """The sampler; None: tokens are drawn on the host."""
+    adapters: AdapterManager | None = None
+    """The adapters; None: none are served."""
+    drafter: Drafter | None = None
+    """The drafter that runs a draft model; None: there is none."""
+    token_s: float = UNKNOWN_STEP_S
+    """Seconds a token of a step with a few tokens."""
+    host: HostPriority = field(default_factory=HostPriority)
+    """What other threads give way to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """What computes tokens and drafts."""
+
+    loaded: LoadedModel
+    """The model; with a head, `drafted` is its module."""
+    drafted: DraftedModel | None
+    """The model with a draft head; None: it has none."""
+    draft: DraftModel | None
+    """A separate draft model; None: there is none."""
+    layout: PlaneLayout
+    """Layout of the pool's pages."""
+    max_context_tokens: int
+    """Most tokens of a request, as far as the model and the settings limit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """Sizes of the pools."""
+
+    num_pages: int
+    """Pages of the pool, its null page included."""
+    num_draft_pages: int
+    """Pages of a draft model's pool, its null page included."""
+    notices: list[str]
+    """The calculation, in words."""
+
+
+def load_parts(
+    config: EngineConfig,
+    *,
+    wake: Callable[[], None] = lambda: None,
+    progress: Progress = lambda done, total, what: None,
+) -> EngineParts:
+    """Loads the model and creates the pool.
+
+    Args:
+        config: settings.
+        wake: called from other threads when the engine should turn.
+        progress: called with (done, in all, what in words): of bytes while weights load, then of
+            graphs while they are captured.
+
+    Raises:
+        ModelError, ConfigError: the directory or the settings cannot be used.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
+    device = find_device(config)
+    with _sizing_turn(config, device, progress):
+        return _load_parts(config, device, wake, progress)
+
+
+def _sizing_turn(
+    config: EngineConfig, device: torch.device, progress: Progress
+) -> AbstractContextManager[None]:
+    """The time in which this engine alone takes memory of a GPU, if its pool is to have what is
+    left: free memory, and so what graphs take of it, can only be measured for the whole device.
+    """
+    if device.type != "cuda" or config.num_pages or config.kv_memory_bytes is not None:
+        return nullcontext()
+    name = f"gpu-{torch.cuda.get_device_properties(device).uuid}"
+    told = "waiting for another worker that starts on this GPU"
+    return machine_lock(name, SIZING_TIMEOUT_S, lambda: progress(0, 1, told))
+
+
+def _load_parts(
+    config: EngineConfig, device: torch.device, wake: Callable[[], None], progress: Progress
+) -> EngineParts:
+    """See `load_parts`."""
+    models = _load_models(config, device, progress)
+    loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
+    promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
+    is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
+    lanes = Lanes(device, layout.page_bytes) if is_staged else None
+    staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
+    lora = _lora_pool(config, models, device)
+    pools = _size_pools(config, models, device, lora)
+    max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
+    runner = _make_runner(config, models, pools, max_tokens, device, lora, progress)
+    # Before any thread beside this one may use the device: graphs are captured.
+    drafter = _make_drafter(config, models, pools, runner, max_tokens, lora, wake, progress)
+    draws_on, faults = sampling_device(vocab_size, device)
+    sampler = Sampler(
+        vocab_size,
+        config.max_running_requests,
+        device=draws_on,
+        max_masked_rows=max_drafts_of_a_step(config),
+    )
+    runner.capture_draws(sampler.plain_tables)
+    window: PageExchange = DirectExchange(runner.pool_bytes)
+    if lanes is not None and staging is not None:
+        window = staged_exchange(config, runner.pool, staging, lanes)
+    plane = Transport(config, window, wake)
+    ends = loaded.config.eos_token_ids
+    adapted = () if lora is None else lora.projections
+    intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens, adapted)
+    constraints = Constraints(config, vocab_size, ends, wake)
+    tiers = load_tiers(config, layout.page_bytes, runner.page_pool, runner.pin, wake)
+    notices = [
+        *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
+        *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
+        *([] if tiers is None else tiers.notices),
+    ]
+    prefixes: PrefixTree | None = None
+    if config.prefix_cache:
+        prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
+    host = HostPriority()
+    return EngineParts(
+        runner=runner,
+        layout=layout,
+        memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
+        prefixes=prefixes,
+        intake=intake,
+        constraints=constraints,
+        plane=plane,
+        info=_describe_engine(config, models, pools.num_pages, max_tokens, plane, notices),
+        tiers=tiers,
+        sampler=sampler,
+        adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
+        drafter=drafter,
+        token_s=time_token(
+            runner, layout, config.max_running_requests, config.max_step_tokens, max_tokens
+        ),
+        host=host,
+    )
+
+
+def make_store(
+    config: EngineConfig,
+    parts: EngineParts,
+    num_held_pages: Callable[[Request, int], int],
+    send: Callable[[StoreLookup | StorePut], None],
+    clock: Clock,
+) -> StoreLink | None:
+    """An engine's side of the KV store, if there is one; see `StoreLink`."""
+    if not config.has_store:
+        return None
+    return StoreLink(config.page_size, parts.memory, num_held_pages, parts.plane, send, clock)
+
+
+def _load_models(config: EngineConfig, device: torch.device, progress: Progress) -> _Models:
+    """Loads the model, and the head or the model that drafts for it."""
+    loaded = load_model(
+        config.model_dir,
+        config.dtype,
+        config.device,
+        lambda done, total: progress(done, total, "loading the model"),
+        dummy=config.dummy_weights,
+        is_fixed=config.deterministic and device.type == "cuda",
+        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
+    )
+    drafted = load_head(config, loaded)
+    if drafted is not None:
+        loaded = replace(loaded, model=drafted)
+    most = loaded.config.max_position_embeddings
+    return _Models(
+        loaded,
+        drafted,
+        load_draft_model(config, loaded, progress),
+        loaded.model.kv_layout(config.page_size),
+        min(config.max_context_tokens or most, most),
+    )
+
+
+def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> LoraPool | None:
+    """Creates the memory for adapters; None if none are served."""
+    if not config.enable_lora:
+        return None
+    dtype: torch.dtype = getattr(torch, models.loaded.dtype)
+    drafts = draft_adapters(config, models.drafted, device)
+    projections = projections_of(models.loaded.config, config.lora_projections)
+    projections += () if drafts is None else drafts.projections
+    limits = plan_lora(config, projections, dtype)
+    model, rank = models.loaded.config, config.max_lora_rank
+    return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device, drafts)
+
+
+def _size_pools(
+    config: EngineConfig, models: _Models, device: torch.device, lora: LoraPool | None
+) -> _Pools:
+    """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free."""
+    draft, page_bytes = models.draft, models.layout.page_bytes
+    size, context = config.kv_memory_bytes, models.max_context_tokens
+    if device.type == "cuda" and not config.num_pages and size is None:
+        needs = measure_needs(
+            models.loaded.model,
+            models.layout,
+            models.loaded.config.num_embeddings,
+            config.max_running_requests,
+            config.max_step_tokens + config.decodes_beside,
+            context,
+            device,
+            cuda_graphs=config.cuda_graphs,
+            share=config.device_memory_share,
+            lora=lora,
+            max_drafts=max_drafts(config),
+            tree_rows=tree_rows(config),
+        )
+        if draft is not None:
+            needs = draft.added_to(needs, context, page_bytes, device)
+        num_pages = pages_of(needs, page_bytes)
+        plan = [describe_pool(needs, num_pages, models.layout)]
+        num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
+    else:
+        size = DEFAULT_KV_BYTES if size is None else size
+        num_pages, plan = config.num_pages or size // page_bytes, []
+        if num_pages < MIN_PAGES:
+            raise ConfigError(
+                f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
+                f"{page_bytes:,} bytes; give at least {MIN_PAGES * page_bytes:,}"
+            )
+        num_draft_pages = 0 if draft is None else draft.num_pages(num_pages, context)
+        draft_bytes = 0 if draft is None else num_draft_pages * draft.layout.page_bytes
+        if device.type == "cuda":
+            check_pool_fits(num_pages * page_bytes + draft_bytes, device)
+    if draft is not None:
+        plan.append(draft.describe(num_draft_pages))
+    return _Pools(num_pages, num_draft_pages, plan)
+
+
+def _make_runner(
+    config: EngineConfig,
+    models: _Models,
+    pools: _Pools,
+    max_tokens: int,
+    device: torch.device,
+    lora: LoraPool | None,
+    progress: Progress,
+) -> ModelRunner:
+    """Allocates the pool and captures the steps."""
+    return ModelRunner(
+        models.loaded.model,
+        models.layout,
+        pools.num_pages,
+        config.max_running_requests,
+        max_tokens,
+        device,
+        max_step_tokens=config.max_step_tokens + config.decodes_beside,
+        cuda_graphs=config.cuda_graphs,
+        lora=lora,
+        states=models.drafted,
+        max_drafts=max_drafts(config),
+        tree_rows=tree_rows(config),
+        on_capture=progress,
+    )
+
+
+def _make_drafter(
+    config: EngineConfig,
+    models: _Models,
+    pools: _Pools,
+    runner: ModelRunner,
+    max_tokens: int,
+    lora: LoraPool | None,
+    wake: Callable[[], None],
+    progress: Progress,
+) -> Drafter | None:
+    """Creates the drafter that runs a model or a head; None: none does."""
+    if models.draft is not None:
+        device = runner.pool.device
+        return models.draft.drafter(pools.num_draft_pages, max_tokens, device, progress)
+    if models.drafted is not None and config.drafter in HEAD_DRAFTERS:
+        return head_drafter(config, models.drafted, runner, lora, wake)
+    return None
+
+
+def _describe_engine(
+    config: EngineConfig,
+    models: _Models,
+    num_pages: int,
+    max_tokens: int,
+    plane: Transport,
+    notices: list[str],
+) -> EngineInfo:
+    layout = models.layout
+    return EngineInfo(
+        epoch=secrets.randbits(64) | 1,
+        model_digest=models.loaded.digest,
+        dtype=models.loaded.dtype,
+        vocab_size=models.loaded.config.vocab_size,
+        max_context_tokens=max_tokens,
+        num_pages=num_pages - 1,
+        page_size=config.page_size,
+        page_bytes=layout.page_bytes,
+        layers=layout.layers,
+        kv_heads=layout.heads,
+        draft=layout.draft,
+        head_dim=layout.dim,
+        transports=plane.transports,
+        transport_detail=plane.describe(),
+        versions=_versions(),
+        notices=notices,
+        engine_pid=os.getpid(),
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in ("weft", "torch", "nixl"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions

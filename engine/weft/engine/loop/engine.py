@@ -1,0 +1,596 @@
+"""The engine: takes requests, returns tokens and filled pages, one step at a time.
+
+`Engine.turn(inbox)` is the whole life of a request on a worker: take what came in, plan, run the
+model, sample, commit, and return what has to go out. It never waits for the outside world.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from weft.engine.base.clock import Clock, monotonic
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
+from weft.engine.drawing.draws import Drawing, Drawn
+from weft.engine.drawing.sampler import Sampler
+from weft.engine.features.speculative.drafting import Drafting
+from weft.engine.loop.adapters import EngineAdapters
+from weft.engine.loop.build import EngineParts, make_store
+from weft.engine.loop.chats import make_sessions
+from weft.engine.loop.fill_jobs import ComputeJobs
+from weft.engine.loop.flight import FlightRecorder
+from weft.engine.loop.new_tokens import NewTokens
+from weft.engine.loop.outgoing import Outgoing
+from weft.engine.loop.pipeline import StepPipeline
+from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
+from weft.engine.loop.resumption import first_to_run
+from weft.engine.loop.snapshot import engine_snapshot
+from weft.engine.loop.stats import EngineStats
+from weft.engine.memory.events import KvEvents
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
+from weft.engine.scheduler.events import SchedulerEvents
+from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request, RequestKey, State
+from weft.engine.sources.arrivals import take_transfers
+from weft.engine.sources.audit import PageAudit
+from weft.engine.sources.cost import FillCosts
+from weft.engine.sources.filler import Filler
+from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.tiers.assembly import make_tiers
+from weft.engine.sources.tiers.write_through import write_through
+from weft.engine.transfer.staging import StagingCounts
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_INTERVAL_S = 0.02
+REPORT_INTERVAL_S = 0.1
+
+
+class Engine:
+    """Scheduler, memory, model, sampler and fills of one worker, in one thread.
+
+    Args:
+        config: settings.
+        parts: loaded model, pool and data plane (`weft.engine.loop.build.load_parts`).
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
+        self.config = config
+        self._clock = clock
+        self.parts = parts
+        self._runner = parts.runner
+        self._intake = parts.intake
+        self.memory: PageMemory = parts.memory
+        self.info = parts.info
+        self._out = Outgoing()
+        self._kv_events = KvEvents(config.page_size)
+        parts.memory.on_published.append(lambda _, key, parent: self._kv_events.stored(key, parent))
+        parts.memory.on_evicted.append(self._kv_events.removed)
+        self.costs = FillCosts(config.local_prefill_max_tokens, config.page_size)
+        self.fills = OwnerFills(
+            config,
+            parts.info.epoch,
+            parts.layout.page_bytes,
+            parts.memory,
+            parts.plane,
+            self.costs,
+            self._out.fill_command,
+            clock,
+        )
+        pages = RequestPages(parts.memory, parts.prefixes, config.page_size)
+        self.tiers, fills, self.tier_policy = make_tiers(
+            config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
+        )
+        waiting = make_queue(config.scheduling_policy, config.ageing_s, pages.num_cached_tokens)
+        self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
+        events = SchedulerEvents()
+        self.scheduler = Scheduler(
+            SchedulerLimits.of(config, parts.runner.step_sizes),
+            pages,
+            waiting,
+            fills,
+            self._on_finish,
+            self._on_slot_free,
+            self.adapters.places,
+            events=events,
+            prompt_budget=partial(self.costs.tokens_within, config.inter_token_target_s),
+        )
+        self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
+        self.adapters.attach(self.scheduler.waitlist)
+        self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
+        if self.sessions is not None:
+            events.leaving.append(self.sessions.on_leaving)
+        self.fills.listener = self.scheduler
+        if self.tiers is not None:
+            self.tiers.listener = self.scheduler
+        self.filler = self._make_filler()
+        held = pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages
+        self.store = make_store(config, parts, held, self._out.store, clock)
+        write_through(events, self.tier_policy, self.tiers, self.store)
+        self.audit: PageAudit | None = None
+        if config.enable_faults:
+            self.audit = PageAudit(parts.runner.page_digests, parts.memory)
+            self.fills.audit = self.audit
+        most = config.max_running_requests
+        sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
+        self._constraints = parts.constraints
+        self._drawing = Drawing(sampler, parts.constraints)
+        self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
+        self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
+        self.pipeline = StepPipeline(
+            parts.runner,
+            self._drawing,
+            self.scheduler,
+            self,
+            clock,
+            is_overlapped=config.is_overlapped,
+            drafter=self.drafting.drafter,
+            host=parts.host,
+        )
+        self._groups: dict[RequestKey, list[Request]] = {}
+        self._forking: set[RequestKey] = set()
+        """Groups whose samples are still to be forked, and some that have been since."""
+        self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
+        self.is_draining = False
+        self.ran_step = False
+        """Whether the last turn computed something."""
+        self._expire_at = self._report_at = 0.0
+
+    def _make_filler(self) -> Filler:
+        """The side of this worker that fills pages of others."""
+        config, parts, clock = self.config, self.parts, self._clock
+        jobs = ComputeJobs(
+            config,
+            parts.intake,
+            self.scheduler,
+            parts.info.max_context_tokens,
+            self._look_up,
+            self.adapters.holds,
+            clock,
+        )
+        return Filler(
+            config.page_size,
+            parts.info.epoch,
+            parts.layout.page_bytes,
+            parts.memory,
+            jobs,
+            parts.plane.shipper,
+            self._out.fill_reply,
+            clock,
+            nixl_version=parts.plane.nixl_version,
+            memory_type=parts.plane.memory_type,
+            max_chunk_pages=parts.plane.shipper.max_chunk_pages,
+        )
+
+    # -- one turn --------------------------------------------------------------------------------
+
+    @property
+    def flight(self) -> FlightRecorder | None:
+        """Records each plan for crash dumps, once set."""
+        return self.pipeline.flight
+
+    @flight.setter
+    def flight(self, recorder: FlightRecorder | None) -> None:
+        self.pipeline.flight = recorder
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next turn would run a step."""
+        return self.scheduler.has_work or self.pipeline.num_steps > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request, fill or lease exists: stopping the engine disturbs nobody."""
+        return not (
+            self.scheduler.num_requests
+            or self.pipeline.num_steps
+            or self.fills.num_open
+            or self.filler.num_active
+            or self.num_copies
+        )
+
+    @property
+    def num_copies(self) -> int:
+        """Number of pages held for copies to elsewhere."""
+        num_copies = self.store.num_open_pages if self.store is not None else 0
+        return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
+
+    def _prefill_rate(self) -> float:
+        return self.costs.local_tokens_per_s
+
+    def turn(self, inbox: Inbox | None = None) -> Outbox:
+        """Takes the inbox, starts and completes at most one step each; returns what to send."""
+        self.pipeline.host_goes_on()
+        if inbox is not None:
+            self._take_inbox(inbox)
+        if self.tiers is not None:
+            self.tiers.take()
+        take_transfers(self.parts.plane, self.fills, self.filler, self.store)
+        self._take_compiled()
+        self.adapters.turn()
+        now = self._clock()
+        if now >= self._expire_at:
+            self._expire_at = now + EXPIRY_INTERVAL_S
+            self.scheduler.expire(now)
+            self.fills.tick()
+            if self.sessions is not None:
+                self.sessions.tick()
+            self.filler.tick()
+        plan = self.scheduler.plan(now)
+        self._note_plan()
+        self.ran_step = self.pipeline.turn(plan)
+        self.adapters.turn()
+        if self.store is not None:
+            self.store.tick()
+        if self.tiers is not None:
+            self.tiers.tick()
+        if self.config.poison_free_pages:
+            self._runner.poison(self.memory.take_freed())
+            if self.tiers is not None:
+                self._runner.mark().wait()  # Loads wait for no step.
+        if now >= self._report_at or (inbox is not None and wants_report(inbox)):
+            self._report_at = now + REPORT_INTERVAL_S
+            self._out.outbox.load = load_report(self)
+        self._out.outbox.kv_changes = self._kv_events.take()
+        self.pipeline.host_rests()
+        return self._out.take()
+
+    def close(self) -> None:
+        """Ends the data plane's threads and agents, and the compiler of constraints."""
+        self._constraints.close()
+        self.adapters.close()
+        self.drafting.close()
+        if self.tiers is not None:
+            self.tiers.close()
+        self.parts.plane.close()
+
+    # -- what came in ----------------------------------------------------------------------------
+
+    def _take_inbox(self, inbox: Inbox) -> None:
+        for order in inbox.adapter_orders:
+            self.adapters.order(order)
+            self.drafting.order(order)
+        if inbox.drain:
+            self.is_draining = self.filler.is_draining = True
+            self._hand_back(is_running_too=False)
+        for submit in inbox.submits:
+            self._submit(submit)
+        for cancel in inbox.cancels:
+            key = RequestKey(cancel.session, cancel.request_id, cancel.attempt)
+            self._cancel(key, cancel.sample)
+        for session in inbox.closed_gateways:
+            for key in [key for key in self._groups if key.session == session]:
+                self._end_group(key)
+        for ping in inbox.pings:
+            self._answer(ping)
+        for start in inbox.fill_starts:
+            self.filler.on_start(start)
+        for lease_id in inbox.fill_renewals:
+            self.filler.on_renew(lease_id)
+        for lease_id in inbox.fill_stops:
+            self.filler.on_stop(lease_id)
+        for stream, num_events in inbox.taken_fill_events:
+            self.filler.on_taken(stream, num_events)
+        for stream in inbox.broken_fill_streams:
+            self.filler.on_stream_broken(stream)
+        for query in inbox.lease_queries:
+            reply = LeaseReply(query=query.query, state=self.filler.on_query(query))
+            self._out.outbox.lease_replies.append(reply)
+        if inbox.hand_back:
+            self._hand_back(is_running_too=True)
+        for event in inbox.filler_events:
+            self.fills.on_event(event.lease_id, event.event)
+        for answer in inbox.lease_answers:
+            self.fills.on_lease_answer(answer)
+        for exited in inbox.exits:
+            released = self.fills.on_process_exited(exited.worker_id, exited.epoch)
+            self._out.outbox.exit_replies.append((exited.query, released))
+        if self.store is not None:
+            for found in inbox.store_answers:
+                self.store.on_answer(found)
+            for result in inbox.store_put_results:
+                self.store.on_result(result)
+        if self.sessions is not None:
+            for end in inbox.session_ends:
+                self.sessions.release(end.cache_salt, end.session_id)
+        for query_id in inbox.flush_cache:
+            self._out.outbox.flush_replies.append((query_id, self._flush()))
+        for query_id, max_entries in inbox.dump_state:
+            state = json.dumps(self.snapshot(max_entries))
+            self._out.outbox.state_replies.append((query_id, state))
+
+    def _flush(self) -> int:
+        if self.sessions is not None:
+            self.sessions.pins.clear()
+        num_pages = self.memory.flush_cache()
+        return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
+
+    def _submit(self, submit: Submit) -> None:
+        key = RequestKey(submit.session, submit.request_id, submit.attempt)
+        if key in self._groups:
+            self._repeat_state(key)
+            return
+        try:
+            if self.is_draining:
+                raise Draining("this worker is shutting down", stage="queue")
+            self._check_queue()
+            self.adapters.check(submit)
+            request = self._intake.from_submit(submit, self._clock())
+            request.speculates = self.drafting.is_for(request)
+            can_run = self._constraints.admit(request)
+        except WeftError as error:
+            self._out.failed(key, error)
+            return
+        self._out.accepted(key)
+        first: Request | None = request
+        if submit.progress:
+            first = first_to_run(request, self._intake, self._out, self._clock())
+        if first is not None:
+            self._groups[key] = [first]
+            if first.unforked_samples:
+                self._forking.add(key)
+            self._look_up(first)
+            self.scheduler.add(first, is_held=not can_run)
+        else:
+            self._constraints.end(request, is_last=True)
+
+    def _check_queue(self) -> None:
+        """Raises Overloaded if too many samples wait, those included that are not forked yet."""
+        firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
+        self._forking = {key for key, first in firsts.items() if first.unforked_samples}
+        num_unforked = sum(len(firsts[key].unforked_samples) for key in self._forking)
+        num_waiting = self.scheduler.num_waiting + num_unforked
+        if num_waiting >= self.config.max_waiting_requests:
+            message = f"{num_waiting} requests are waiting"
+            raise Overloaded(message, stage="queue", retry_after_s=retry_after_s(self))
+
+    def _take_compiled(self) -> None:
+        for key, error in self._constraints.take_compiled():
+            if error is not None:
+                self._fail_group(key, error)
+            else:
+                for request in self._groups[key]:
+                    if request in self.scheduler.held:
+                        self.scheduler.release(request)
+
+    def _hand_back(self, *, is_running_too: bool) -> None:
+        """Hands requests back to their gateways, which resume them elsewhere.
+
+        Args:
+            is_running_too: All of them, and open leases are stopped; else those that only wait.
+        """
+        queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
+        for key, group in list(self._groups.items()):
+            if is_running_too or all(request.state in queued for request in group):
+                self._fail_group(key, Draining("this worker is shutting down", stage="queue"))
+        if is_running_too:
+            for lease in list(self.filler.leases):
+                self.filler.on_stop(lease.handle.lease_id)
+
+    def _look_up(self, request: Request) -> None:
+        if self.tiers is not None:
+            self.tiers.look_up(request)
+        if self.store is not None:
+            self.store.look_up(request)
+
+    def _repeat_state(self, key: RequestKey) -> None:
+        """Answers a duplicate submit with the state of its request."""
+        self._out.accepted(key)
+        for request in self._groups[key]:
+            self._out.all_tokens(request)
+
+    def _answer(self, ping: Ping) -> None:
+        if ping.expects_constraints:
+            self._constraints.expect()
+        keys = [RequestKey(ping.session, *asked) for asked in ping.asked]
+        unknown = [(key.request_id, key.attempt) for key in keys if key not in self._groups]
+        self._out.session(ping.session).pongs.append(Pong(nonce=ping.nonce, unknown=unknown))
+
+    def _cancel(self, key: RequestKey, sample: int | None) -> None:
+        if sample is None:
+            self._end_group(key)
+            return
+        for request in self._groups.get(key, []):
+            if request.sample == sample and request.state is not State.FINISHED:
+                self._end_sample(request, "cancelled", None)
+                return
+            if sample in request.unforked_samples:
+                self._end_unforked(request, sample)
+                return
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def _note_plan(self) -> None:
+        """Reports the results of planning: preemptions, cached pages of fill jobs, and wipes."""
+        for request in self.scheduler.preempted:
+            self._out.preempted(request)
+        self.scheduler.preempted.clear()
+        self._note_progress()
+        if self.tiers is not None:
+            self.tiers.write_back()
+        if wipes := self.memory.take_wipes():
+            self._runner.zero(wipes)
+            is_written_by_fills = self.fills.num_open and self.parts.plane.staging is None
+            if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
+                self._runner.mark().wait()  # Others may write there from now on.
+        if self.tiers is not None:
+            self.tiers.begin_loads()
+
+    def _note_progress(self) -> None:
+        progressed, self.scheduler.progressed = self.scheduler.progressed, []
+        for request in progressed:
+            self.filler.on_progress(request)
+
+    def step_done(self, plan: Plan, drawn: Drawn | None, duration_s: float) -> None:
+        """See `StepOwner.step_done`."""
+        self._note_progress()
+        num_surplus = 0
+        runs: Sequence[Run] = ()
+        if plan.scores is not None:
+            self._new_tokens.take_prompt(plan.scores)
+        if drawn is not None:
+            num_surplus, runs = self._take_tokens(drawn, plan), drawn.runs
+        self.stats.step(plan, duration_s, self.costs, num_surplus, runs)
+        self.drafting.observe(plan, runs, duration_s)
+
+    def _take_tokens(self, drawn: Drawn, plan: Plan) -> int:
+        """Appends and emits new tokens; ends samples where they end, and forks others.
+
+        Args:
+            drawn: What came.
+            plan: Plan of the step; the tokens of its decodes are not first tokens.
+
+        Returns:
+            Tokens of requests that had ended while the step was under way.
+        """
+        num_surplus = 0
+        for failed, error in drawn.errors:
+            if failed.state is not State.FINISHED:
+                num_surplus -= 1  # Its token is neither of use nor too many.
+                self._fail_group(failed.key, error)
+        now = self._clock()
+        firsts = drawn.requests[len(plan.decodes) :]
+        for request in firsts:
+            timeline = request.timeline
+            if timeline.first_token_s is None:
+                timeline.first_token_s = now - timeline.submitted_at
+        ends, num_ended = self._new_tokens.take(drawn, plan)
+        for end in ends:
+            self._end_sample(*end)
+        for request in firsts:
+            if request.unforked_samples and request.state is not State.FINISHED:
+                self._fork(request, now)
+        ends, num_behind = self._new_tokens.take_runs(drawn.runs, self.scheduler.accepted)
+        for end in ends:
+            self._end_sample(*end)
+        return num_surplus + num_ended + num_behind
+
+    def _fork(self, first: Request, now: float) -> None:
+        """Creates the other samples of a prompt whose KV exists now; they share its full pages."""
+        num_pages = (first.num_prompt_tokens - 1) // self.config.page_size
+        group = self._groups.get(first.key)
+        samples, first.unforked_samples = first.unforked_samples, {}
+        if group is None:
+            return
+        for sample, generated in reversed(samples.items()):
+            request = self._intake.sibling(first, sample, generated, now)
+            if first.state is State.RUNNING:
+                request.pages = first.pages[:num_pages]
+                self.memory.retain(request.pages)
+                request.num_computed = num_pages * self.config.page_size
+                request.num_published_pages = num_pages
+            else:  # The first of them goes on in its place.
+                request.candidates, first.candidates = first.candidates, []
+            group.append(request)
+            self.scheduler.add(request, is_held=first in self.scheduler.held)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _end_sample(self, request: Request, reason: str, stop_token_id: int | None) -> None:
+        """Finishes one sample without an error."""
+        request.timeline.finish_s = self._clock() - request.timeline.submitted_at
+        if request.unforked_samples:
+            self._fork(request, self._clock())
+        self._out.finished(request, reason, stop_token_id)
+        self.scheduler.finish(request)
+
+    def _end_unforked(self, first: Request, sample: int) -> None:
+        """Cancels a sample before it was forked."""
+        generated = first.unforked_samples.pop(sample)
+        never = self._intake.sibling(first, sample, generated, self._clock())
+        never.timeline.finish_s = self._clock() - never.timeline.submitted_at
+        self._out.finished(never, "cancelled", None)
+
+    def _end_group(self, key: RequestKey) -> None:
+        """Cancels all samples of a request."""
+        for request in self._groups.pop(key, []):
+            for sample in list(request.unforked_samples):
+                self._end_unforked(request, sample)
+            if request.state is not State.FINISHED:
+                self._end_sample(request, "cancelled", None)
+
+    def _fail_group(self, key: RequestKey, error: WeftError) -> None:
+        """Fails a whole request: one event, and all its samples end."""
+        group = self._groups.pop(key, None)
+        if group is None:
+            return
+        timeline = group[0].timeline
+        timeline.finish_s = self._clock() - timeline.submitted_at
+        self._out.failed(key, error, timeline)
+        for request in group:
+            self.scheduler.finish(request, error)
+
+    def step_failed(self, plan: Plan, error: Exception) -> None:
+        """See `StepOwner.step_failed`."""
+        failure = Internal(f"a step failed: {type(error).__name__}", stage="decode")
+        for request, *_ in plan:
+            self._fail(request, failure)
+
+    def _fail(self, request: Request, error: WeftError) -> None:
+        if request.is_fill:
+            self.scheduler.finish(request, error)
+        else:
+            self._fail_group(request.key, error)
+
+    def _on_finish(self, request: Request) -> None:
+        """Handles the end of a request, whose pages are released."""
+        if request.is_fill:
+            if request.error is not None:
+                self.filler.on_job_failed(request, request.error.message)
+            return
+        group = self._groups.get(request.key)
+        if request.error is not None:
+            self._fail_group(request.key, request.error)
+        elif group and all(r.state is State.FINISHED for r in group):
+            del self._groups[request.key]
+        self._constraints.end(request, is_last=request.key not in self._groups)
+
+    def _on_slot_free(self, slot: int) -> None:
+        self._runner.reset_slot(slot)
+        self._drawing.free(slot)
+        self.drafting.forget(slot)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def staging_counts(self) -> StagingCounts | None:
+        """Staging pages by state; None if there are none."""
+        area = self.parts.plane.staging
+        return area.counts() if area is not None else None
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start, by name."""
+        return engine_counters(self)
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of everything that grows with requests, by name; see `snapshot`."""
+        return {
+            "groups": len(self._groups),
+            "sampling_slots": self._drawing.num_slots,
+            "steps_under_way": self.pipeline.num_steps,
+            **self.scheduler.sizes(),
+            **self.fills.sizes(),
+            **self.filler.sizes(),
+            **(self.store.sizes() if self.store is not None else {}),
+            **(self.tiers.sizes() if self.tiers is not None else {}),
+            **(self.adapters.sizes() | self.drafting.sizes()),
+            **self._constraints.sizes(),
+            **self.parts.plane.sizes(),
+        }
+
+    def snapshot(self, max_entries: int) -> dict[str, Any]:
+        """The engine's current state as JSON values, for operators: ids and numbers, no tokens.
+
+        Args:
+            max_entries: Most entries of each list; `sizes` has the whole lengths.
+        """
+        return engine_snapshot(self, self._clock(), max_entries)

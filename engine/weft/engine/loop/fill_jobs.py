@@ -1,0 +1,80 @@
+"""The jobs of a filler that computes pages: prompts in the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.engine.base.clock import Clock
+from weft.engine.base.config import EngineConfig
+from weft.engine.loop.intake import Intake
+from weft.engine.protocol.handle import KvHandle
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request
+from weft.engine.sources.lease import FillJob
+
+
+class ComputeJobs:
+    """Implements `Jobs` over the scheduler.
+
+    Args:
+        config: bounds.
+        intake: makes requests and knows namespaces.
+        scheduler: runs them.
+        max_tokens: longest prompt that the context and the pool allow.
+        look_up: asks the KV store about a new request.
+        has_adapter: pages can be computed with the adapter of this digest.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        intake: Intake,
+        scheduler: Scheduler,
+        max_tokens: int,
+        look_up: Callable[[Request], None],
+        has_adapter: Callable[[bytes], bool],
+        clock: Clock,
+    ) -> None:
+        self._max_queued_tokens = config.max_queued_fill_tokens
+        self._max_waiting = config.max_waiting_requests
+        self._intake = intake
+        self._scheduler = scheduler
+        self._max_tokens = max_tokens
+        self._look_up = look_up
+        self._has_adapter = has_adapter
+        self._clock = clock
+
+    def why_not(self, handle: KvHandle) -> tuple[str, str]:
+        """See `Jobs.why_not`."""
+        if handle.namespace != self._intake.namespace(handle.cache_salt, handle.adapter):
+            what = ", or what adapters may change (lora_projections)" if handle.adapter else ""
+            return "namespace", f"model, dtype or layout differ{what}"
+        if handle.adapter and not self._has_adapter(handle.adapter):
+            return "namespace", f"adapter {handle.adapter.hex()[:16]} is not loaded here"
+        if handle.end_token > self._max_tokens:
+            return "too_long", f"{handle.end_token} tokens, at most {self._max_tokens}"
+        if max(handle.tokens) >= self._intake.vocab_size:
+            return "invalid", f"a token id is not below {self._intake.vocab_size}"
+        if self._scheduler.num_waiting >= self._max_waiting:
+            return "busy", f"{self._scheduler.num_waiting} fills wait"
+        if self._scheduler.num_tokens_before(handle.adapter) > self._max_queued_tokens:
+            return "busy", f"over {self._max_queued_tokens} tokens are queued"
+        return "", ""
+
+    def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> Request:
+        """See `Jobs.begin`; progress comes with the steps."""
+        request = self._intake.from_handle(handle, request_id, traceparent, self._clock())
+        self._look_up(request)
+        self._scheduler.add(request)
+        return request
+
+    def queued_s(self, job: FillJob) -> float:
+        """See `Jobs.queued_s`."""
+        assert isinstance(job, Request)
+        return job.timeline.admitted_s or 0.0
+
+    def end(self, job: FillJob) -> None:
+        """See `Jobs.end`."""
+        assert isinstance(job, Request)
+        self._scheduler.finish(job)

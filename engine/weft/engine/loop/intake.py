@@ -1,0 +1,241 @@
+"""Converts submits and handles to requests; refuses those that can never run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection
+
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ContextTooLong, InvalidRequest
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.sampler import derive_seed
+from weft.engine.memory.keys import PageKeys, namespace_digest
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.protocol.handle import KvHandle
+from weft.engine.protocol.messages import SampleProgress, Submit
+from weft.engine.scheduler.state import Request, RequestKey, Timeline
+
+NO_SAMPLING = SamplingParams(temperature=0.0)
+NO_STOP = StopCriteria()
+
+
+def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:
+    """Why a sample ends with its newest token: (reason, the stop token if one matched); None: it
+    goes on.
+
+    Args:
+        request: The sample.
+        token: Its newest token.
+        num_generated: Tokens that it has generated, this one included.
+    """
+    stop = request.stop
+    is_eos = token in request.eos_token_ids
+    if is_eos and request.params.constraint is not None:
+        return "stop", token  # Nothing can follow: its grammar is complete.
+    if num_generated >= stop.min_tokens and (
+        (is_eos and not stop.ignore_eos) or token in stop.stop_token_ids
+    ):
+        return "stop", token
+    return ("length", None) if num_generated >= request.max_tokens else None
+
+
+class Intake:
+    """Builds the engine's requests.
+
+    Args:
+        config: engine settings.
+        layout: page shape, part of the namespace.
+        model_digest: 32 bytes.
+        vocab_size: token ids are below it.
+        eos_token_ids: of the model.
+        max_tokens: longest prompt plus output that the context and the pool allow.
+        adapter_parts: names of the projections that adapters may change here.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: PlaneLayout,
+        model_digest: bytes,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        max_tokens: int,
+        adapter_parts: Collection[str] = (),
+    ) -> None:
+        self._page_size = config.page_size
+        self._layout = layout.describe()
+        # What a lenient load leaves out follows from them, and changes the pages.
+        self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
+        self._model_digest = model_digest
+        self.vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
+        self._max_tokens = max_tokens
+        self._arrivals = itertools.count()
+        self._namespaces: dict[tuple[str, bytes], bytes] = {}
+
+    def namespace(self, cache_salt: str, adapter: bytes = b"") -> bytes:
+        """Namespace for this model and layout, a tenant's salt and an adapter; 32 bytes."""
+        known = self._namespaces.get((cache_salt, adapter))
+        if known is None:
+            known = namespace_digest(
+                self._model_digest,
+                self._adapted_layout if adapter else self._layout,
+                adapter_digest=adapter,
+                cache_salt=cache_salt,
+            )
+            if len(self._namespaces) < 1024:
+                self._namespaces[cache_salt, adapter] = known
+        return known
+
+    def from_submit(self, submit: Submit, now: float) -> Request:
+        """Builds the first sample of a submit that is to run; the others are forked from it.
+
+        A resumed one has the tokens of its earlier attempts. It goes on as if it had drawn them
+        here: they may even have ended it (`end_of`).
+
+        Raises:
+            InvalidRequest, ContextTooLong: it can never run.
+        """
+        num_prompt = len(submit.prompt)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt has no tokens", stage="validate", param="prompt")
+        if max(submit.prompt) >= self.vocab_size or min(submit.prompt) < 0:
+            message = f"a prompt token id is not below the vocabulary size {self.vocab_size}"
+            raise InvalidRequest(message, stage="validate", param="prompt")
+        for token_id in submit.sampling.logit_bias:
+            if not 0 <= token_id < self.vocab_size:
+                message = f"token id {token_id} is not below the vocabulary size {self.vocab_size}"
+                raise InvalidRequest(message, stage="validate", param="logit_bias")
+        if submit.prompt_logprobs is not None and submit.sampling.n > 1:
+            raise InvalidRequest("only with n = 1", stage="validate", param="prompt_logprobs")
+        wanted = submit.stop.max_tokens
+        room = self._max_tokens - num_prompt
+        if submit.prompt_logprobs is not None and wanted == 1:
+            room += 1  # A token that is only drawn has no position: the prompt may fill them all.
+        if room < 1:
+            message = (
+                f"the prompt has {num_prompt} tokens; prompt and output may have "
+                f"{self._max_tokens} here"
+            )
+            raise ContextTooLong(message, stage="validate", param="prompt")
+        max_tokens = room if wanted is None else min(room, wanted)
+        unforked = self._samples(submit, max_tokens)
+        sample = next(iter(unforked))
+        namespace = self.namespace(submit.cache_salt, submit.adapter)
+        return Request(
+            key=RequestKey(submit.session, submit.request_id, submit.attempt),
+            sample=sample,
+            tokens=submit.prompt + unforked.pop(sample),
+            num_prompt_tokens=num_prompt,
+            params=submit.sampling,
+            stop=submit.stop,
+            max_tokens=max_tokens,
+            eos_token_ids=self._eos,
+            seed=derive_seed(submit.sampling.seed, sample),
+            top_logprobs=submit.top_logprobs,
+            prompt_logprobs=submit.prompt_logprobs if num_prompt > 1 else None,
+            keys=PageKeys(namespace, self._page_size),
+            arrival=next(self._arrivals),
+            first_token_deadline=now + submit.first_token_timeout_s,
+            deadline=now + submit.total_timeout_s,
+            timeline=Timeline(submitted_at=now),
+            candidates=list(submit.candidates),
+            cache_salt=submit.cache_salt,
+            priority=submit.priority,
+            tenant=submit.tenant,
+            session_id=submit.session_id,
+            ends_session=submit.ends_session,
+            namespace=namespace,
+            adapter=submit.adapter,
+            traceparent=submit.traceparent,
+            unforked_samples=unforked,
+        )
+
+    def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:
+        """The samples that are to run, with the tokens generated in earlier attempts."""
+        samples: dict[int, list[int]] = {sample: [] for sample in range(submit.sampling.n)}
+        for entry in submit.progress:
+            self._check_progress(entry, submit.sampling.n, max_tokens)
+            if entry.is_finished:
+                samples.pop(entry.sample, None)
+            else:
+                samples[entry.sample] = entry.tokens
+        if not samples:
+            raise InvalidRequest("every sample is finished", stage="validate", param="progress")
+        return samples
+
+    def _check_progress(self, entry: SampleProgress, num_samples: int, max_tokens: int) -> None:
+        tokens = entry.tokens
+        if not 0 <= entry.sample < num_samples:
+            message = f"sample {entry.sample} of {num_samples}"
+        elif len(tokens) > max_tokens:
+            message = f"{len(tokens)} tokens of sample {entry.sample}, at most {max_tokens} fit"
+        elif tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            message = f"a token id is not below the vocabulary size {self.vocab_size}"
+        else:
+            return
+        raise InvalidRequest(message, stage="validate", param="progress")
+
+    def sibling(self, first: Request, sample: int, generated: list[int], now: float) -> Request:
+        """Builds another sample of the same prompt, with the tokens it has already generated
+        elsewhere.
+        """
+        return Request(
+            key=first.key,
+            sample=sample,
+            tokens=first.tokens[: first.num_prompt_tokens] + generated,
+            num_prompt_tokens=first.num_prompt_tokens,
+            params=first.params,
+            stop=first.stop,
+            max_tokens=first.max_tokens,
+            eos_token_ids=first.eos_token_ids,
+            seed=derive_seed(first.params.seed, sample),
+            top_logprobs=first.top_logprobs,
+            keys=PageKeys(first.namespace, self._page_size),
+            arrival=next(self._arrivals),
+            first_token_deadline=first.first_token_deadline,
+            deadline=first.deadline,
+            timeline=Timeline(submitted_at=first.timeline.submitted_at),
+            cache_salt=first.cache_salt,
+            priority=first.priority,
+            tenant=first.tenant,
+            session_id=first.session_id,
+            ends_session=first.ends_session,
+            namespace=first.namespace,
+            adapter=first.adapter,
+            traceparent=first.traceparent,
+            num_cached_tokens=first.num_cached_tokens,
+            is_sibling=True,
+            speculates=first.speculates,
+        )
+
+    def from_handle(
+        self, handle: KvHandle, request_id: str, traceparent: str, now: float
+    ) -> Request:
+        """Builds the compute job of a fill. It has no deadline of its own: its lease ends it."""
+        return Request(
+            key=RequestKey(-1, request_id, 0),
+            sample=0,
+            tokens=handle.tokens,
+            num_prompt_tokens=handle.end_token,
+            params=NO_SAMPLING,
+            stop=NO_STOP,
+            max_tokens=0,
+            eos_token_ids=frozenset(),
+            seed=0,
+            top_logprobs=None,
+            keys=PageKeys(handle.namespace, self._page_size),
+            arrival=next(self._arrivals),
+            first_token_deadline=math.inf,
+            deadline=math.inf,
+            timeline=Timeline(submitted_at=now),
+            cache_salt=handle.cache_salt,
+            priority=handle.priority,
+            tenant=handle.tenant,
+            namespace=handle.namespace,
+            adapter=handle.adapter,
+            traceparent=traceparent,
+            is_fill=True,
+            lease_id=handle.lease_id,
+        )

@@ -1,0 +1,253 @@
+"""The engine as a library: offline batches in one process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.errors import WeftError, error_class
+from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.checkpoint.adapters.digest import adapter_digest
+from weft.engine.loop.build import load_parts
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.messages import AdapterOrder, Cancel, Failure, GatewayBatch, Inbox, Submit
+from weft.engine.scheduler.state import Timeline
+
+NO_TIMEOUT_S = 1e9
+_SESSION = 0
+_IDLE_S = 0.05
+"""Seconds between turns in which the engine only waits for one of its threads."""
+
+
+@dataclass(slots=True)
+class GeneratedSample:
+    """The result of one sample of one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of all tokens of the prompt but the first."""
+    finish_reason: str = ""
+    timeline: Timeline | None = None
+
+
+def to_error(failure: Failure) -> WeftError:
+    """Converts a failure message back to the exception."""
+    return error_class(failure.reason)(
+        failure.message,
+        stage=failure.stage,
+        param=failure.param,
+        retry_after_s=failure.retry_after_s,
+    )
+
+
+class LLM:
+    """Generates token ids from token ids.
+
+    Args:
+        model_dir: Hugging Face directory.
+        settings: any field of `EngineConfig`.
+
+    Raises:
+        ModelError, ConfigError: the directory or the settings cannot be used.
+    """
+
+    def __init__(self, model_dir: Path | str, **settings: Any) -> None:
+        alone: dict[str, Any] = {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
+        settings = alone | settings
+        config = EngineConfig(model_dir=Path(model_dir), **settings)
+        self._woken = threading.Event()
+        self.engine = Engine(config, load_parts(config, wake=self._woken.set))
+        self._ids = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the engine's threads."""
+        self.engine.close()
+
+    def load_adapter(
+        self, directory: Path | str, *, is_pinned: bool = False, is_lenient: bool = False
+    ) -> bytes:
+        """Loads a PEFT directory, which must stay as it is; needs `enable_lora`.
+
+        Args:
+            directory: adapter_config.json and adapter_model.safetensors.
+            is_pinned: It stays on the device.
+            is_lenient: What cannot be applied is left out.
+
+        Returns:
+            Its digest, which names it in `generate`.
+
+        Raises:
+            AdapterError: It cannot be used.
+            ConfigError: `enable_lora` is off.
+        """
+        digest = adapter_digest(Path(directory), is_lenient=is_lenient)
+        order = AdapterOrder(
+            query=next(self._ids),
+            action="load",
+            digest=digest,
+            name=Path(directory).name,
+            directory=str(directory),
+            is_pinned=is_pinned,
+            is_lenient=is_lenient,
+        )
+        self._order(order)
+        return digest
+
+    def unload_adapter(self, digest: bytes) -> None:
+        """Unloads an adapter."""
+        self._order(AdapterOrder(query=next(self._ids), action="unload", digest=digest))
+
+    def _order(self, order: AdapterOrder) -> None:
+        inbox: Inbox | None = Inbox(adapter_orders=[order])
+        while True:
+            self._woken.clear()
+            replies = self.engine.turn(inbox).adapter_replies
+            inbox = None
+            for reply in replies:
+                if reply.failure is not None:
+                    raise to_error(reply.failure)
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self.engine.has_work:
+            self._woken.wait(_IDLE_S)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: StopCriteria | Sequence[StopCriteria] | None = None,
+        top_logprobs: int | None = None,
+        adapters: Sequence[bytes] = (),
+        max_at_once: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> list[GeneratedSample]:
+        """Runs prompts of token ids to their end; with n > 1 the first sample of each.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: For all prompts, or one for each; greedy if not given.
+            stop: Stop criteria of all prompts, or of each.
+            top_logprobs: None: no log-probabilities.
+            adapters: By prompt, each one's digest, or empty for the base model; none at all: the
+                base model for all.
+            max_at_once: Number of prompts under way at most: others begin as these end. None: all.
+            prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
+
+        Raises:
+            ValueError: `max_at_once` is less than one.
+            WeftError: a prompt was refused; nothing else goes on.
+        """
+        groups = self.generate_all(
+            prompts, sampling, stop, top_logprobs, adapters, max_at_once, prompt_logprobs
+        )
+        return [group[0] for group in groups]
+
+    def generate_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: StopCriteria | Sequence[StopCriteria] | None = None,
+        top_logprobs: int | None = None,
+        adapters: Sequence[bytes] = (),
+        max_at_once: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> list[list[GeneratedSample]]:
+        """Like `generate`, with all `n` samples of each prompt."""
+        if max_at_once is not None and max_at_once < 1:
+            raise ValueError(f"max_at_once = {max_at_once}: at least one prompt must be under way")
+        sampling = sampling or SamplingParams(temperature=0.0)
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(prompts)
+        stop = stop or StopCriteria()
+        if isinstance(stop, StopCriteria):
+            stop = [stop] * len(prompts)
+        submits = [
+            Submit(
+                session=_SESSION,
+                request_id=str(next(self._ids)),
+                attempt=1,
+                prompt=list(prompt),
+                sampling=drawn,
+                stop=ends,
+                top_logprobs=top_logprobs,
+                prompt_logprobs=prompt_logprobs,
+                first_token_timeout_s=NO_TIMEOUT_S,
+                total_timeout_s=NO_TIMEOUT_S,
+                adapter=adapter,
+            )
+            for prompt, drawn, ends, adapter in zip(
+                prompts, sampling, stop, adapters or [b""] * len(prompts), strict=True
+            )
+        ]
+        groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
+        try:
+            self._run(submits, groups, max_at_once or len(submits))
+        except BaseException:
+            cancels = [Cancel(session=_SESSION, request_id=i, attempt=1) for i in groups]
+            self.engine.turn(Inbox(cancels=cancels))
+            raise
+        return list(groups.values())
+
+    def _run(
+        self, submits: list[Submit], groups: dict[str, list[GeneratedSample]], max_at_once: int
+    ) -> None:
+        waiting = deque(submits)
+        open_samples: dict[str, int] = {}
+        max_waiting = self.engine.config.max_waiting_requests
+        while waiting or open_samples:
+            new: list[Submit] = []
+            num_open = sum(open_samples.values()) if waiting else 0
+            while waiting and len(open_samples) < max_at_once:
+                num_samples = waiting[0].sampling.n
+                if num_open and num_open + num_samples > max_waiting:
+                    break
+                new.append(waiting.popleft())
+                open_samples[new[-1].request_id] = num_samples
+                num_open += num_samples
+            self._woken.clear()
+            outbox = self.engine.turn(Inbox(submits=new) if new else None)
+            for batch in outbox.sessions:
+                for request_id in _take(batch, groups):
+                    open_samples[request_id] -= 1
+                    if not open_samples[request_id]:
+                        del open_samples[request_id]
+            if open_samples:
+                self._wait()
+
+
+def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list[str]:
+    """Adds a step's events; returns the request of each sample that finished."""
+    for failed in batch.failed:
+        raise to_error(failed.failure)
+    for scores in batch.prompt_logprobs:
+        groups[scores.request_id][0].prompt_logprobs += scores.logprobs
+    for tokens in batch.all_tokens():
+        sample = groups[tokens.request_id][tokens.sample]
+        sample.token_ids += tokens.ids
+        sample.logprobs += tokens.logprobs
+    for finished in batch.finished:
+        sample = groups[finished.request_id][finished.sample]
+        sample.finish_reason = finished.reason
+        sample.timeline = finished.timeline
+    return [finished.request_id for finished in batch.finished]

@@ -1,0 +1,184 @@
+"""Gives requests the tokens that they drew, and tells their sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from weft.engine.base.request import TokenLogprob
+from weft.engine.drawing.draws import Drawn
+from weft.engine.loop.intake import end_of
+from weft.engine.loop.outgoing import Outgoing
+from weft.engine.protocol.messages import TokenColumns, Tokens
+from weft.engine.scheduler.columns import Int64Array, RequestColumns
+from weft.engine.scheduler.plan import LaterScores, Plan, Run
+from weft.engine.scheduler.running import RunningPlans
+from weft.engine.scheduler.state import Request, State
+
+
+class End(NamedTuple):
+    """A sample ended with the token that it drew."""
+
+    request: Request
+    reason: str
+    stop_token_id: int | None
+
+
+class NewTokens:
+    """Takes what steps draw.
+
+    Args:
+        out: Outbox that is told of the tokens.
+        running: Plans of the requests that run.
+    """
+
+    def __init__(self, out: Outgoing, running: RunningPlans) -> None:
+        self._out = out
+        self._running = running
+
+    def take_runs(
+        self, runs: Sequence[Run], on_accepted: Callable[[Request], None]
+    ) -> tuple[list[End], int]:
+        """Appends and emits the tokens of requests with drafts, which may end anywhere in them.
+
+        Args:
+            runs: What these requests drew.
+            on_accepted: Is told of each of which drafts were accepted.
+
+        Returns:
+            Samples that end, and the number of tokens of requests that had ended before, or behind
+            an end.
+        """
+        ends: list[End] = []
+        num_surplus, finished = 0, State.FINISHED
+        session: int | None = None
+        told: list[Tokens] = []
+        for request, tokens, logprobs, num_drafts, is_tree in runs:
+            if request.state is finished:
+                num_surplus += max(1, len(tokens))
+                continue
+            first, count = request.num_generated, len(tokens)
+            is_last = first + count >= request.max_tokens
+            if is_last or not request.end_token_ids.isdisjoint(tokens):
+                kept, end = _until_end(request, tokens)
+                num_surplus += count - len(kept)
+                tokens, logprobs, count = kept, logprobs[: len(kept)], len(kept)
+                if end is not None:
+                    ends.append(end)
+            request.tokens += tokens
+            key = request.key
+            if key.session != session:
+                session, told = key.session, self._out.session(key.session).tokens
+            known = [found for found in logprobs if found is not None] if logprobs else []
+            one = Tokens(key.request_id, key.attempt, request.sample, first, tokens, known)
+            told.append(one)
+            timeline = request.timeline
+            timeline.num_drafted_tokens += num_drafts
+            timeline.num_tree_steps += is_tree
+            if count > 1:
+                timeline.num_accepted_tokens += count - 1
+                on_accepted(request)
+        return ends, num_surplus
+
+    def take(self, drawn: Drawn, plan: Plan) -> tuple[list[End], int]:
+        """Appends and emits the tokens of requests without drafts.
+
+        Args:
+            drawn: What the step drew.
+            plan: Plan of the step, whose decodes are the first that drew.
+
+        Returns:
+            Samples that end by their tokens, and the number of tokens of requests that had ended
+            before.
+        """
+        ends: list[End] = []
+        num_surplus, count = 0, len(plan.decodes)
+        positions = drawn.positions
+        if plan.is_late is not None:
+            # All steps before are committed.
+            own = [len(request.tokens) for request in plan.decodes]
+            positions = np.concatenate([np.array(own, np.int64), positions[count:]])
+        if plan.columns is not None:
+            num_surplus += self._take(plan.columns, drawn, positions[:count], 0, ends)
+        if len(drawn.requests) > count:
+            others = RequestColumns.of(drawn.requests[count:])
+            num_surplus += self._take(others, drawn, positions[count:], count, ends)
+        return ends, num_surplus
+
+    def take_prompt(self, scores: LaterScores) -> None:
+        """Emits the log-probabilities of prompts."""
+        for chunk, logprobs in scores.wait():
+            request = chunk.request
+            if request.state is not State.FINISHED:
+                self._out.prompt_logprobs(request.key, chunk.first_position, logprobs)
+                if chunk.first_position + len(logprobs) == request.num_prompt_tokens:
+                    request.prompt_logprobs = None
+
+    def _take(
+        self,
+        columns: RequestColumns,
+        drawn: Drawn,
+        positions: Int64Array,
+        begin: int,
+        ends: list[End],
+    ) -> int:
+        """Takes the rows from `begin` on, whose tokens have these positions; appends ends, returns
+        the number of surplus tokens.
+        """
+        requests, end = columns.requests, begin + len(columns.requests)
+        tokens, logprobs = drawn.tokens[begin:end], drawn.logprobs[begin:end]
+        num_surplus = 0
+        if not self._running.has_exactly(columns):
+            finished = State.FINISHED
+            left = [row for row, request in enumerate(requests) if request.state is not finished]
+            num_surplus = len(requests) - len(left)
+        if num_surplus:
+            columns, positions = columns.of_rows(left), positions[left]
+            tokens, logprobs = [tokens[row] for row in left], [logprobs[row] for row in left]
+            requests = columns.requests
+        self._emit(columns, (positions - columns.first_positions).tolist(), tokens, logprobs)
+        for request, token in zip(requests, tokens, strict=True):
+            request.tokens.append(token)
+        ending = set(np.flatnonzero(positions >= columns.ends).tolist())
+        end_token_ids = columns.end_token_ids
+        if not end_token_ids.isdisjoint(tokens):
+            ending.update(row for row, token in enumerate(tokens) if token in end_token_ids)
+        for row in sorted(ending):
+            request = requests[row]
+            how = end_of(request, tokens[row], request.num_generated)
+            if how is not None:
+                ends.append(End(request, *how))
+        return num_surplus
+
+    def _emit(
+        self,
+        columns: RequestColumns,
+        indices: list[int],
+        tokens: list[int],
+        logprobs: Sequence[TokenLogprob | None],
+    ) -> None:
+        """Tells each session of its own requests' tokens."""
+        known: dict[int, TokenLogprob] = {}
+        if any(logprobs):
+            known = {row: found for row, found in enumerate(logprobs) if found is not None}
+        names = columns.request_ids, columns.attempts, columns.samples
+        told = TokenColumns(*names, indices, tokens, known)
+        sessions = dict.fromkeys(columns.sessions)
+        for session in sessions:
+            own = told
+            if len(sessions) > 1:
+                own = told.of_rows(
+                    [r for r, other in enumerate(columns.sessions) if other == session]
+                )
+            self._out.columns(session, own)
+
+
+def _until_end(request: Request, tokens: list[int]) -> tuple[list[int], End | None]:
+    """New tokens of a request up to the one that ends it, and the end; None: it goes on."""
+    first = request.num_generated
+    for count, token in enumerate(tokens, 1):
+        how = end_of(request, token, first + count)
+        if how is not None:
+            return tokens[:count], End(request, *how)
+    return tokens, None

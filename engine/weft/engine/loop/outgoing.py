@@ -1,0 +1,138 @@
+"""Collects the messages that a turn produces, by session."""
+
+from __future__ import annotations
+
+from weft.engine.base.errors import WeftError
+from weft.engine.base.request import PromptLogprobs, TokenLogprob
+from weft.engine.protocol.messages import (
+    Accepted,
+    AdapterReply,
+    Failed,
+    Failure,
+    FillCommand,
+    FillReply,
+    Finished,
+    GatewayBatch,
+    Outbox,
+    Preempted,
+    StoreLookup,
+    StorePut,
+    TokenColumns,
+    Tokens,
+)
+from weft.engine.scheduler.state import Request, RequestKey, Timeline
+
+
+def failure_of(error: WeftError) -> Failure:
+    """Converts an error to a message."""
+    return Failure(
+        reason=error.reason,
+        message=error.message,
+        stage=error.stage,
+        param=error.param,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+class Outgoing:
+    """The outbox under construction."""
+
+    def __init__(self) -> None:
+        self._outbox = Outbox()
+        self._sessions: dict[int, GatewayBatch] = {}
+
+    @property
+    def outbox(self) -> Outbox:
+        """The outbox for messages that belong to no session."""
+        return self._outbox
+
+    def take(self) -> Outbox:
+        """Returns what was collected and starts a new collection."""
+        taken = self._outbox
+        taken.sessions = list(self._sessions.values())
+        self._outbox, self._sessions = Outbox(), {}
+        return taken
+
+    def session(self, session: int) -> GatewayBatch:
+        """The batch of one session, created on first use."""
+        batch = self._sessions.get(session)
+        if batch is None:
+            batch = self._sessions[session] = GatewayBatch(session=session)
+        return batch
+
+    def accepted(self, key: RequestKey) -> None:
+        """Reports that a request is queued."""
+        event = Accepted(request_id=key.request_id, attempt=key.attempt)
+        self.session(key.session).accepted.append(event)
+
+    def columns(self, session: int, columns: TokenColumns) -> None:
+        """Tokens of many samples of a session, one each."""
+        self.session(session).columns.append(columns)
+
+    def prompt_logprobs(
+        self, key: RequestKey, first_position: int, logprobs: list[TokenLogprob]
+    ) -> None:
+        """Reports log-probabilities of tokens of a prompt."""
+        event = PromptLogprobs(key.request_id, key.attempt, first_position, logprobs)
+        self.session(key.session).prompt_logprobs.append(event)
+
+    def all_tokens(self, request: Request) -> None:
+        """Reports all tokens that a sample has generated (log-probabilities are not kept)."""
+        if request.num_generated == 0:
+            return
+        key = request.key
+        ids = request.tokens[request.num_prompt_tokens :]
+        event = Tokens(key.request_id, key.attempt, request.sample, 0, ids, [])
+        self.session(key.session).tokens.append(event)
+
+    def preempted(self, request: Request) -> None:
+        """Reports that a running sample went back into the queue."""
+        key = request.key
+        event = Preempted(request_id=key.request_id, attempt=key.attempt, sample=request.sample)
+        self.session(key.session).preempted.append(event)
+
+    def finished(self, request: Request, reason: str, stop_token_id: int | None) -> None:
+        """Reports that one sample ended without an error."""
+        key = request.key
+        event = Finished(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            sample=request.sample,
+            reason=reason,
+            stop_token_id=stop_token_id,
+            completion_tokens=request.num_generated,
+            cached_prompt_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
+            timeline=request.timeline,
+        )
+        self.session(key.session).finished.append(event)
+
+    def failed(self, key: RequestKey, error: WeftError, timeline: Timeline | None = None) -> None:
+        """Reports that a whole request was refused or failed; `timeline` shows how far it came."""
+        event = Failed(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            failure=failure_of(error),
+            timeline=timeline,
+        )
+        self.session(key.session).failed.append(event)
+
+    def adapter_reply(self, query: int, error: WeftError | None) -> None:
+        """Answers an order about an adapter; no error: it succeeded."""
+        failure = None if error is None else failure_of(error)
+        reply = AdapterReply(query=query, failure=failure)
+        self._outbox.adapter_replies.append(reply)
+
+    def fill_command(self, command: FillCommand) -> None:
+        """Queues a message to a filler."""
+        self._outbox.fill_commands.append(command)
+
+    def store(self, message: StoreLookup | StorePut) -> None:
+        """Queues a message to the KV store."""
+        if isinstance(message, StoreLookup):
+            self._outbox.store_lookups.append(message)
+        else:
+            self._outbox.store_puts.append(message)
+
+    def fill_reply(self, reply: FillReply) -> None:
+        """Queues a reply to an owner."""
+        self._outbox.fill_replies.append(reply)

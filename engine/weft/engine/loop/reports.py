@@ -1,0 +1,89 @@
+"""An engine's load reports and counters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from weft.engine.protocol.messages import Inbox, LoadReport
+from weft.engine.sources.tiers.assembly import tier_reports
+
+if TYPE_CHECKING:
+    from weft.engine.loop.engine import Engine
+
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.5, 60.0
+
+
+def wants_report(inbox: Inbox) -> bool:
+    """Whether these messages warrant a load report at once: the sender waits for their effect on
+    the load or compares the two.
+    """
+    return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)
+
+
+def retry_after_s(engine: Engine) -> float:
+    """Seconds until the queued work will be computed at the present rate, within bounds."""
+    rate = engine.costs.local_tokens_per_s
+    time_s = engine.scheduler.num_queued_tokens / rate if rate else 0.0
+    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, time_s))
+
+
+def load_report(engine: Engine) -> LoadReport:
+    """An engine's load, for routing and for metrics; takes what has changed of adapters.
+
+    Args:
+        engine: Between planning two steps.
+    """
+    counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
+    adapters, gone_adapters = engine.adapters.take_changes()
+    return LoadReport(
+        running_requests=len(scheduler.running) + len(scheduler.prefilling),
+        waiting_requests=len(scheduler.waiting) + len(scheduler.waitlist),
+        filling_requests=len(scheduler.filling),
+        queued_tokens=scheduler.num_queued_tokens,
+        request_tokens=scheduler.num_request_tokens,
+        total_pages=counts.total,
+        free_pages=counts.free,
+        cached_pages=counts.cached,
+        used_pages=counts.used,
+        quarantined_pages=counts.quarantined,
+        quarantine_over_s=engine.fills.quarantine_over_s,
+        staging=engine.staging_counts(),
+        prefill_tokens_per_second=engine.costs.local_tokens_per_s,
+        decode_tokens_per_second=stats.decode_tokens_per_s,
+        decode_step_s=stats.decode_step_s,
+        decode_step_requests=stats.decode_step_requests,
+        new_token_ratio=scheduler.estimate.ratio,
+        stale_after_s=stats.stale_after_s,
+        is_draining=engine.is_draining,
+        is_idle=not (scheduler.num_requests or engine.filler.num_active or engine.num_copies),
+        transport_detail=engine.parts.plane.describe(),
+        counters=engine.counters(),
+        tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
+        adapters=adapters,
+        gone_adapters=gone_adapters,
+        draft_depths=engine.drafting.depths(),
+        sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
+        pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
+    )
+
+
+def engine_counters(engine: Engine) -> dict[str, int]:
+    """Counts since an engine's start, by name."""
+    scheduler = engine.scheduler
+    return {
+        **asdict(engine.fills.counters),
+        **asdict(engine.filler.counters),
+        **(asdict(engine.store.counters) if engine.store is not None else {}),
+        **engine.adapters.counters(),
+        **(asdict(engine.sessions.pins.counters) if engine.sessions is not None else {}),
+        **engine.stats.counters(),
+        "preemptions": scheduler.num_preemptions,
+        "urgent_preemptions": scheduler.num_urgent_preemptions,
+        "prefix_waits": scheduler.sharing.num_waits,
+        "prefix_query_tokens": scheduler.num_prefix_query_tokens,
+        "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
+        "partial_page_hits": scheduler.pages.num_partial_hits,
+        "evicted_pages": engine.memory.num_evictions,
+        "open_fills": engine.fills.num_open,
+    }

@@ -1,0 +1,147 @@
+"""Snapshot of an engine's state for operators: ids and numbers, no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.protocol.messages import AdapterState
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request
+from weft.engine.sources.fill import Fill
+from weft.engine.sources.lease import Lease
+
+if TYPE_CHECKING:
+    from weft.engine.loop.engine import Engine
+
+
+def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, Any]:
+    """Snapshot of an engine's scheduler, memory and fills.
+
+    Args:
+        engine: Between two turns.
+        now: On its clock.
+        max_entries: Most entries of each list.
+    """
+    memory, staging = engine.memory, engine.staging_counts()
+    return {
+        "epoch": f"{engine.info.epoch:016x}",
+        "is_idle": engine.is_idle,
+        "is_draining": engine.is_draining,
+        "pages": {**memory.counts()._asdict(), "promised": memory.num_promised_pages},
+        "staging_pages": asdict(staging) if staging is not None else None,
+        "sizes": engine.sizes(),
+        "requests": request_entries(engine.scheduler, now, max_entries),
+        "open_fills": fill_entries(engine.fills.open_fills, now, max_entries),
+        "adapters": adapter_entries(engine.adapters.states(), max_entries),
+        "leases": lease_entries(engine.filler.leases, now, max_entries),
+        "counters": engine.counters(),
+        "audit": asdict(engine.audit.check()) if engine.audit is not None else None,
+    }
+
+
+def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[dict[str, Any]]:
+    """Unfinished requests, waiting ones in their order of admission.
+
+    Args:
+        scheduler: Their owner.
+        now: On the engine's clock.
+        max_entries: Returned at most.
+    """
+    queues: tuple[Iterable[Request], ...] = (
+        *(scheduler.running, scheduler.prefilling, scheduler.filling),
+        *(scheduler.waiting, scheduler.held, scheduler.waitlist),
+    )
+    return [
+        {
+            "request_id": request.key.request_id,
+            "attempt": request.key.attempt,
+            "session": request.key.session,
+            "sample": request.sample,
+            "state": request.state.value,
+            "is_fill": request.is_fill,
+            "age_s": round(now - request.timeline.submitted_at, 3),
+            "prompt_tokens": request.num_prompt_tokens,
+            "generated_tokens": request.num_generated,
+            "computed_tokens": request.num_computed,
+            "pages": len(request.pages),
+            "promised_pages": request.num_promised_pages,
+            "slot": request.slot,
+            "adapter": request.adapter.hex()[:16],
+            "candidates": [candidate.worker_id for candidate in request.candidates],
+            "priority": request.priority,
+            "preemptions": request.timeline.num_preemptions,
+        }
+        for request in islice(chain(*queues), max_entries)
+    ]
+
+
+def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[dict[str, Any]]:
+    """Open leases that this engine asked for.
+
+    Args:
+        fills: As their owner keeps them.
+        now: On the engine's clock.
+        max_entries: Returned at most.
+    """
+    return [
+        {
+            "lease_id": fill.lease_id.hex(),
+            "request_id": fill.request.key.request_id if fill.request else "",
+            "filler": fill.candidate.worker_id,
+            "filler_epoch": f"{fill.candidate.epoch:016x}",
+            "kind": fill.candidate.kind,
+            "state": fill.state.value,
+            "start_token": fill.start_token,
+            "end_token": fill.end_token,
+            "accepted_token": fill.accepted_token,
+            "pages": len(fill.landed),
+            "transport": fill.record.transport,
+            "since_progress_s": round(now - fill.last_progress_at, 3),
+            "is_proven": fill.is_proven,
+            "failure": fill.record.failure,
+        }
+        for fill in islice(fills, max_entries)
+    ]
+
+
+def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[dict[str, Any]]:
+    """Adapters that this engine was ordered to load.
+
+    Args:
+        adapters: As it reports them.
+        max_entries: Returned at most.
+    """
+    return [
+        {**asdict(adapter), "digest": adapter.digest.hex()}
+        for adapter in islice(adapters, max_entries)
+    ]
+
+
+def lease_entries(leases: Iterable[Lease], now: float, max_entries: int) -> list[dict[str, Any]]:
+    """Leases that this engine fills.
+
+    Args:
+        leases: As the filler keeps them.
+        now: On the engine's clock.
+        max_entries: Returned at most.
+    """
+    return [
+        {
+            "lease_id": lease.handle.lease_id.hex(),
+            "owner": lease.handle.owner_id,
+            "owner_epoch": f"{lease.handle.owner_epoch:016x}",
+            "state": lease.state.value,
+            "start_token": lease.handle.start_token,
+            "next_token": lease.next_token,
+            "end_token": lease.end_token,
+            "chunks_under_way": len(lease.shipping),
+            "transport": lease.transport,
+            "expires_in_s": round(lease.term.expires_at - now, 3),
+            "is_stranded": lease.is_stranded,
+            "failure": lease.failure,
+        }
+        for lease in islice(leases, max_entries)
+    ]

@@ -1,0 +1,162 @@
+"""The engine's measurements of its own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from weft.engine.base.clock import Clock
+from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.sources.cost import MIN_MEASURED_TOKENS, FillCosts
+
+MIN_STALE_S = 2.0
+STALE_STEPS = 4
+"""Age of the loop, in its longest steps, from which it is stale."""
+UNKNOWN_STEP_S = 5.0
+"""Longest assumed duration of a full step until one with a prompt has been measured."""
+UNKNOWN_STALE_S = 5.0
+"""Least age from which the loop is stale until then."""
+RATE_WINDOW_S = 1.0
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """Counters since start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    surplus_tokens: int = 0
+    """Tokens drawn for requests that had ended while the step was under way."""
+    speculated_steps: int = 0
+    """Steps in which drafts were verified."""
+    verified_runs: int = 0
+    """Requests with drafts in those steps."""
+    tree_runs: int = 0
+    """Requests of these steps whose drafts formed a tree."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that were accepted."""
+    busy_us: int = 0
+    """Time spent in steps, in microseconds."""
+
+
+class EngineStats:
+    """Rates, and the longest step.
+
+    Args:
+        clock: monotonic seconds.
+        max_step_tokens: most tokens of one step.
+        token_s: seconds a token of a step with a few, tried at start.
+    """
+
+    def __init__(self, clock: Clock, max_step_tokens: int, token_s: float = UNKNOWN_STEP_S) -> None:
+        self._clock = clock
+        self._max_step_tokens = max_step_tokens
+        self._counts = StepCounters()
+        self._longest_step_s = 0.0
+        self._full_step_s = min(UNKNOWN_STEP_S, token_s * max_step_tokens)
+        self._is_measured = False
+        self._window_start = clock()
+        self._window_tokens = 0
+        self._window_decode_steps = 0
+        self._window_decode_s = 0.0
+        self._window_decodes = 0
+        self._last_rate = 0.0
+        """Tokens a second in the last window."""
+        self.decode_step_s = 0.0
+        """Mean time of a step with decodes, in the last window that had any."""
+        self.decode_step_requests = 0.0
+        """Mean number of decoding requests in those steps."""
+
+    def step(
+        self,
+        plan: Plan,
+        duration_s: float,
+        costs: FillCosts,
+        num_surplus_tokens: int = 0,
+        runs: Sequence[Run] = (),
+    ) -> None:
+        """Records one step.
+
+        Args:
+            plan: Plan of the step.
+            duration_s: Duration of the step.
+            costs: Are told of it.
+            num_surplus_tokens: Drawn for requests that had ended.
+            runs: Runs of requests with drafts.
+        """
+        num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
+        num_drafts = sum([run.num_drafts for run in runs])
+        num_accepted = sum([len(run.tokens) - 1 for run in runs if run.tokens])
+        num_tokens = num_decodes + num_drafts + num_prompt_tokens
+        num_drawn = num_decodes + num_accepted + len(plan.drawing_chunks) - num_surplus_tokens
+        self._counts.steps += 1
+        self._counts.speculated_steps += num_drafts > 0
+        if num_drafts:
+            self._counts.verified_runs += sum(run.num_drafts > 0 for run in runs)
+            self._counts.tree_runs += sum(run.is_tree for run in runs)
+        self._counts.drafted_tokens += num_drafts
+        self._counts.accepted_tokens += num_accepted
+        self._counts.busy_us += int(duration_s * 1e6)
+        self._counts.generated_tokens += num_drawn
+        self._counts.surplus_tokens += num_surplus_tokens
+        self._counts.prompt_tokens += num_prompt_tokens
+        self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
+        if num_prompt_tokens >= MIN_MEASURED_TOKENS:
+            self._observe_prompts(num_tokens, duration_s)
+            # Else it would stay unknown where somebody always decodes.
+            if num_decodes == 0 or not costs.local_tokens_per_s:
+                costs.observe_local(num_tokens, duration_s)
+            if num_decodes:
+                costs.observe_beside(num_prompt_tokens, duration_s)
+        elif num_decodes and not num_prompt_tokens:
+            costs.observe_decode(duration_s)
+        if self._is_idle:
+            self._window_start, self._window_tokens = self._clock() - duration_s, 0
+        self._window_tokens += num_drawn
+        if num_decodes:
+            self._window_decode_steps += 1
+            self._window_decode_s += duration_s
+            self._window_decodes += num_decodes
+        elapsed = self._clock() - self._window_start
+        if elapsed >= RATE_WINDOW_S:
+            self._end_window(elapsed)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens generated a second, over all requests, in the last window; 0 without steps."""
+        return 0.0 if self._is_idle else self._last_rate
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there were no steps for so long that the window begins anew."""
+        return self._clock() - self._window_start > 2 * RATE_WINDOW_S
+
+    def _end_window(self, elapsed_s: float) -> None:
+        self._last_rate = self._window_tokens / elapsed_s
+        if num_steps := self._window_decode_steps:
+            self.decode_step_s = self._window_decode_s / num_steps
+            self.decode_step_requests = self._window_decodes / num_steps
+        self._window_start, self._window_tokens = self._clock(), 0
+        self._window_decode_steps = self._window_decodes = 0
+        self._window_decode_s = 0.0
+
+    def _observe_prompts(self, num_tokens: int, duration_s: float) -> None:
+        """Updates the estimated duration of a full step, at the slowest recent rate."""
+        full_step_s = duration_s / num_tokens * self._max_step_tokens
+        known_s = 0.99 * self._full_step_s if self._is_measured else 0.0
+        self._full_step_s, self._is_measured = max(known_s, full_step_s), True
+
+    @property
+    def stale_after_s(self) -> float:
+        """Age of the loop from which the engine counts as stalled.
+
+        It allows for the longest step that can be planned, even if none was run for long.
+        """
+        least_s = MIN_STALE_S if self._is_measured else UNKNOWN_STALE_S
+        return max(least_s, STALE_STEPS * max(self._longest_step_s, self._full_step_s))
+
+    def counters(self) -> dict[str, int]:
+        """Counts since start, by name."""
+        return asdict(self._counts)

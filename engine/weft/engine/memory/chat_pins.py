@@ -1,0 +1,163 @@
+"""Pins of chat sessions: pages that a session's requests left in the prefix cache are evicted last.
+
+A session is named by its client. When one of its requests has ended, its pages, from the first on,
+are pinned until the session has been still for a while, is released, or pinned pages are more than
+they may be: then the session that has been still for longest loses its pins. A pin orders what is
+given up and holds nothing: when requests need the pages of all sessions they get them, again those
+of the stillest session first and its last page first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.engine.memory.tree import Node, PrefixTree
+
+MAX_SESSIONS = 1 << 16
+
+
+class SessionKey(NamedTuple):
+    """A session with one adapter; sessions of different tenants' salts are distinct."""
+
+    cache_salt: str
+    session_id: str
+    adapter: bytes = b""
+    """Content digest; empty: the base model."""
+
+
+@dataclass(slots=True)
+class SessionCounters:
+    """Counters since start, part of the worker's counters."""
+
+    expired_sessions: int = 0
+    """Sessions released because they were idle for too long."""
+    released_sessions: int = 0
+    """Sessions released by their clients."""
+    displaced_sessions: int = 0
+    """Sessions that were displaced by others within the quota."""
+
+
+class _Session(NamedTuple):
+    leaf: Node
+    num_pages: int
+    tenant: str
+    expires_at: float
+
+
+class SessionPins:
+    """The pinned sessions of one prefix cache. For use by one thread.
+
+    Args:
+        cache: Whose pages are pinned.
+        max_pages: Pinned at most, pages of several sessions counted once.
+        max_tenant_pages: Most pages of one tenant's sessions, pages of each session counted.
+        ttl_s: A session ends when none of its requests has for so long.
+    """
+
+    def __init__(
+        self, cache: PrefixTree, max_pages: int, max_tenant_pages: int, ttl_s: float
+    ) -> None:
+        self._cache = cache
+        self._max_pages = max_pages
+        self._max_tenant_pages = max_tenant_pages
+        self._ttl_s = ttl_s
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
+        """Sessions, longest idle first."""
+        self._of_tenant: dict[str, OrderedDict[SessionKey, None]] = {}
+        self._adapters: dict[tuple[str, str], set[bytes]] = {}
+        """Digests of the adapters with which each session, named by salt and id, has pins."""
+        self._num_pages_of: Counter[str] = Counter()
+        self._num_stamps = 0
+        self.counters = SessionCounters()
+
+    def __len__(self) -> int:
+        """Number of sessions with pins."""
+        return len(self._sessions)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pinned pages."""
+        return self._cache.num_pinned_pages
+
+    def pin(self, key: SessionKey, tenant: str, leaf: Node, now: float) -> None:
+        """Pins the pages of a session's finished request in place of the session's earlier ones.
+
+        Of more pages than there may be the first ones are pinned.
+
+        Args:
+            key: Key of the session.
+            tenant: Whose it is.
+            leaf: Where the request's pages end in the cache, which has them.
+            now: Monotonic seconds.
+        """
+        most = min(self._max_pages, self._max_tenant_pages)
+        num_pages = _depth(leaf)
+        while num_pages > most:
+            assert leaf.parent is not None
+            leaf, num_pages = leaf.parent, num_pages - 1
+        if num_pages:
+            self._num_stamps += 1
+            # Before the old pin ends, so that what both have is never without.
+            self._cache.pin(leaf, self._num_stamps)
+        self._end(key)
+        if not num_pages:
+            return
+        self._sessions[key] = _Session(leaf, num_pages, tenant, now + self._ttl_s)
+        self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
+        self._adapters.setdefault(key[:2], set()).add(key.adapter)
+        self._num_pages_of[tenant] += num_pages
+        while self._num_pages_of[tenant] > self._max_tenant_pages:
+            self._displace(next(iter(self._of_tenant[tenant])))
+        while self._cache.num_pinned_pages > self._max_pages or len(self) > MAX_SESSIONS:
+            self._displace(next(iter(self._sessions)))
+
+    def release(self, cache_salt: str, session_id: str) -> bool:
+        """Ends a session, with all adapters; False: it has no pins."""
+        adapters = list(self._adapters.get((cache_salt, session_id), ()))
+        for adapter in adapters:
+            self._end(SessionKey(cache_salt, session_id, adapter))
+        self.counters.released_sessions += bool(adapters)
+        return bool(adapters)
+
+    def expire(self, now: float) -> None:
+        """Ends the sessions that have been idle for too long."""
+        while self._sessions:
+            key, session = next(iter(self._sessions.items()))
+            if now < session.expires_at:
+                return
+            self._end(key)
+            self.counters.expired_sessions += 1
+
+    def clear(self) -> None:
+        """Ends all sessions."""
+        for key in list(self._sessions):
+            self._end(key)
+
+    def _displace(self, key: SessionKey) -> None:
+        self._end(key)
+        self.counters.displaced_sessions += 1
+
+    def _end(self, key: SessionKey) -> None:
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
+        self._cache.unpin(session.leaf)
+        tenant = session.tenant
+        self._num_pages_of[tenant] -= session.num_pages
+        del self._of_tenant[tenant][key]
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant], self._num_pages_of[tenant]
+        adapters = self._adapters[key[:2]]
+        adapters.remove(key.adapter)
+        if not adapters:
+            del self._adapters[key[:2]]
+
+
+def _depth(leaf: Node) -> int:
+    """Number of pages from the root to this one."""
+    depth, node = 0, leaf
+    while node.parent is not None:
+        depth, node = depth + 1, node.parent
+    return depth

@@ -1,0 +1,285 @@
+"""The owner of page ids: free list, reference counts, cache membership, quarantine.
+
+Every usable page is in exactly one of four states:
+
+    free         nobody refers to it, its content means nothing
+    used         reference count >= 1 (requests, reservations of fills, shipping)
+    cached       reference count 0, indexed; evictable unless a page that follows it is used
+    quarantined  a write to it may still arrive; leaves only by `end_quarantine`
+
+Page 0 is the null page: never handed out, target of writes that mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from weft.engine.base import faults
+from weft.engine.memory.prefix_cache import Evicted, PageIndex
+
+NULL_PAGE = 0
+
+
+class OutOfPages(Exception):
+    """Fewer pages are available than requested (internal: the scheduler reacts)."""
+
+
+class PageCounts(NamedTuple):
+    """Pages by state; free + cached + used + quarantined = total."""
+
+    free: int
+    cached: int
+    used: int
+    quarantined: int
+    total: int
+
+
+class PageMemory:
+    """Reference-counted pages over one pool.
+
+    Args:
+        num_pages: pages of the pool, the null page included.
+        index: of published pages, or None for no prefix caching.
+        tracks_freed: remember freed pages for `take_freed`, which must then be called.
+    """
+
+    def __init__(
+        self, num_pages: int, index: PageIndex | None, *, tracks_freed: bool = False
+    ) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages = {num_pages}: the pool needs at least 2 pages")
+        self._num_pages = num_pages
+        self._index = index
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._num_refs = [0] * num_pages
+        self._quarantined: set[int] = set()
+        self._promised = 0
+        self._num_used = 0
+        self._freed: list[int] | None = [] if tracks_freed else None
+        self._namespaces: list[bytes | None] = [None] * num_pages
+        self._wipes: list[int] = []
+        self.num_evictions = 0
+        self.on_published: list[Callable[[int, bytes, bytes], None]] = []
+        """Called for every page that was indexed, with the page, its key and the key of the page
+        before it.
+        """
+        self.on_evicted: list[Callable[[bytes], None]] = []
+        """Called with the key of every page that left the index."""
+        self.on_reclaimed: Callable[[Evicted], None] | None = None
+        """Called for every page that left the index to make room. Its content stays until the page
+        is written to, which may be from the next step on.
+        """
+
+    @property
+    def num_usable_pages(self) -> int:
+        """Pages that can be allocated at all."""
+        return self._num_pages - 1
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages reserved for admitted requests that have not taken them yet."""
+        return self._promised
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages without references and without useful content."""
+        return len(self._free)
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that `allocate` can return beyond those reserved."""
+        evictable = self._index.num_evictable_pages if self._index else 0
+        return len(self._free) + evictable - self._promised
+
+    def promise(self, num_pages: int) -> None:
+        """Reserves pages for an admitted request, which takes them with `promised=True`.
+
+        Raises:
+            OutOfPages: not that many are available.
+        """
+        if num_pages > self.num_available_pages:
+            raise OutOfPages(f"{num_pages} pages wanted, {self.num_available_pages} available")
+        self._promised += num_pages
+
+    def unpromise(self, num_pages: int) -> None:
+        """Releases a reservation that was not used up."""
+        assert 0 <= num_pages <= self._promised, "promise given back twice"
+        self._promised -= num_pages
+
+    def allocate(
+        self, num_pages: int, namespace: bytes = b"", *, promised: bool = False
+    ) -> list[int]:
+        """Allocates pages with one reference each, evicting cached ones as needed.
+
+        Args:
+            num_pages: how many.
+            namespace: of the KV that will lie there; pages that held another one's are due for
+                wiping before their next use (`take_wipes`).
+            promised: draw on an earlier `promise`.
+
+        Raises:
+            OutOfPages: not that many are available; nothing changed.
+        """
+        if promised:
+            self.unpromise(num_pages)
+        elif num_pages > self.num_available_pages:
+            raise OutOfPages(f"{num_pages} pages wanted, {self.num_available_pages} available")
+        while len(self._free) < num_pages:
+            evicted = self._evict()
+            assert evicted is not None, "promised more pages than exist"
+            self.num_evictions += 1
+            if self.on_reclaimed is not None:
+                self.on_reclaimed(evicted)
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._num_refs[page] = 1
+            if self._namespaces[page] != namespace:
+                if self._namespaces[page] is not None:
+                    self._wipes.append(page)
+                self._namespaces[page] = namespace
+        self._num_used += num_pages
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Adds one reference to each page, which must be used or cached.
+
+        Cached pages may be promised: who takes them releases them again if `num_available_pages` is
+        negative then.
+        """
+        for page in pages:
+            if self._num_refs[page] == 0:
+                assert self._index is not None
+                assert self._index.has_page(page), f"page {page} is nobody's"
+                self._index.mark_used(page)
+                self._num_used += 1
+            self._num_refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drops one reference of each page; without references it becomes cached or free.
+
+        Of a prompt's pages in their order the last is left first, to be evicted first: what comes
+        before a page is of use without it, what follows it is not.
+        """
+        if faults.SABOTAGE_LEAK.is_armed and pages:
+            pages = pages[1 if faults.SABOTAGE_LEAK.fire() else 0 :]
+        for page in reversed(pages):
+            refs = self._num_refs[page] - 1
+            assert refs >= 0, f"page {page} released twice"
+            self._num_refs[page] = refs
+            if refs:
+                continue
+            self._num_used -= 1
+            if self._index is not None and self._index.has_page(page):
+                self._index.mark_unused(page)
+            else:
+                self._set_free(page)
+
+    def reclaim(self) -> Evicted | None:
+        """Evicts the least valuable cached page and returns it with one reference.
+
+        None when there is none. Its content is what was cached.
+        """
+        evicted = self._index.evict() if self._index is not None else None
+        if evicted is not None:
+            self._num_refs[evicted.page] = 1
+            self._num_used += 1
+            self._tell_evicted(evicted)
+        return evicted
+
+    def forget(self, page: int) -> None:
+        """Frees an unreferenced page that its index has dropped by itself."""
+        assert self.is_unreferenced(page)
+        assert self._index is None or not self._index.has_page(page)
+        self._set_free(page)
+
+    def is_unreferenced(self, page: int) -> bool:
+        """Whether the page has no references."""
+        return self._num_refs[page] == 0
+
+    def num_shared_pages(self, pages: Iterable[int]) -> int:
+        """Number of leading pages that others reference as well."""
+        return sum(1 for _ in takewhile(lambda page: self._num_refs[page] > 1, pages))
+
+    def published(self, page: int, key: bytes, parent: bytes) -> None:
+        """Notes that a page in use was indexed: its content must not change from now on."""
+        for listener in self.on_published:
+            listener(page, key, parent)
+
+    def is_published(self, page: int) -> bool:
+        """Whether the page is indexed, so that its content must not change."""
+        return self._index is not None and self._index.has_page(page)
+
+    def quarantine(self, pages: Iterable[int]) -> None:
+        """Quarantines pages with exactly one reference that were never published."""
+        for page in pages:
+            assert self._num_refs[page] == 1, f"page {page} is shared"
+            assert self._index is None or not self._index.has_page(page)
+            self._num_refs[page] = 0
+            self._num_used -= 1
+            self._quarantined.add(page)
+
+    def end_quarantine(self, pages: Iterable[int]) -> None:
+        """Frees quarantined pages; the caller has proof that no write can arrive any more."""
+        for page in pages:
+            self._quarantined.remove(page)
+            self._set_free(page)
+
+    def take_freed(self) -> list[int]:
+        """Pages that became free since the last call and are still free (for poisoning)."""
+        if not self._freed:
+            return []
+        freed, self._freed = self._freed, []
+        return sorted(set(freed).intersection(self._free))
+
+    def take_wipes(self) -> list[int]:
+        """Pages that changed namespace since the last call: zero them before any other use."""
+        wipes, self._wipes = self._wipes, []
+        return wipes
+
+    def flush_cache(self) -> int:
+        """Evicts every unused page; returns how many."""
+        count = 0
+        while self._evict() is not None:
+            count += 1
+        return count
+
+    def counts(self) -> PageCounts:
+        """Current number of pages by state."""
+        cached = self._index.num_unused_pages if self._index else 0
+        free, quarantined = len(self._free), len(self._quarantined)
+        return PageCounts(free, cached, self._num_used, quarantined, self.num_usable_pages)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page is in exactly one state."""
+        counts = self.counts()
+        assert counts.free + counts.cached + counts.used + counts.quarantined == counts.total, (
+            counts
+        )
+        assert counts.used == sum(1 for refs in self._num_refs if refs), "used pages miscounted"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & self._quarantined
+        for page in free | self._quarantined:
+            assert self._num_refs[page] == 0
+            assert self._index is None or not self._index.has_page(page)
+        assert NULL_PAGE not in free
+
+    def _evict(self) -> Evicted | None:
+        """Frees the least valuable cached page; None if there is none."""
+        evicted = self._index.evict() if self._index is not None else None
+        if evicted is None:
+            return None
+        self._set_free(evicted.page)
+        self._tell_evicted(evicted)
+        return evicted
+
+    def _tell_evicted(self, evicted: Evicted) -> None:
+        for listener in self.on_evicted:
+            listener(evicted.key)
+
+    def _set_free(self, page: int) -> None:
+        self._free.append(page)
+        if self._freed is not None:
+            self._freed.append(page)

@@ -1,0 +1,121 @@
+"""LoRA adapters of draft heads, read from the folder `draft` of an adapter.
+
+It is a PEFT folder for the head's one layer. It changes what comes after K and V alone, so that the
+head's entries in the pages stay those of all requests: a draft adapter has no part in any identity,
+and changes how fast text comes, nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from weft.engine.base.errors import AdapterError
+from weft.engine.checkpoint.adapters.files import AdapterFiles, TensorEntry, open_adapter
+from weft.engine.checkpoint.adapters.peft_config import PeftConfig
+from weft.engine.model.adapters.adapter import LoraPair
+
+MODULES = (
+    "self_attn.q_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+"""Modules of the head's layer that may be adapted."""
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_draft_adapter(
+    folder: Path, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    """Reads the additions of a draft adapter to the weights of the head's layer.
+
+    Args:
+        folder: `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
+        shapes: [out, in] of the head's weights, by module, of `MODULES`.
+
+    Returns:
+        By module, of `MODULES`: [out, in] float32.
+
+    Raises:
+        AdapterError: It cannot be used.
+    """
+    pairs = read_draft_pairs(folder, shapes)
+    changes = {module: pair.b @ pair.a for module, pair in pairs.items()}
+    for module, change in changes.items():
+        _check_finite(folder, module, change)
+    return changes
+
+
+def read_draft_pairs(
+    folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int | None = None
+) -> dict[str, LoraPair]:
+    """Like `read_draft_adapter`, but returns the factors of each change, scaled, in float32.
+
+    Args:
+        folder: See there.
+        shapes: See there.
+        max_rank: Largest rank of a change, if its matrix allows it; larger ones are refused unread.
+    """
+    with open_adapter(folder) as files:
+        config = PeftConfig.parse(files.config, folder)
+        halves: dict[str, dict[str, torch.Tensor]] = {}
+        for name, entry in files.tensors.items():
+            found = _NAME.fullmatch(name)
+            module = next((m for m in MODULES if found and found["module"].endswith(m)), None)
+            if found is None or module is None:
+                raise AdapterError(
+                    f"draft adapter {folder}: {name} changes none of {', '.join(MODULES)} of the "
+                    "head; K and V must stay those of the pages"
+                )
+            half = found["half"]
+            place, size = (1, shapes[module][1]) if half == "A" else (0, shapes[module][0])
+            # Before anything is read: the product of two small tensors may be of any size.
+            if len(entry.shape) != 2 or 0 in entry.shape or entry.shape[place] != size:
+                raise AdapterError(
+                    f"draft adapter {folder}: {name} is {list(entry.shape)}, but size {place} of "
+                    f"lora_{half} is {size} in this head"
+                )
+            most = min(shapes[module])
+            most = most if max_rank is None else min(most, max_rank)
+            if entry.shape[1 - place] > most:
+                raise AdapterError(
+                    f"draft adapter {folder}: {name} has rank {entry.shape[1 - place]}, at most "
+                    f"{most} is taken"
+                )
+            if half in halves.setdefault(module, {}):
+                raise AdapterError(f"draft adapter {folder}: {name} is there twice, as {module}")
+            halves[module][half] = _tensor(files, name, entry)
+        files.check_unchanged()
+    return {m: _scaled(folder, m, pair, config) for m, pair in halves.items()}
+
+
+def _scaled(
+    folder: Path, module: str, pair: Mapping[str, torch.Tensor], config: PeftConfig
+) -> LoraPair:
+    a, b = (pair.get(half) for half in "AB")
+    if a is None or b is None or a.shape[0] != b.shape[1]:
+        raise AdapterError(f"draft adapter {folder}: A and B of {module} do not fit together")
+    b = config.scaling_of([module], a.shape[0]) * b
+    for half in (a, b):
+        _check_finite(folder, module, half)
+    return LoraPair(a, b)
+
+
+def _check_finite(folder: Path, module: str, values: torch.Tensor) -> None:
+    if not values.isfinite().all():
+        raise AdapterError(f"draft adapter {folder}: {module} has values that are not finite")
+
+
+def _tensor(files: AdapterFiles, name: str, entry: TensorEntry) -> torch.Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise AdapterError(
+            f"draft adapter {files.directory}: {name} is {entry.dtype}; only "
+            f"{', '.join(_DTYPES)} are supported"
+        )
+    return torch.frombuffer(files.read(entry), dtype=dtype).view(entry.shape).float()

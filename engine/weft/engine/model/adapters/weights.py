@@ -1,0 +1,346 @@
+"""An adapter in host memory, laid out as the rows that it takes on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import pad
+from weft.engine.base.errors import AdapterError
+from weft.engine.base.give_way import give_way
+from weft.engine.checkpoint.adapters.projections import (
+    B_SUFFIX,
+    EMBED_TOKENS,
+    LM_HEAD,
+    WHOLE_SUFFIX,
+    Projection,
+)
+from weft.engine.model.adapters.adapter import Adapter, ExpertLora, LoraPair, VocabularyChange
+from weft.engine.model.adapters.words import words_of
+from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.lora import ROW_RANK, pack_b
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """All A matrices of one kind of projection, or all B matrices."""
+
+    rows: torch.Tensor
+    """The rows, [n, ROW_RANK, features]; of B for a CPU, packed (`weft.kernels.lora.pack_b`)."""
+    index: Int32Array
+    """Row numbers of each layer and expert, [layers, experts, max_rows], in order of rank; 0 beyond
+    its count.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.numel() * self.rows.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """Rows of one kind of projection. Except for experts A and B have the same index."""
+
+    a: Half
+    b: Half
+    counts: Int32Array
+    """Number of rows, [layers, experts]."""
+
+
+WholeMatrix = torch.Tensor | LinearWeight
+"""What takes the place of the model's embedding or LM head, [num_embeddings, hidden]: page-locked
+for a GPU, packed for a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWeights:
+    """Implements `weft.engine.features.lora.host_cache.AdapterWeights`."""
+
+    digest: bytes
+    rank: int
+    kinds: Mapping[str, KindRows]
+    """Rows by `Projection.name`."""
+    vocab_end: int
+    """First token id that its LM head does not have."""
+    whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
+    """By name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
+    left_out: tuple[str, ...] = ()
+    """See `AdapterWeights.left_out`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """See `AdapterWeights.num_bytes`."""
+        rows = sum(kind.a.num_bytes + kind.b.num_bytes for kind in self.kinds.values())
+        matrices = {id(one): one.data for one in self.whole.values()}.values()
+        return rows + sum(data.numel() * data.element_size() for data in matrices)
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """See `AdapterWeights.needs`."""
+        needs = {name + WHOLE_SUFFIX: 1 for name in self.whole}
+        for name, kind in self.kinds.items():
+            needs[name] = len(kind.a.rows)
+            if kind.counts.shape[1] > 1:
+                needs[name + B_SUFFIX] = len(kind.b.rows)
+        return needs
+
+
+OwnWeight = Callable[[str], torch.Tensor | None]
+"""The model's own embed_tokens or lm_head, [num_embeddings, hidden], on the host; None: not
+available."""
+
+
+def host_weights(
+    adapter: Adapter,
+    projections: Sequence[Projection],
+    max_rank: int,
+    own_weight: OwnWeight,
+    *,
+    vocab_size: int,
+    for_gpu: bool,
+    takes_whole: bool = False,
+) -> HostWeights:
+    """Cuts an adapter into rows.
+
+    Args:
+        adapter: In the model's dtype.
+        projections: What it may change.
+        max_rank: Largest rank of any adapter.
+        own_weight: Looks into the model; asked where an adapter has whole rows.
+        vocab_size: Tokens of the model itself.
+        for_gpu: In page-locked memory, from which a GPU copies by itself; else B is packed.
+        takes_whole: Whether it may bring an embedding or an LM head of its own.
+
+    Raises:
+        AdapterError: It changes something else, or in a way that is not served.
+    """
+    kinds: dict[str, KindRows] = {}
+    wanted = {(key, False) for _, key in adapter.modules} | {(k, True) for _, k in adapter.experts}
+    vocabulary = {EMBED_TOKENS: adapter.embed_tokens, LM_HEAD: adapter.lm_head}
+    wanted |= {(name, False) for name, change in vocabulary.items() if change is not None}
+    known = {(part.kind, part.is_expert) for part in projections}
+    if wanted - known:
+        names = [f"{kind} of experts" if is_expert else kind for kind, is_expert in wanted - known]
+        raise AdapterError(
+            f"it changes {', '.join(sorted(names))}, for which no memory is set aside here: "
+            f"lora_projections names {', '.join(p.name for p in projections if not p.is_draft)}"
+        )
+    low_rank: dict[str, LoraPair] = {}
+    replaced: dict[str, torch.Tensor] = {}
+    matrices: dict[int, torch.Tensor] = {}
+    for part in projections:
+        name, change = part.kind, vocabulary.get(part.kind)
+        if change is not None:
+            is_changed = change.weight is not None or change.rows is not None
+            own = own_weight(name) if is_changed else None
+            filled = _of_models_size(part, change, vocab_size, own, matrices)
+            pair, matrix = _divided(part, filled, max_rank, own, takes_whole=takes_whole)
+            low_rank |= {} if pair is None else {name: pair}
+            replaced |= {} if matrix is None else {name: matrix}
+    max_rows = -(-max_rank // ROW_RANK)
+    most: list[int] = []  # Rows of the vocabulary have become ranks.
+    for part in projections:
+        changes = _changes(adapter, part, low_rank)
+        if not any(change is not None for change in changes):
+            continue
+        sizes = (part.num_experts, max_rows)
+        a = _half([c.a if c else None for c in changes], *sizes, is_pinned=for_gpu)
+        b = _half([c.b.mT if c else None for c in changes], *sizes, is_pinned=for_gpu)
+        if not for_gpu:
+            b = Half(pack_b(b.rows), b.index)
+        ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
+        most.append(int(ranks.max()))
+        counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
+        kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
+    head = None if adapter.lm_head is None else adapter.lm_head.weight
+    return HostWeights(
+        digest=adapter.digest,
+        rank=max([adapter.rank, *most]),
+        kinds=kinds,
+        vocab_end=vocab_size if head is None else max(vocab_size, len(head)),
+        whole=_whole_matrices(replaced, for_gpu=for_gpu),
+        left_out=adapter.ignored,
+    )
+
+
+def _changes(
+    adapter: Adapter, part: Projection, vocabulary: Mapping[str, LoraPair]
+) -> list[ExpertLora | None]:
+    """The change of each layer of a projection, as of experts; a dense projection counts as one
+    expert.
+    """
+    if part.is_expert:
+        of_experts = [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
+        for expert in filter(None, of_experts):
+            is_wrong = (part.is_a_shared and len(expert.a) != 1) or (
+                part.is_b_shared and len(expert.b) != 1
+            )
+            if is_wrong:
+                raise AdapterError(
+                    f"its experts do not share their sides of {part.kind}, as lora_projections = "
+                    "shared_experts wants; workers with `experts` take it"
+                )
+        return of_experts
+    if part.kind in (EMBED_TOKENS, LM_HEAD):
+        pairs = [vocabulary.get(part.kind)]
+    else:
+        pairs = [adapter.modules.get((layer, part.kind)) for layer in range(part.num_layers)]
+    return [ExpertLora(pair.a[None], pair.b[None]) if pair else None for pair in pairs]
+
+
+def _of_models_size(
+    part: Projection,
+    change: VocabularyChange,
+    vocab_size: int,
+    own: torch.Tensor | None,
+    matrices: dict[int, torch.Tensor],
+) -> VocabularyChange:
+    """Gives a change as many rows as the model has: its own ones for tokens that the adapter lacks.
+
+    Args:
+        part: The embedding or the LM head.
+        change: The adapter's change of it.
+        vocab_size: Tokens of the model itself.
+        own: The model's weight, see `OwnWeight`.
+        matrices: Those that were made so far, so that tied ones stay one.
+
+    Raises:
+        AdapterError: It has more tokens than there are rows.
+    """
+    is_input = part.kind == EMBED_TOKENS
+    size = part.in_features if is_input else part.out_features
+    weight, lora = change.weight, change.lora
+    if weight is not None and len(weight) > size:
+        raise AdapterError(
+            f"tensor {change.tensor} has {len(weight):,} tokens, {len(weight) - vocab_size:,} more "
+            f"than the model: workers with lora_added_tokens = {size - vocab_size} take as many; "
+            "a lenient load leaves them out"
+        )
+    if weight is not None and len(weight) < size:
+        if id(weight) not in matrices:
+            if own is None:  # A made-up model.
+                own = weight.new_zeros(size, weight.shape[1])
+            matrices[id(weight)] = torch.cat([weight, own[len(weight) :]])
+        weight = matrices[id(weight)]
+    if lora is not None and is_input and lora.a.shape[1] < size:
+        lora = LoraPair(pad(lora.a, (0, size - lora.a.shape[1])), lora.b)
+    elif lora is not None and not is_input and len(lora.b) < size:
+        lora = LoraPair(lora.a, pad(lora.b, (0, 0, 0, size - len(lora.b))))
+    return replace(change, weight=weight, lora=lora)
+
+
+def _divided(
+    part: Projection,
+    change: VocabularyChange,
+    max_rank: int,
+    own: torch.Tensor | None,
+    *,
+    takes_whole: bool,
+) -> tuple[LoraPair | None, torch.Tensor | None]:
+    """Divides a change of the vocabulary into one LoRA and a matrix in the place of the model's.
+
+    Where few rows differ each takes one rank: W' = W + sum over them of e_t d_t^T, of which A or B
+    has a one for the token, the other one the difference. PEFT saves the embedding beside its LoRA,
+    unless it is told not to: then no row differs.
+
+    Returns:
+        The LoRA, None where there is none; the matrix [num_embeddings, hidden], None where few rows
+        differ.
+
+    Raises:
+        AdapterError: More rows differ than there are ranks and no matrix is taken.
+    """
+    lora = change.lora
+    if change.weight is None and change.rows is None:
+        return lora, None
+    name = part.kind
+    if own is None and takes_whole and change.weight is not None:
+        return lora, _replaced(change, change.weight)
+    if own is None:
+        raise AdapterError(
+            f"tensor {change.tensor} takes the place of rows of {name}, and the model's own "
+            "weights, of which it would be a change, are not there"
+        )
+    ids, whole = _changed_rows(change, own)
+    rank = len(ids) + (lora.rank if lora is not None else 0)
+    if rank > max_rank and takes_whole:
+        return lora, whole
+    if rank > max_rank:
+        raise AdapterError(
+            f"tensor {change.tensor} changes {len(ids):,} rows of {name}, of which each takes a "
+            f"rank; with the adapter's LoRA of it that is {rank:,}, more than max_lora_rank = "
+            f"{max_rank}. Workers with lora_whole_matrices take a whole matrix (modules_to_save)"
+        )
+    if not ids:
+        return lora, None
+    ones = torch.zeros((len(ids), len(own)), dtype=own.dtype)
+    ones[range(len(ids)), ids] = 1.0
+    difference = (whole[ids].float() - own[ids].float()).to(own.dtype)
+    a, b = (ones, difference.T) if name == EMBED_TOKENS else (difference, ones.T)
+    if lora is not None:
+        a, b = torch.cat([lora.a, a]), torch.cat([lora.b, b], 1)
+    return LoraPair(a.contiguous(), b.contiguous()), None
+
+
+def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Tokens whose rows differ from the model's own, and the changed matrix."""
+    changed = torch.zeros(len(own), dtype=torch.bool)
+    if change.weight is not None:
+        changed = (change.weight != own).any(1)
+    if change.rows is not None:
+        given = list(change.token_ids)
+        changed[given] = (change.rows != own[given]).any(1)
+    whole = _replaced(change, own if change.weight is None else change.weight)
+    return changed.nonzero()[:, 0].tolist(), whole
+
+
+def _replaced(change: VocabularyChange, matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with the rows of tokens that were trained one by one."""
+    if change.rows is None:
+        return matrix
+    return matrix.index_copy(0, torch.tensor(change.token_ids), change.rows)
+
+
+def _whole_matrices(
+    replaced: Mapping[str, torch.Tensor], *, for_gpu: bool
+) -> Mapping[str, WholeMatrix]:
+    """Prepares matrices for the device; tied ones once."""
+    made: dict[int, WholeMatrix] = {}
+    for matrix in replaced.values():
+        if matrix.data_ptr() not in made:
+            made[matrix.data_ptr()] = matrix.pin_memory() if for_gpu else pack_linear(matrix)
+    return {name: made[matrix.data_ptr()] for name, matrix in replaced.items()}
+
+
+def _half(
+    layers: Sequence[torch.Tensor | None], num_experts: int, max_rows: int, *, is_pinned: bool
+) -> Half:
+    """Lays out the rows of each layer from [experts or 1, rank, features]."""
+    index = np.zeros((len(layers), num_experts, max_rows), np.int32)
+    there = [values for values in layers if values is not None]
+    total = sum(len(values) * -(-values.shape[1] // ROW_RANK) for values in there)
+    size = (total, ROW_RANK, there[0].shape[2])
+    rows = torch.empty(size, dtype=there[0].dtype, pin_memory=is_pinned)
+    used = 0
+    for layer, values in enumerate(layers):
+        if values is None:
+            continue
+        give_way()
+        given, rank, features = values.shape
+        count = -(-rank // ROW_RANK)
+        own = rows[used : used + given * count].view(given, count * ROW_RANK, features)
+        # By numpy, which is quicker with a transposed B, and without torch's threads, for which
+        # steps on a CPU would have to wait.
+        words = words_of(own)
+        words[:, :rank] = words_of(values)
+        words[:, rank:] = 0
+        numbers = used + np.arange(given * count).reshape(given, count)
+        index[layer, :, :count] = numbers  # One for all is broadcast.
+        used += given * count
+    return Half(rows, index)

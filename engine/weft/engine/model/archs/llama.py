@@ -1,0 +1,29 @@
+"""Llama (2, 3, 3.x) and the models of its shape, SmolLM2 and Mistral among them."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.weights.weights import Weights
+
+
+def llama_attention(
+    config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor
+) -> Attention:
+    """Grouped-query attention with rotary positions; biases as the configuration says."""
+    return Attention(
+        config,
+        layer,
+        cos_sin,
+        qkv_proj=qkv_projection(config, weights),
+        o_proj=o_projection(config, weights),
+    )
+
+
+class LlamaForCausalLM(DecoderOnlyLM):
+    """Llama with its LM head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights, llama_attention)

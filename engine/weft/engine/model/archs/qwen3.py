@@ -1,0 +1,32 @@
+"""Qwen3, dense: each head of q and k is normalised before the rotation."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.weights.weights import Weights
+
+
+def qwen3_attention(
+    config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor
+) -> Attention:
+    """Grouped-query attention with normalised q and k."""
+    return Attention(
+        config,
+        layer,
+        cos_sin,
+        qkv_proj=qkv_projection(config, weights),
+        o_proj=o_projection(config, weights),
+        q_norm=RMSNorm(weights.at("q_norm"), config.head_dim, config.rms_norm_eps),
+        k_norm=RMSNorm(weights.at("k_norm"), config.head_dim, config.rms_norm_eps),
+    )
+
+
+class Qwen3ForCausalLM(DecoderOnlyLM):
+    """Qwen3 with its LM head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights, qwen3_attention)

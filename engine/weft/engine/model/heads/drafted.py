@@ -1,0 +1,123 @@
+"""A target with a draft head: every step of the target also writes the head's K and V.
+
+So a page holds the head's entries wherever it holds the target's, whoever computed it, and they are
+cached, shipped and stored with it.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from weft.engine.base.errors import AdapterError, ModelError
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.model.adapters.draft_adapter import read_draft_adapter
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
+from weft.engine.model.heads.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
+from weft.engine.model.loader import LoadedModel
+from weft.kernels.lora import LoraStep
+from weft.kernels.slot_rows import put_rows
+
+
+def load_drafted(
+    loaded: LoadedModel, draft_dir: Path, max_requests: int, max_step_tokens: int
+) -> DraftedModel:
+    """Loads a head for a model; see `load_draft_head` and `DraftedModel`.
+
+    Raises:
+        ModelError: The head cannot be used, or not with this model.
+    """
+    if not isinstance(loaded.model, DecoderOnlyLM):
+        raise ModelError(
+            f"draft_dir = {draft_dir}: models of {loaded.config.architecture} do not "
+            "support draft heads",
+            param="draft_dir",
+        )
+    head = load_draft_head(draft_dir, loaded.model)
+    return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
+
+
+class DraftedModel:
+    """Implements `Model` for a target and the head that drafts for it.
+
+    What the head takes in of the target's state at a position is needed with the token after it:
+    for the first row of a request it is what `kept` holds of its slot from the step before. Where
+    that is not so, as after a prefix hit, a step begins one token earlier, whose own entries go to
+    the null page.
+
+    Args:
+        target: Loaded model.
+        head: Loaded for it.
+        max_requests: Slots.
+        max_step_tokens: Rows of the largest step after which `keep_accepted` may be called.
+        draft_dir: That the head is from; None: it cannot be adapted.
+    """
+
+    def __init__(
+        self,
+        target: DecoderOnlyLM,
+        head: DraftHead,
+        max_requests: int,
+        max_step_tokens: int,
+        draft_dir: Path | None = None,
+    ) -> None:
+        self.config = target.config
+        self._draft_dir = draft_dir
+        self.head = head
+        self._target = target
+        embedding, width = target.model.embed_tokens, head.hidden_size
+        self.kept = embedding.new_zeros((max_requests + 1, width))
+        """State of each slot's last row, [max_requests + 1, hidden]; the last one is a dummy."""
+        self._last = embedding.new_zeros((max_step_tokens, width))
+        """The rows of the last step; on a GPU in fixed memory, as captured graphs need it."""
+
+    def adapted(self, folder: Path) -> DraftedModel:
+        """The same model with an adapted head; states and pages are shared.
+
+        Args:
+            folder: Folder of the draft adapter.
+
+        Raises:
+            WeftError: It cannot be used, or not with this head.
+        """
+        if not isinstance(self.head, Eagle3Head) or self._draft_dir is None:
+            raise AdapterError(f"draft adapter {folder}: only EAGLE-3 heads can be adapted")
+        changes = read_draft_adapter(folder, adaptable_shapes(self.head.config))
+        made = copy(self)
+        try:
+            made.head = adapt_eagle3(self.head, self._draft_dir, self._target, changes)
+        except ValueError as error:
+            raise AdapterError(f"draft adapter {folder}: {error}") from error
+        return made
+
+    def kv_layout(self, page_size: int) -> PlaneLayout:
+        """The target's page with the head's layer behind its own."""
+        layout = self._target.kv_layout(page_size)
+        return replace(layout, layers=layout.layers + 1, draft=self.head.digest.hex())
+
+    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Like `Model.forward`; `batch.request_slots` is required."""
+        hidden, states = self.head.extend(self._target, batch, self.kept, pool)
+        if states.is_cuda:
+            rows = min(states.shape[0], self._last.shape[0])
+            self._last[:rows].copy_(states[:rows])
+        else:
+            self._last = states
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """Like `Model.logits`."""
+        return self._target.logits(hidden, lora)
+
+    def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Records, after a verification, which row of the step is each request's last.
+
+        Args:
+            rows: [R] int64, on the device: of the last step, whose order of rows they follow.
+            slots: [R] int64, on the device: the requests' slots, all different.
+        """
+        put_rows(self.kept, slots, self._last, rows)

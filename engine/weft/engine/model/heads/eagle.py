@@ -1,0 +1,124 @@
+"""The draft head of EAGLE-1 and EAGLE-2: one decoder layer over the target's last hidden states.
+
+Its entry for position i is made from the target's normalised state at i - 1 and the token at i;
+position 0 has none. K and V of the entries are one more layer of the target's pages, behind its
+own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.digest import head_digest
+from weft.engine.checkpoint.draft_config import HeadKind
+from weft.engine.checkpoint.eagle_config import EagleConfig
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.decoder_only import FUSED, DecoderOnlyLM
+from weft.engine.model.layers.linear import GateUp, Linear
+from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.draft_head import DraftChains, DraftRows
+from weft.kernels.eagle_head import EagleHeadWeight, eagle_chain, eagle_entries
+from weft.kernels.linear import LinearWeight, pack_linear
+
+
+class EagleHead:
+    """A `DraftHead`, loaded for one target, whose embedding and LM head it may share."""
+
+    kind: HeadKind = "eagle"
+
+    def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> None:
+        """Reads all parameters of the head."""
+        self.hidden_size = config.hidden_size
+        self.layer = target.config.num_layers
+        self.digest = b""
+        self.weight = w = _read_weight(config, target, file)
+        self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
+
+    def extend(
+        self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DraftHead.extend`."""
+        states = target.forward_all(batch, pool)
+        assert batch.request_slots is not None, "a step of a drafted model names its slots"
+        rows = DraftRows(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            cu_q_lens=batch.cu_q_lens,
+            request_slots=batch.request_slots,
+        )
+        eagle_entries(states, self.weight, rows, kept, pool, self.layer)
+        return states.index_select(0, batch.logits_rows), states
+
+    def chain(
+        self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """See `DraftHead.chain`."""
+        return eagle_chain(state, token_ids, self.weight, chains, pool, self.layer)
+
+
+def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
+    """Loads an EAGLE-1 or EAGLE-2 head in the published layout; see `load_draft_head`."""
+    config = EagleConfig.load(draft_dir)
+    config.check_target(target.config, draft_dir)
+    device = target.model.embed_tokens.device
+    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
+        _check_fc(file, config, draft_dir)
+        head = EagleHead(config, target, file)
+        file.finish()
+    head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
+    return head
+
+
+def _read_weight(config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> EagleHeadWeight:
+    hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    top = Weights(file)
+    layer = top.at("layers").at(0)
+    attention, mlp, qkv = layer.at("self_attn"), layer.at("mlp"), FUSED["qkv_proj"]
+    sizes = (q_size, kv_size, kv_size)
+
+    def product(weights: Weights, names: tuple[str, ...], width: int, *rows: int) -> LinearWeight:
+        # Whether there are biases differs from head to head, and config.json seldom says.
+        bias = weights.at(names[-1]).has("bias")
+        return Linear(weights, names, width, rows, bias=bias).weight
+
+    embedding, lm_head = target.model.embed_tokens, target.lm_head.weight
+    if top.has("embed_tokens.weight"):
+        added = target.config.num_added_tokens
+        size = (config.vocab_size, hidden)
+        embedding = top.at("embed_tokens").tensor("weight", *size, num_zeros=added)
+    if top.has("lm_head.weight"):
+        own = top.at("lm_head").tensor("weight", config.vocab_size, hidden)
+        lm_head = pack_linear(own, arena=top.arena)
+    # A head's own limit is that of its training; it is used wherever the target is.
+    positions = target.config.max_position_embeddings
+    return EagleHeadWeight(
+        fc=product(top, ("fc",), 2 * hidden, hidden),
+        qkv=product(attention, qkv, hidden, *sizes),
+        # Once more without q: what most steps of the target need.
+        kv=product(attention, qkv[1:], hidden, *sizes[1:]),
+        o=product(attention, ("o_proj",), q_size, hidden),
+        gate_up=GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
+        down=product(mlp, ("down_proj",), inner, hidden),
+        lm_head=lm_head,
+        post_norm=RMSNorm(layer.at("post_attention_layernorm"), hidden, eps).weight,
+        embedding=embedding,
+        cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
+        num_heads=config.num_heads,
+        eps=eps,
+    )
+
+
+def _check_fc(file: Checkpoint, config: EagleConfig, where: Path) -> None:
+    name = "fc.weight"
+    if file.has(name) and (shape := file.shape_of(name))[1] == 3 * config.hidden_size:
+        raise ModelError(
+            f"{where}: {name} {shape} joins three states: a head of EAGLE-3, whose config.json "
+            "names LlamaForCausalLMEagle3 and has a draft_vocab_size"
+        )

@@ -1,0 +1,290 @@
+"""The draft head of EAGLE-3 (Li et al. 2025): one decoder layer over the target's hidden states.
+
+Its entry for position i is made from the target's state at i - 1 and the token at i; position 0 has
+none. K and V of the entries are one more layer of the target's pages, behind its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+
+import torch
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.digest import head_digest
+from weft.engine.checkpoint.draft_config import HeadKind
+from weft.engine.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.decoder_only import FUSED, DecoderOnlyLM
+from weft.engine.model.layers.linear import GateUp, Linear
+from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.weights import ChangedWeights, Weights
+from weft.kernels.decoder_layer import Taps
+from weft.kernels.draft_head import (
+    DraftChains,
+    DraftEntries,
+    DraftHeadWeight,
+    DraftRows,
+    draft_chain,
+    pack_draft_head,
+    replace_layer,
+)
+from weft.kernels.draft_tree import DraftTrees, draft_tree
+from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.memory import WeightArena
+
+
+class Eagle3Head:
+    """A `DraftHead`, loaded for one target, whose embedding (and LM head) it may share."""
+
+    kind: HeadKind = "eagle3"
+
+    def __init__(self, config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> None:
+        """Reads all parameters; see `load_eagle3`."""
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.aux_layers = config.layers_of(target.config)
+        self.layer = target.config.num_layers
+        """Index of the head's K and V in the pool's layers."""
+        self.digest = b""
+        """32 bytes over files, configuration and dtype."""
+        self.weight = w = _read_weight(config, target, names)
+        self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
+
+    def extend(
+        self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DraftHead.extend`."""
+        rows, width = batch.token_ids.shape[0], len(self.aux_layers) * target.config.hidden_size
+        entries = self.entries(aux := kept.new_empty((rows, width)), batch, kept, pool)
+        hidden = target.forward(batch, pool, Taps(self.aux_layers, aux, entries))
+        return hidden, entries.finish()
+
+    def entries(
+        self, aux: torch.Tensor, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+    ) -> DraftEntries:
+        """Describes how to write the head's K and V during a step of the target.
+
+        Args:
+            aux: [T, 3 * target_hidden]: what entered `aux_layers`, side by side.
+            batch: The step; `request_slots` must be there.
+            kept: [slots + 1, hidden]: what was returned of each request's last row, and will be.
+            pool: The target's, with the head's layer.
+
+        Returns:
+            Gives [T, hidden]: the target's states as the head takes them in.
+        """
+        assert batch.request_slots is not None, "a step of a drafted model names its slots"
+        rows = DraftRows(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            cu_q_lens=batch.cu_q_lens,
+            request_slots=batch.request_slots,
+            is_uniform=batch.max_q_len == 1 and len(batch.positions) == len(batch.request_slots),
+            ancestors=batch.ancestors,
+        )
+        return DraftEntries(aux, self.weight, rows, kept, pool, self.layer)
+
+    def chain(
+        self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor
+    ) -> torch.Tensor:
+        """See `DraftHead.chain`."""
+        return draft_chain(state, token_ids, self.weight, chains, pool, self.layer)
+
+    def tree(
+        self, state: torch.Tensor, token_ids: torch.Tensor, trees: DraftTrees, pool: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Grows trees behind the last tokens of requests; see `draft_tree`."""
+        return draft_tree(state, token_ids, self.weight, trees, pool, self.layer)
+
+
+def adapt_eagle3(
+    head: Eagle3Head, draft_dir: Path, target: DecoderOnlyLM, changes: Mapping[str, torch.Tensor]
+) -> Eagle3Head:
+    """The same head with changed projections after K and V; all else is shared.
+
+    Args:
+        head: Loaded from `draft_dir` for `target`.
+        draft_dir: Is read again.
+        target: The head's.
+        changes: By module of its layer, of q, o, gate, up and down alone: [out, in], added.
+
+    Raises:
+        ModelError: The files are no longer there.
+        ValueError: A change does not fit.
+    """
+    device = target.model.embed_tokens.device
+    with Checkpoint(draft_dir, target.dtype, device) as file:
+        name = _Names(file, head.config, draft_dir).layer_name
+        added = {f"{name}.{module}.weight": change for module, change in changes.items()}
+        layer = Weights(ChangedWeights(file, added), arena=WeightArena(0)).at(name)
+        adapted = copy(head)
+        adapted.weight = replace_layer(head.weight, **_read_layer(head.config, layer))
+    return adapted
+
+
+def adaptable_shapes(config: Eagle3Config) -> dict[str, tuple[int, int]]:
+    """[out, in] of what `adapt_eagle3` may change, by module."""
+    hidden, inner, q_size = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads * config.head_dim,
+    )
+    return {
+        "self_attn.q_proj": (q_size, 2 * hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def _read_layer(config: Eagle3Config, layer: Weights) -> dict[str, LinearWeight]:
+    """The products of the head's layer, under their names in `DraftHeadWeight`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    attention, mlp = layer.at("self_attn"), layer.at("mlp")
+    sizes = (q_size, kv_size, kv_size)
+    qkv = Linear(attention, FUSED["qkv_proj"], 2 * hidden, sizes, bias=False)
+    return {
+        "qkv": qkv.weight,
+        "o": Linear(attention, ("o_proj",), q_size, (hidden,), bias=False).weight,
+        "gate_up": GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
+        "down": Linear(mlp, ("down_proj",), inner, (hidden,), bias=False).weight,
+    }
+
+
+def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> DraftHeadWeight:
+    hidden, eps, layer = config.hidden_size, config.rms_norm_eps, names.layer
+    kv_size, names_of_kv = config.num_kv_heads * config.head_dim, FUSED["qkv_proj"][1:]
+
+    def product(
+        weights: Weights, name: str | tuple[str, ...], width: int, *rows: int
+    ) -> LinearWeight:
+        several = (name,) if isinstance(name, str) else name
+        return Linear(weights, several, width, rows, bias=False).weight
+
+    def norm(weights: Weights, name: str) -> torch.Tensor:
+        return RMSNorm(weights.at(name), hidden, eps).weight
+
+    target_ids = names.target_ids(config).to(target.model.embed_tokens.device)
+    embedding = target.model.embed_tokens
+    if names.has_embedding:
+        added = target.config.num_added_tokens
+        size = (config.vocab_size, hidden)
+        embedding = names.base.at("embed_tokens").tensor("weight", *size, num_zeros=added)
+    if names.has_lm_head:
+        lm_head = names.lm_head.tensor("weight", config.draft_vocab_size, hidden)
+    else:
+        lm_head = target.lm_head.rows(target_ids)
+    # A head's own limit is that of its training; it is used wherever the target is.
+    positions = target.config.max_position_embeddings
+    return pack_draft_head(
+        **_read_layer(config, layer),
+        fc=product(names.base, "fc", NUM_AUX_LAYERS * config.target_hidden_size, hidden),
+        # Once more without q: what most steps of the target need.
+        kv=product(layer.at("self_attn"), names_of_kv, 2 * hidden, kv_size, kv_size),
+        lm_head=pack_linear(lm_head, arena=names.base.arena),
+        input_norm=norm(layer, "input_layernorm"),
+        hidden_norm=norm(layer, "hidden_norm"),
+        post_norm=norm(layer, "post_attention_layernorm"),
+        norm=norm(names.base, "norm"),
+        embedding=embedding,
+        target_ids=target_ids,
+        cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
+        num_heads=config.num_heads,
+        eps=eps,
+    )
+
+
+class _Names:
+    """Parameter names of a head's file: writers name its one layer differently."""
+
+    def __init__(self, file: Checkpoint, config: Eagle3Config, where: Path) -> None:
+        self._file, self._where = file, where
+        top = Weights(file)
+        self._prefix = "model." if file.has("model.fc.weight") else ""
+        self.base = top.at("model") if self._prefix else top
+        is_numbered = self.base.has("layers.0.hidden_norm.weight")
+        self.layer_name = self._prefix + ("layers.0" if is_numbered else "midlayer")
+        self.layer = top.at(self.layer_name)
+        self.lm_head = (top if top.has("lm_head.weight") else self.base).at("lm_head")
+        self.has_lm_head = self.lm_head.has("weight")
+        self.has_embedding = self.base.has("embed_tokens.weight")
+        self._check_fc(config)
+        is_same_width = config.hidden_size == config.target_hidden_size
+        if not (is_same_width or (self.has_lm_head and self.has_embedding)):
+            raise ModelError(
+                f"{where}: a head of {config.hidden_size} wide states cannot share embedding and "
+                f"LM head of a model of {config.target_hidden_size}, and does not bring its own"
+            )
+
+    def target_ids(self, config: Eagle3Config) -> torch.Tensor:
+        """[draft_vocab_size] int64, on the host: the head's tokens in the target's vocabulary.
+
+        Raises:
+            ModelError: The map is missing, leads outside or names a token twice, or `t2d` says
+                otherwise.
+        """
+        size, vocab_size = config.draft_vocab_size, config.vocab_size
+        offsets, flags = (self._table(name) for name in ("d2t", "t2d"))
+        ids = torch.arange(size)
+        if offsets is not None:
+            ids = ids + self._file.whole_numbers(offsets, size)
+        elif size != vocab_size:
+            raise ModelError(
+                f"{self._where} lacks tensors: d2t, which maps the head's {size} tokens to the "
+                f"model's {vocab_size}"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise ModelError(
+                f"{self._where}: d2t leads to tokens {int(ids.min())} to {int(ids.max())} of a "
+                f"vocabulary of {vocab_size}"
+            )
+        if len(set(ids.tolist())) < size:
+            raise ModelError(f"{self._where}: d2t maps several of the head's tokens to one")
+        if flags is not None:
+            marked = self._file.whole_numbers(flags, vocab_size).bool()
+            if int(marked.sum()) != size or not bool(marked[ids].all()):
+                raise ModelError(f"{self._where}: t2d and d2t name different tokens")
+        return ids
+
+    def _table(self, name: str) -> str | None:
+        """The full name of a table of the vocabulary; None if it is not there."""
+        return next((n for n in (name, self._prefix + name) if self._file.has(n)), None)
+
+    def _check_fc(self, config: Eagle3Config) -> None:
+        name = f"{self._prefix}fc.weight"
+        if not self._file.has(name):
+            return  # Reported with what else is missing.
+        shape = self._file.shape_of(name)
+        if shape == (config.hidden_size, 2 * config.hidden_size):
+            raise ModelError(
+                f"{self._where}: {name} {shape} joins one state and one embedding: a head of "
+                "EAGLE-1 or EAGLE-2, whose config.json names LlamaForCausalLMEagle"
+            )
+
+
+def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
+    """Loads a head in the published layout: config.json and safetensors.
+
+    Args:
+        draft_dir: The directory.
+        target: The model that it drafts for, loaded; the head computes in its dtype, on its device.
+
+    Raises:
+        ModelError: The directory is incomplete or malformed, of an unsupported kind or made for
+            another model.
+    """
+    config = Eagle3Config.load(draft_dir)
+    config.check_target(target.config, draft_dir)
+    device = target.model.embed_tokens.device
+    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
+        head = Eagle3Head(config, target, _Names(file, config, draft_dir))
+        file.finish()
+    head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
+    return head

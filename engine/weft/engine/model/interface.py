@@ -1,0 +1,71 @@
+"""The interface that every model offers to the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.memory.layout import PlaneLayout
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.lora import LoraStep
+
+
+class Model(Protocol):
+    """A decoder-only language model over a paged KV pool."""
+
+    config: ModelConfig
+
+    def kv_layout(self, page_size: int) -> PlaneLayout:
+        """The shape of one page of this model's KV."""
+
+    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+        """Runs one ragged extend step.
+
+        Args:
+            batch: New tokens of all requests.
+            pool: `kv_layout(page_size).pool_shape(num_pages)`, contiguous, the model's dtype;
+                K and V of the new tokens are written, those before them read.
+
+        Returns:
+            [L, hidden]: hidden states of `batch.logits_rows` after the final norm. Where no row
+            is wanted the last layer ends with its KV write and L is 0.
+        """
+
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """[L, hidden] from `forward` -> [L, config.num_embeddings] float32.
+
+        `lora` is the step's for these rows: `batch.lora.select(batch.logits_rows)`.
+        """
+
+
+class ModelClass(Protocol):
+    """The class of a model as the loader sees it: the constructor reads the parameters."""
+
+    def __call__(self, config: ModelConfig, weights: Weights) -> Model:
+        """Takes every parameter that the model has from `weights`."""
+
+
+class ConfiguredModelClass(ModelClass, Protocol):
+    """The class of another distribution that reads config.json itself."""
+
+    def read_config(
+        self, raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+    ) -> ModelConfig:
+        """Reads the model's configuration; a static or class method.
+
+        Args:
+            raw: Content of config.json.
+            generation: Content of generation_config.json; empty if there is none.
+            where: What messages call the source.
+
+        Returns:
+            The configuration, or one of a frozen subclass with further fields, which the class gets
+            when it is built. All that changes hidden states must be among its fields: they identify
+            cached pages.
+
+        Raises:
+            ModelError: A value is missing, malformed or not supported.
+        """

@@ -1,0 +1,20 @@
+"""RMS normalisation."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.norm import rms_norm
+
+
+class RMSNorm:
+    """Rows scaled to unit root mean square, then by a learnt weight."""
+
+    def __init__(self, weights: Weights, size: int, eps: float) -> None:
+        """Reads the weight [size]; `eps` is added to the mean square."""
+        self.weight = weights.tensor("weight", size)
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises each row: [M, size] -> [M, size]."""
+        return rms_norm(x, self.weight, self.eps)

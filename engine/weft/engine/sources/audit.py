@@ -1,0 +1,62 @@
+"""Checks that published pages keep their content (fault tests only).
+
+A published page is final. One that changes has been written to by somebody who had no right to it
+any more, and one that differs from what its filler sent was accepted without a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weft.engine.memory.page_memory import PageMemory
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Result of an audit."""
+
+    published_pages: int
+    """Pages checked."""
+    changed_pages: int
+    """Pages whose content has changed since they were published."""
+    corrupt_pages: int
+    """Accepted pages that differed from what their filler had sent, since start."""
+
+
+class PageAudit:
+    """Digests of all published pages of one engine. Used by its thread.
+
+    Args:
+        digest_pages: digests of some pages as they lie in the pool.
+        memory: tells what is published.
+    """
+
+    def __init__(
+        self, digest_pages: Callable[[Sequence[int]], list[int]], memory: PageMemory
+    ) -> None:
+        self._digest_pages = digest_pages
+        self._memory = memory
+        self._digests: dict[int, int] = {}
+        self._num_corrupt = 0
+        memory.on_published.append(self._published)
+
+    def accepted(self, pages: Sequence[int], sent: Sequence[int]) -> None:
+        """Records pages that an owner accepts from a filler.
+
+        Args:
+            pages: As they lie in the pool.
+            sent: Their digests by the filler's word.
+        """
+        found = self._digest_pages(pages)
+        self._num_corrupt += sum(a != b for a, b in zip(found, sent, strict=True))
+
+    def check(self) -> AuditReport:
+        """Checks every page that is published now."""
+        pages = [page for page in self._digests if self._memory.is_published(page)]
+        found = self._digest_pages(pages) if pages else []
+        changed = sum(self._digests[page] != now for page, now in zip(pages, found, strict=True))
+        return AuditReport(len(pages), changed, self._num_corrupt)
+
+    def _published(self, page: int, key: bytes, parent: bytes) -> None:
+        (self._digests[page],) = self._digest_pages([page])

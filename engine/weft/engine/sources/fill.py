@@ -1,0 +1,216 @@
+"""One lease as its owner keeps it, and the interfaces that `OwnerFills` depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from weft.engine.base.device_copies import Mark
+from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
+from weft.engine.scheduler.state import FillCandidate, FillRecord, Request
+from weft.engine.transfer.staging import StagingArea
+
+
+class FillState(Enum):
+    """State of a lease at the owner."""
+
+    STARTING = "starting"
+    ACTIVE = "active"
+    STOPPING = "stopping"
+
+
+class PagePort(Protocol):
+    """The pages that peers write to and read from, and the transfer between them and the pool
+    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). Called by the engine's thread,
+    which it never blocks.
+    """
+
+    @property
+    def max_put_pages(self) -> int:
+        """Most pages of one put."""
+        ...
+
+    @property
+    def max_queued_pages(self) -> int:
+        """Most pages queued for puts: they keep their place in the pool until then."""
+        ...
+
+    def read(self, page: int) -> bytes:
+        """Content of a page that is exposed."""
+        ...
+
+    def write(self, page: int, offset: int, data: bytes) -> None:
+        """Copies bytes into a page that a fill has reserved."""
+        ...
+
+    def mark(self) -> Mark | None:
+        """A mark of the device's work enqueued so far; None: the pool is not on a device."""
+        ...
+
+    def verify(
+        self,
+        tag: tuple[bytes, int],
+        landed: Sequence[int],
+        pages: Sequence[int],
+        after: Mark | None,
+    ) -> None:
+        """Starts moving a chunk into the pool, if it is not there, and computing its digests.
+
+        Args:
+            tag: (lease, chunk); the digests come back with it, by `OwnerFills.on_digested`.
+            landed: Where its pages have arrived.
+            pages: Pages of the pool.
+            after: Earlier uses of these pages are over.
+        """
+        ...
+
+    def expose(self, number: int, pages: Sequence[int]) -> bool:
+        """Starts computing digests of pages to put, where the store can read them; False: no room
+        now.
+        """
+        ...
+
+    def conceal(self, exposed: Sequence[int]) -> None:
+        """Ends the exposure of pages that the store does not read any more."""
+        ...
+
+
+class OwnerTransport(Protocol):
+    """The owner's data plane (`weft.engine.transfer.transport`)."""
+
+    @property
+    def target(self) -> NixlTargetInfo | None:
+        """Where fillers write over NIXL; None: they send `data` instead. Changes with `fence`."""
+        ...
+
+    @property
+    def staging(self) -> StagingArea | None:
+        """The area that peers write to instead of the pool; None: they write into the pool."""
+        ...
+
+    @property
+    def port(self) -> PagePort:
+        """Access to the pool."""
+        ...
+
+    def fence(self) -> None:
+        """Cuts every connection into the pool: nothing sent before can arrive."""
+        ...
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What is known of one chunk, in any order: it is verified once notification and digests are
+    there.
+    """
+
+    start_token: int = 0
+    end_token: int = 0
+    digests: list[int] | None = None
+    bytes_arrived: int = 0
+    is_notified: bool = False
+    is_verifying: bool = False
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Fill:
+    """One lease; outlives its request while writes can still arrive."""
+
+    lease_id: bytes
+    request: Request | None
+    candidate: FillCandidate
+    start_token: int
+    end_token: int
+    pages: list[int]
+    """The pool's pages of [accepted_token, end_token); empty once it is STOPPING."""
+    landed: list[int]
+    """Pages that the filler writes to: the same, or staging pages."""
+    record: FillRecord
+    uses_nixl: bool
+    accepted_token: int
+    """End of the accepted range [start_token, accepted_token)."""
+    state: FillState = FillState.STARTING
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    next_chunk: int = 0
+    """Number of the first chunk not yet accepted."""
+    last_progress_at: float = 0.0
+    renew_at: float = 0.0
+    query_at: float = 0.0
+    silent_since: float = 0.0
+    """While STOPPING: time by which the filler should have answered."""
+    is_proven: bool = False
+    """Whether the filler sends nothing more; what its network has taken may still arrive."""
+    is_done: bool = False
+    after: Mark | None = None
+    """Mark after which earlier uses of the pages are over; taken when the fill is accepted."""
+
+    def chunk(self, index: int) -> Chunk:
+        """The state of a chunk, created on first use."""
+        return self.chunks.setdefault(index, Chunk())
+
+    def is_owed_by(self, candidate: FillCandidate, since: float) -> bool:
+        """Whether this filler incarnation's answer about the stopped lease is overdue by then."""
+        who = (self.candidate.worker_id, self.candidate.epoch)
+        return (
+            self.state is FillState.STOPPING
+            and not self.is_proven
+            and self.silent_since <= since
+            and who == (candidate.worker_id, candidate.epoch)
+        )
+
+    def can_be_written(self, event: FillEvent, page_size: int) -> bool:
+        """Whether a report of a chunk's digests fits this lease and was not made before."""
+        return (
+            self.state is FillState.ACTIVE
+            and self.chunk(event.chunk).digests is None
+            and self.accepted_token <= event.start_token < event.end_token <= self.end_token
+            and event.start_token % page_size == event.end_token % page_size == 0
+            and len(event.digests) == (event.end_token - event.start_token) // page_size
+        )
+
+    def can_be_data(self, event: FillEvent, page_size: int, page_bytes: int) -> bool:
+        """Whether bytes received in a message belong to a page of this lease."""
+        return (
+            self.state is FillState.ACTIVE
+            and not self.uses_nixl
+            and self.accepted_token <= event.start_token < self.end_token
+            and event.start_token % page_size == 0
+            and 0 < len(event.data) <= DATA_CHUNK_BYTES
+            and 0 <= event.offset <= page_bytes - len(event.data)
+        )
+
+
+class FillListener(Protocol):
+    """Receives the progress of a request's fills (the scheduler)."""
+
+    def fill_completed(self, request: Request) -> None:
+        """Called when all pages that others may fill are accepted."""
+        ...
+
+    def fill_failed(self, request: Request) -> None:
+        """Called when a filler has failed; `request.candidates` holds the rest."""
+        ...
+
+    def publish(self, request: Request) -> None:
+        """Called when new pages were accepted."""
+        ...
+
+
+@dataclass(slots=True)
+class FillCounters:
+    """Counters since start, part of the worker's counters."""
+
+    fills_started: int = 0
+    fills_done: int = 0
+    fills_declined: int = 0
+    fills_failed: int = 0
+    fills_avoided: int = 0
+    """Candidates passed over because they did not answer about earlier fills."""
+    accepted_pages: int = 0
+    accepted_bytes: int = 0
+    digest_mismatches: int = 0
+    stale_events: int = 0
+    local_decisions: int = 0
+    """Remainders that ran here although candidates existed."""

@@ -1,0 +1,466 @@
+"""The filler's side of fills: leases, jobs, and what may be posted when.
+
+A lease is used once. Its life:
+
+    ACTIVE --all written--> DONE
+      | stop, lease ran out, owner's stream broke, query
+      v
+    STOPPING --nothing posted is under way any more--> STOPPED
+
+Nothing is posted for a lease that is not ACTIVE, nor after its term, which is looked at right
+before each post: this process may have been stopped since its last turn. `stopped` is said only
+when no write that was posted can still arrive. When a posted write does not end, its agent is
+destroyed and the owner is told to close its own end too (`needs_fence`); if even that fails the
+lease stays STOPPING and the owner waits for proof that this process is gone. Lease ids are
+remembered, so a late or repeated start is declined.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from weft.engine.base.clock import Clock
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
+from weft.engine.protocol.messages import FillReply, FillStart, LeaseQuery
+from weft.engine.sources.data_budget import DataBudget
+from weft.engine.sources.lease import (
+    RAN_OUT,
+    FillJob,
+    Jobs,
+    Lease,
+    LeaseState,
+    LeaseTerm,
+    ShipChunk,
+    Shipper,
+    ShipResult,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED_LEASES = 65536
+SIGN_OF_LIFE_S = 1.0
+MAX_CHUNK_BYTES = 64 << 20
+"""Largest WRITE, bytes."""
+MAX_DATA_CHUNK_BYTES = 16 << 20
+"""Largest chunk copied into a stream. The next one is read once the stream has taken all of it."""
+
+
+@dataclass(slots=True)
+class FillerCounters:
+    """Counters since start, part of the worker's counters."""
+
+    leases_accepted: int = 0
+    leases_declined: int = 0
+    leases_done: int = 0
+    leases_stopped: int = 0
+    computed_tokens: int = 0
+    shipped_pages: int = 0
+    shipped_bytes: int = 0
+
+
+class Filler:
+    """All leases that this engine fills.
+
+    Args:
+        page_size: token positions a page; None: whatever a handle says.
+        epoch: this incarnation.
+        page_bytes: of the pool.
+        memory: page owner.
+        jobs: makes the pages.
+        shipper: moves chunks.
+        reply: puts an event into the outbox.
+        clock: monotonic seconds.
+        nixl_version: version of NIXL here; None when it is not there.
+        memory_type: of what is written from, for NIXL; owners with another kind are sent data.
+        max_chunk_bytes: bound of one write.
+        max_chunk_pages: another one; None: there is none.
+    """
+
+    def __init__(
+        self,
+        page_size: int | None,
+        epoch: int,
+        page_bytes: int,
+        memory: PageMemory,
+        jobs: Jobs,
+        shipper: Shipper,
+        reply: Callable[[FillReply], None],
+        clock: Clock,
+        *,
+        nixl_version: str | None,
+        memory_type: str = "DRAM",
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        max_chunk_pages: int | None = None,
+    ) -> None:
+        self._page_size = page_size
+        self._epoch = epoch
+        self._page_bytes = page_bytes
+        self._memory = memory
+        self._jobs = jobs
+        self._shipper = shipper
+        self._reply = reply
+        self._clock = clock
+        self._nixl_version = nixl_version
+        self._data = DataBudget()
+        self._memory_type = memory_type
+        most = max_chunk_pages or MAX_CHUNK_BYTES
+        self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
+        max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
+        self._max_data_pages = min(most, max(1, max_data_bytes // page_bytes))
+        self._leases: dict[bytes, Lease] = {}
+        self._by_stream: dict[int, Lease] = {}
+        self._used: OrderedDict[bytes, LeaseState] = OrderedDict()
+        self.is_draining = False
+        self.counters = FillerCounters()
+
+    # -- from owners -----------------------------------------------------------------------------
+
+    def on_start(self, start: FillStart) -> None:
+        """Accepts or declines a handle."""
+        handle = start.handle
+        reason, message = self._why_not(handle)
+        if reason:
+            self.counters.leases_declined += 1
+            event = FillEvent(kind="declined", reason=reason, message=message)
+            self._reply(FillReply(stream=start.stream, event=event))
+            return
+        if handle.nixl is not None and handle.nixl.memory_type != self._memory_type:
+            handle = replace(handle, nixl=None)
+        self._remember(handle.lease_id, LeaseState.ACTIVE)
+        now = self._clock()
+        lease = Lease(
+            handle=handle,
+            stream=start.stream,
+            job=None,
+            end_token=handle.end_token,
+            timings=FillTimings(accepted_at=now),
+            term=LeaseTerm(handle.lease_s, self._clock),
+            sign_of_life_at=now,
+            transport="nixl" if handle.nixl is not None else "data",
+            next_token=handle.start_token,
+        )
+        self._leases[handle.lease_id] = lease
+        self._by_stream[start.stream] = lease
+        self.counters.leases_accepted += 1
+        if handle.nixl is not None:
+            self._shipper.prepare((handle.owner_id, handle.owner_epoch), handle.nixl)
+        lease.job = self._jobs.begin(handle, start.request_id, start.traceparent)
+        lease.end_token = len(lease.job.tokens)
+        self._say_accepted(lease)
+
+    def on_renew(self, lease_id: bytes) -> None:
+        """Extends an active lease; ends one that has expired, however late that is noticed."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.state is not LeaseState.ACTIVE:
+            return
+        if lease.term.is_over:
+            self._fail(lease, RAN_OUT)
+        else:
+            lease.term.renew()
+
+    def on_stop(self, lease_id: bytes) -> None:
+        """Stops a lease; `stopped` follows once that is true."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._stop(lease, "stopped by the owner")
+
+    def on_stream_broken(self, stream: int) -> None:
+        """Stops posting for the lease of a stream that broke."""
+        self._data.taken(stream)
+        lease = self._by_stream.pop(stream, None)
+        if lease is not None:
+            lease.stream = -1
+            self._stop(lease, "the owner's stream broke")
+        self._ship_waiting()
+
+    def on_taken(self, stream: int, num_events: int) -> None:
+        """Notes that a stream has passed on events: another chunk may be copied into it."""
+        lease = self._by_stream.get(stream)
+        if lease is not None:
+            lease.num_taken = max(lease.num_taken, num_events)
+            if lease.num_taken >= lease.said_with_chunk and len(lease.held) == len(lease.shipping):
+                self._data.taken(stream)
+            self._ship_held(lease)
+        self._ship_waiting()
+
+    def on_query(self, query: LeaseQuery) -> str:
+        """State of a lease, stopped if active; an unknown one counts as used from now on."""
+        lease = self._leases.get(query.lease_id)
+        if lease is None:
+            known = self._used.get(query.lease_id)
+            if known is None:
+                self._remember(query.lease_id, LeaseState.STOPPED)
+                return "unknown"
+            return known.value
+        self._stop(lease, "stopped by a query")
+        return lease.state.value
+
+    # -- from the engine -------------------------------------------------------------------------
+
+    def on_progress(self, job: FillJob) -> None:
+        """Queues the new full pages that the handle asks for."""
+        lease = self._leases.get(job.lease_id)
+        if lease is None or lease.job is not job:
+            return
+        size = lease.handle.page_size
+        ready = job.num_computed // size * size
+        is_complete = job.num_computed >= lease.end_token
+        if is_complete:
+            lease.timings.last_chunk_computed_s = self._clock() - lease.timings.accepted_at
+            lease.timings.queued_s = self._jobs.queued_s(job)
+            lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
+            self.counters.computed_tokens += lease.timings.computed_tokens
+        is_data = lease.handle.nixl is None
+        max_pages = self._max_data_pages if is_data else self._max_chunk_pages
+        while lease.next_token < ready:
+            end = min(ready, lease.next_token + max_pages * size)
+            self._ship(lease, job, end)
+        if is_complete:
+            lease.job = None
+            self._jobs.end(job)
+            self._finish_if_done(lease)
+
+    def on_shipped(self, result: ShipResult) -> None:
+        """Handles the result of shipping a chunk."""
+        lease = self._leases.get(result.lease_id)
+        assert lease is not None, "a lease is kept while a chunk of it ships"
+        chunk = lease.shipping.pop(result.index)
+        lease.needs_fence |= result.needs_fence
+        lease.is_stranded |= result.is_stranded
+        if not result.is_stranded:
+            self._memory.release(chunk.local_pages)
+        if result.error:
+            self._fail(lease, result.error)
+        elif lease.state is LeaseState.ACTIVE:
+            self._report_written(lease, chunk, result)
+        self._finish_if_done(lease)
+
+    def on_data(self, lease_id: bytes, event: FillEvent) -> None:
+        """Passes on bytes of a page, for transfer over gRPC."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE:
+            self._say(lease, event)
+
+    def tick(self) -> None:
+        """Ends expired leases; sends signs of life for those still being computed."""
+        now = self._clock()
+        for lease in list(self._leases.values()):
+            if lease.state is not LeaseState.ACTIVE:
+                continue
+            if lease.term.is_over:
+                self._fail(lease, RAN_OUT)
+                self._finish_if_done(lease)
+            elif self._is_computing(lease) and now - lease.sign_of_life_at >= SIGN_OF_LIFE_S:
+                self._say_accepted(lease)
+
+    def on_job_failed(self, job: FillJob, why: str) -> None:
+        """Fails the lease of a job that ended without all of its pages."""
+        lease = self._leases.get(job.lease_id)
+        if lease is not None and lease.job is job:
+            lease.job = None
+            self._fail(lease, why)
+            self._finish_if_done(lease)
+
+    @property
+    def num_active(self) -> int:
+        """Leases that are not stopped or done."""
+        return sum(1 for lease in self._leases.values() if not lease.is_stranded)
+
+    @property
+    def leases(self) -> Iterable[Lease]:
+        """Leases that are not closed, oldest first."""
+        return self._leases.values()
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of open leases, of their streams, and of chunks being shipped."""
+        return {
+            "leases": len(self._leases),
+            "lease_streams": len(self._by_stream),
+            "chunks": sum(len(lease.shipping) for lease in self._leases.values()),
+        }
+
+    # -- internals -------------------------------------------------------------------------------
+
+    def _why_not(self, handle: KvHandle) -> tuple[str, str]:
+        """(reason, message) to decline, or two empty strings."""
+        if handle.filler_epoch != self._epoch:
+            return "epoch", f"this incarnation is {self._epoch:016x}"
+        if self.is_draining:
+            return "draining", "this worker is shutting down"
+        if self._page_size not in (None, handle.page_size):
+            return "layout", f"page size {handle.page_size}, here {self._page_size}"
+        problem = self._malformed(handle)
+        if problem:
+            return "invalid", problem
+        if handle.nixl is not None and handle.nixl.version != self._nixl_version:
+            return "transport", f"NIXL {handle.nixl.version} there, {self._nixl_version} here"
+        if handle.nixl is not None and handle.nixl.page_bytes != self._page_bytes:
+            return "layout", f"{handle.nixl.page_bytes} bytes a page, here {self._page_bytes}"
+        return self._jobs.why_not(handle)
+
+    def _malformed(self, handle: KvHandle) -> str:
+        size = handle.page_size
+        if size < 1:
+            return f"page size {size}"
+        if len(handle.lease_id) != LEASE_ID_BYTES:
+            return f"lease id of {len(handle.lease_id)} bytes"
+        if handle.lease_id in self._used:
+            return "the lease was used before"
+        start, end = handle.start_token, handle.end_token
+        if start % size or end % size or not 0 <= start < end or len(handle.tokens) != end:
+            return f"range [{start}, {end}) of {len(handle.tokens)} tokens, page size {size}"
+        if len(handle.pages) != (end - start) // size or len(set(handle.pages)) != len(
+            handle.pages
+        ):
+            return f"{len(handle.pages)} pages for {(end - start) // size}"
+        if handle.nixl is not None and max(handle.pages) >= handle.nixl.num_pages:
+            return f"page {max(handle.pages)} of a pool of {handle.nixl.num_pages}"
+        if not 0 < handle.lease_s <= 3600:
+            return f"lease of {handle.lease_s} s"
+        return ""
+
+    def _remember(self, lease_id: bytes, state: LeaseState) -> None:
+        self._used[lease_id] = state
+        if len(self._used) > MAX_REMEMBERED_LEASES:
+            self._used.popitem(last=False)
+
+    def _is_computing(self, lease: Lease) -> bool:
+        """Whether it is queued or being computed. During a write only its end is a sign of life."""
+        return lease.job is not None and not lease.shipping
+
+    def _say_accepted(self, lease: Lease) -> None:
+        lease.sign_of_life_at = self._clock()
+        event = FillEvent(
+            kind="accepted",
+            filler_epoch=self._epoch,
+            transport=lease.transport,
+            start_token=lease.handle.start_token,
+            end_token=lease.end_token,
+        )
+        self._say(lease, event)
+
+    def _say(self, lease: Lease, event: FillEvent) -> None:
+        if lease.stream >= 0:
+            lease.num_said += 1
+            self._reply(FillReply(stream=lease.stream, event=event))
+
+    def _ship(self, lease: Lease, job: FillJob, end_token: int) -> None:
+        handle, size = lease.handle, lease.handle.page_size
+        start_token = lease.next_token
+        local = job.pages[start_token // size : end_token // size]
+        known = job.digests
+        first = (start_token - handle.start_token) // size
+        chunk = ShipChunk(
+            lease_id=handle.lease_id,
+            index=lease.next_chunk,
+            start_token=start_token,
+            end_token=end_token,
+            local_pages=local,
+            remote_pages=handle.pages[first : first + len(local)],
+            digests=list(known[start_token // size : end_token // size]) if known else None,
+            target=handle.nixl,
+            owner_id=handle.owner_id,
+            owner_epoch=handle.owner_epoch,
+            term=lease.term,
+        )
+        self._memory.retain(local)
+        lease.shipping[chunk.index] = chunk
+        lease.next_token, lease.next_chunk = end_token, chunk.index + 1
+        lease.held.append(chunk)
+        self._ship_held(lease)
+
+    def _ship_held(self, lease: Lease) -> None:
+        """Passes chunks to the shipper: over NIXL at once, as data one after the other."""
+        while lease.held:
+            if lease.handle.nixl is None:
+                is_first = len(lease.held) == len(lease.shipping)
+                if not is_first or lease.num_taken < lease.said_with_chunk:
+                    return
+                num_bytes = len(lease.held[0].local_pages) * self._page_bytes
+                if not self._data.ask(lease.stream, num_bytes):
+                    return
+            self._shipper.ship(lease.held.popleft())
+
+    def _ship_waiting(self) -> None:
+        """Passes on chunks of leases that waited for others' data to be taken."""
+        while (stream := self._data.first_waiting) is not None:
+            lease = self._by_stream.get(stream)
+            if lease is not None:
+                self._ship_held(lease)
+            if lease is None or not lease.held:
+                self._data.leave(stream)
+            elif self._data.first_waiting == stream:
+                return
+
+    def _drop_held(self, lease: Lease) -> None:
+        """Drops chunks that the shipper has not been given."""
+        while lease.held:
+            chunk = lease.held.popleft()
+            del lease.shipping[chunk.index]
+            self._memory.release(chunk.local_pages)
+
+    def _report_written(self, lease: Lease, chunk: ShipChunk, result: ShipResult) -> None:
+        timings = lease.timings
+        if chunk.index == 0:
+            timings.first_write_posted_s = result.posted_at - timings.accepted_at
+        timings.last_write_complete_s = result.completed_at - timings.accepted_at
+        timings.bytes += len(chunk.local_pages) * self._page_bytes
+        self.counters.shipped_pages += len(chunk.local_pages)
+        self.counters.shipped_bytes += len(chunk.local_pages) * self._page_bytes
+        self._say(
+            lease,
+            FillEvent(
+                kind="written",
+                chunk=chunk.index,
+                start_token=chunk.start_token,
+                end_token=chunk.end_token,
+                digests=result.digests,
+            ),
+        )
+        lease.said_with_chunk = lease.num_said
+
+    def _stop(self, lease: Lease, why: str) -> None:
+        if lease.state is LeaseState.ACTIVE:
+            lease.state = LeaseState.STOPPING
+            self._shipper.stop(lease.handle.lease_id)
+            self._drop_held(lease)
+            job, lease.job = lease.job, None
+            if job is not None:
+                self._jobs.end(job)
+            logger.info("lease %s: %s", lease.handle.lease_id.hex(), why)
+        self._finish_if_done(lease)
+
+    def _fail(self, lease: Lease, why: str) -> None:
+        if lease.state is LeaseState.ACTIVE:
+            lease.failure = why
+            self._stop(lease, why)
+
+    def _finish_if_done(self, lease: Lease) -> None:
+        """Ends a lease without chunks under way: done, failed or stopped."""
+        if lease.shipping or lease.is_stranded or lease.handle.lease_id not in self._leases:
+            return
+        if lease.state is LeaseState.ACTIVE:
+            if lease.next_token < lease.end_token:
+                return
+            self.counters.leases_done += 1
+            self._say(lease, FillEvent(kind="done", timings=lease.timings))
+        elif lease.failure or lease.needs_fence:
+            event = FillEvent(
+                kind="failed",
+                message=lease.failure or "a write did not end",
+                is_stopped=not lease.needs_fence,
+                needs_fence=lease.needs_fence,
+            )
+            self._say(lease, event)
+        else:
+            self.counters.leases_stopped += 1
+            self._say(lease, FillEvent(kind="stopped"))
+        lease.state = LeaseState.FENCE_NEEDED if lease.needs_fence else LeaseState.STOPPED
+        self._remember(lease.handle.lease_id, lease.state)
+        self._shipper.forget(lease.handle.lease_id)
+        del self._leases[lease.handle.lease_id]
+        self._by_stream.pop(lease.stream, None)

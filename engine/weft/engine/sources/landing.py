@@ -1,0 +1,221 @@
+"""Memory in which fills arrive, and ownership of its pages until they are accepted.
+
+With a pool in host memory a fill's destinations are the pool's own pages. With a pool on a device
+they are staging pages, one for each page of the pool that the fill is for: the pool's pages are
+written by this process alone, so that only staging pages are ever quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.transfer.staging import StagingArea
+
+ChunkTag = tuple[bytes, int]
+"""Identity of a chunk: (lease, chunk)."""
+
+
+class Landing(Protocol):
+    """The pages that fills write to: reserved, then accepted, released or quarantined.
+
+    `pages` are the pool's, `landed` what `reserve` gave for them.
+    """
+
+    @property
+    def max_pages(self) -> int:
+        """Most destinations that all fills may hold at once, including quarantined ones."""
+        ...
+
+    @property
+    def least_pages(self) -> int:
+        """Pages below which a larger fill waits instead of starting."""
+        ...
+
+    @property
+    def num_usable_pages(self) -> int:
+        """Number of pages of which quarantine may take a share."""
+        ...
+
+    @property
+    def needs_verifying(self) -> bool:
+        """Whether chunks pass through `PagePort.verify` even without digests."""
+        ...
+
+    def max_pool_pages(self) -> int:
+        """Most pages of the pool that fills may hold at once."""
+        ...
+
+    def reserve(self, pages: Sequence[int]) -> list[int]:
+        """Reserves destinations for pages of the pool, at most `max_pages` in all."""
+        ...
+
+    def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
+        """Notes that a chunk is given to the port: its pages of the pool may be written until
+        `verified`.
+        """
+        ...
+
+    def verified(self, tag: ChunkTag) -> None:
+        """Notes that the port has finished with a chunk, whatever became of its fill meanwhile."""
+        ...
+
+    @property
+    def num_verifying(self) -> int:
+        """Number of chunks whose pages of the pool are being written by this process."""
+        ...
+
+    def accepted(self, landed: Sequence[int]) -> None:
+        """Transfers accepted pages to their request; nothing more can arrive for them."""
+        ...
+
+    def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
+        """Releases pages of a fill that ended before they were accepted; nothing can arrive for
+        them.
+        """
+        ...
+
+    def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
+        """Quarantines pages of a fill that ended before they were accepted; a write may still
+        arrive.
+        """
+        ...
+
+    def end_quarantine(self, landed: Sequence[int]) -> None:
+        """Releases landing pages once there is proof that no write can arrive any more."""
+        ...
+
+
+class DirectLanding:
+    """Implements `Landing` for peers that write into the pool.
+
+    Args:
+        memory: Page owner.
+        max_fraction: Share of the pool that fills may hold.
+    """
+
+    needs_verifying = False
+    least_pages = 1
+    num_verifying = 0
+
+    def __init__(self, memory: PageMemory, max_fraction: float) -> None:
+        self._memory = memory
+        self._max_fraction = max_fraction
+
+    @property
+    def max_pages(self) -> int:
+        """See `Landing.max_pages`."""
+        return max(1, int(self._memory.num_usable_pages * self._max_fraction))
+
+    @property
+    def num_usable_pages(self) -> int:
+        """See `Landing.num_usable_pages`."""
+        return self._memory.num_usable_pages
+
+    def max_pool_pages(self) -> int:
+        """See `Landing.max_pool_pages`."""
+        return self.max_pages
+
+    def reserve(self, pages: Sequence[int]) -> list[int]:
+        """See `Landing.reserve`."""
+        return list(pages)
+
+    def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
+        """Does nothing: the pool's own pages stay in place while digests are computed."""
+
+    def verified(self, tag: ChunkTag) -> None:
+        """Does nothing: the pool's own pages stay in place while digests are computed."""
+
+    def accepted(self, landed: Sequence[int]) -> None:
+        """Does nothing: they are the request's own pages."""
+
+    def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
+        """See `Landing.release`."""
+        self._memory.release(pages)
+
+    def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
+        """See `Landing.quarantine`."""
+        self._memory.quarantine(pages)
+
+    def end_quarantine(self, landed: Sequence[int]) -> None:
+        """See `Landing.end_quarantine`."""
+        self._memory.end_quarantine(landed)
+
+
+class StagedLanding:
+    """Implements `Landing` for peers that write into a staging area.
+
+    A chunk's pages of the pool keep a reference of their own while the copy into them is under
+    way: its fill may end meanwhile.
+
+    Args:
+        memory: Page owner of the pool.
+        area: The staging pages.
+        max_fraction: Share of the pool that fills may hold.
+    """
+
+    needs_verifying = True
+
+    def __init__(self, memory: PageMemory, area: StagingArea, max_fraction: float) -> None:
+        self._memory = memory
+        self._area = area
+        self._max_fraction = max_fraction
+        self._verifying: dict[ChunkTag, list[int]] = {}
+
+    @property
+    def max_pages(self) -> int:
+        """See `Landing.max_pages`."""
+        return self._area.num_landing
+
+    @property
+    def least_pages(self) -> int:
+        """See `Landing.least_pages`: each lease costs its filler a request of its own."""
+        return max(1, min(self._area.num_landing, self.max_pool_pages()) // 8)
+
+    @property
+    def num_usable_pages(self) -> int:
+        """See `Landing.num_usable_pages`."""
+        return self._area.num_landing
+
+    def max_pool_pages(self) -> int:
+        """See `Landing.max_pool_pages`."""
+        return max(1, int(self._memory.num_usable_pages * self._max_fraction))
+
+    def reserve(self, pages: Sequence[int]) -> list[int]:
+        """See `Landing.reserve`."""
+        landed = self._area.take_landing(len(pages))
+        assert landed is not None, "more was reserved than `max_pages`"
+        return landed
+
+    def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
+        """See `Landing.verifying`."""
+        self._memory.retain(pages)
+        self._verifying[tag] = list(pages)
+
+    def verified(self, tag: ChunkTag) -> None:
+        """See `Landing.verified`."""
+        self._memory.release(self._verifying.pop(tag))
+
+    @property
+    def num_verifying(self) -> int:
+        """See `Landing.num_verifying`."""
+        return len(self._verifying)
+
+    def accepted(self, landed: Sequence[int]) -> None:
+        """See `Landing.accepted`."""
+        self._area.free_landing(landed)
+
+    def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
+        """See `Landing.release`."""
+        self._memory.release(pages)
+        self._area.free_landing(landed)
+
+    def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
+        """See `Landing.quarantine`: nobody but this process writes to the pool's pages."""
+        self._memory.release(pages)
+        self._area.quarantine(landed)
+
+    def end_quarantine(self, landed: Sequence[int]) -> None:
+        """See `Landing.end_quarantine`."""
+        self._area.end_quarantine(landed)

@@ -1,0 +1,600 @@
+"""The owner's side of remote fills: leases, acceptance, quarantine, failover.
+
+One `Fill` is one lease: a contiguous, page-aligned token range of one request, written by one
+filler into pages that were reserved before it was asked. Its life:
+
+    STARTING --accepted--> ACTIVE --all chunks accepted, done--> (closed, clean)
+        |                    |
+        | declined           | failed / broken / no progress / digest mismatch / request ended
+        v                    v
+    (closed, clean)      STOPPING --stopped, or proof that the process is gone--> (closed)
+
+A chunk is accepted when its bytes have arrived (NIXL notification, or all `data`), its digests
+have arrived, and both agree. Accepted pages belong to the request and stay right whatever
+happens to the filler. Pages that were not accepted when a fill ends uncleanly are quarantined:
+they leave quarantine only by proof, never by time.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from weft.engine.base import faults
+from weft.engine.base.clock import Clock
+from weft.engine.base.config import EngineConfig
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, KvHandle
+from weft.engine.protocol.messages import FillCommand, LeaseAnswer
+from weft.engine.scheduler.state import FillCandidate, FillRecord, Request, State
+from weft.engine.sources.audit import PageAudit
+from weft.engine.sources.cost import FillCosts
+from weft.engine.sources.fill import Fill, FillCounters, FillListener, FillState, OwnerTransport
+from weft.engine.sources.fill_queue import FillQueue
+from weft.engine.sources.landing import DirectLanding, Landing, StagedLanding
+from weft.engine.sources.quarantine import QuarantineWatch
+
+logger = logging.getLogger(__name__)
+
+QUERY_INTERVAL_S = 1.0
+"""Interval at which a filler is asked again what became of a lease in quarantine."""
+SILENCE_S = 1.0
+"""Seconds of an overdue answer about a stopped lease after which a filler is avoided."""
+
+
+class OwnerFills:
+    """All leases of one owner. Implements the scheduler's `Fills`.
+
+    Args:
+        config: lease times, caps, rule.
+        epoch: this engine's incarnation.
+        page_bytes: of the pool.
+        memory: page owner.
+        plane: the pool and the way into it.
+        costs: the remote-or-local rule.
+        send: puts a command into the outbox.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        epoch: int,
+        page_bytes: int,
+        memory: PageMemory,
+        plane: OwnerTransport,
+        costs: FillCosts,
+        send: Callable[[FillCommand], None],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._page_bytes = page_bytes
+        self._memory = memory
+        self._plane = plane
+        self._costs = costs
+        self._send = send
+        self._clock = clock
+        self._fills: dict[bytes, Fill] = {}
+        self._by_request: dict[int, Fill] = {}
+        self._landing: Landing = (
+            DirectLanding(memory, config.max_fill_fraction)
+            if plane.staging is None
+            else StagedLanding(memory, plane.staging, config.max_fill_fraction)
+        )
+        self._line = FillQueue(config.fill_progress_timeout_s, clock)
+        self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
+        self.listener: FillListener | None = None
+        self.audit: PageAudit | None = None
+        self.on_filled: Callable[[FillRecord], None] | None = None
+        """Called with each fill that ended with all of its pages."""
+        self.counters = FillCounters()
+
+    # -- the scheduler's side --------------------------------------------------------------------
+
+    def next_state(self, request: Request) -> State:
+        """See `Fills.next_state`: stores first, then the remote-or-local rule."""
+        self._pass_over_silent(request)
+        if request.candidates and self._is_blocked:
+            self.counters.local_decisions += 1
+            return State.PREFILLING
+        while request.candidates and self._end_token(request) <= request.num_computed:
+            if request.candidates[0].kind != "kvstore":
+                return State.PREFILLING
+            request.candidates.pop(0)
+        if not request.candidates:
+            return State.PREFILLING
+        if request.candidates[0].kind == "kvstore":
+            return State.LOADING
+        return State.FILLING if self._is_remote(request) else State.PREFILLING
+
+    def _is_remote(self, request: Request) -> bool:
+        """Applies the cost rule (docs/architecture.md); records both costs."""
+        end_token = self._end_token(request)
+        decision = self._costs.decide(request, end_token, self._page_bytes)
+        request.timeline.remote_cost_s = decision.remote_s
+        request.timeline.local_cost_s = decision.local_s
+        if not decision.is_remote:
+            self.counters.local_decisions += 1
+        return decision.is_remote
+
+    def start(self, request: Request) -> bool:
+        """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
+        if id(request) in self._by_request:
+            return True
+        if self._is_silent(request.candidates[0]) or self._is_blocked:
+            self._line.leaves(request)
+            return False
+        if any(fill.is_proven for fill in self._fills.values()):
+            return True  # A fence is due, which waits for open fills to end: none may begin.
+        size = self._config.page_size
+        wanted = (self._end_token(request) - request.num_computed) // size
+        free, most = self._room()
+        is_load = request.candidates[0].kind == "kvstore" and wanted <= free
+        if not (is_load or self._line.may_begin(request)):
+            return True
+        num_pages, least = min(wanted, free), self._landing.least_pages
+        if num_pages < self._line.enough_pages(request, wanted, most, least):
+            self._line.waits(request)
+            return True
+        self._line.leaves(request)
+        pages = self._memory.allocate(num_pages, request.namespace, promised=True)
+        request.num_promised_pages -= num_pages
+        now, lease_id = self._clock(), secrets.token_bytes(LEASE_ID_BYTES)
+        fill = Fill(
+            lease_id=lease_id,
+            request=request,
+            candidate=request.candidates[0],
+            start_token=request.num_computed,
+            end_token=request.num_computed + num_pages * size,
+            pages=pages,
+            landed=self._landing.reserve(pages),
+            record=FillRecord(
+                source=request.candidates[0].kind,
+                worker_id=request.candidates[0].worker_id,
+                transport="",
+                start_token=request.num_computed,
+                end_token=request.num_computed + num_pages * size,
+                start_s=now - request.timeline.submitted_at,
+                lease_id=lease_id.hex(),
+            ),
+            uses_nixl=self._plane.target is not None,
+            accepted_token=request.num_computed,
+            last_progress_at=now,
+            renew_at=now + self._config.renew_interval_s,
+        )
+        request.timeline.fills.append(fill.record)
+        self._fills[lease_id] = self._by_request[id(request)] = fill
+        self.counters.fills_started += 1
+        self._command(fill, "start", handle=self._handle(fill, request))
+        return True
+
+    def abandon(self, request: Request) -> None:
+        """Stops the fill of a request that ended; pages not accepted go to quarantine."""
+        self._line.leaves(request)
+        if (fill := self._by_request.get(id(request))) is not None:
+            self._fail(fill, "the request ended", notify=False)
+
+    # -- events of fillers -----------------------------------------------------------------------
+
+    def on_event(self, lease_id: bytes, event: FillEvent) -> None:
+        """Handles a filler's event; those of unknown or closed leases are counted and dropped."""
+        fill = self._fills.get(lease_id)
+        if fill is None:
+            self.counters.stale_events += 1
+            return
+        if event.kind in ("stopped", "done", "declined", "failed", "broken"):
+            self._on_end_event(fill, event)
+        elif fill.state is FillState.STOPPING:
+            self.counters.stale_events += 1
+        elif event.kind == "accepted":
+            self._on_accepted(fill, event)
+        elif event.kind == "written":
+            self._on_written(fill, event)
+        elif event.kind == "data":
+            self._on_data(fill, event)
+
+    def on_notification(self, owner_epoch: int, lease_id: bytes, chunk: int) -> None:
+        """Handles a NIXL notification: a chunk's bytes have arrived, perhaps before its event."""
+        fill = self._fills.get(lease_id)
+        if fill is None or owner_epoch != self._epoch or fill.state is FillState.STOPPING:
+            self.counters.stale_events += 1
+            return
+        fill.chunk(chunk).is_notified = True
+        self._progress(fill, chunk)
+
+    def on_digested(self, lease_id: bytes, chunk: int, actual: list[int]) -> None:
+        """Handles digests of pages in the pool; accepts the chunk or fails the fill."""
+        self._landing.verified((lease_id, chunk))
+        fill = self._fills.get(lease_id)
+        if fill is None or fill.state is not FillState.ACTIVE:
+            return
+        known = fill.chunks[chunk]
+        assert known.digests is not None
+        is_equal = actual == known.digests or not self._config.page_digests
+        if faults.SABOTAGE_CHECK.is_armed and faults.SABOTAGE_CHECK.fire():
+            is_equal = True
+        if not is_equal:
+            self.counters.digest_mismatches += 1
+            wrong = next(i for i, digest in enumerate(known.digests) if actual[i] != digest)
+            logger.error(
+                "digest mismatch: lease %s chunk %d page %d: sent %016x, arrived %016x, filler %s",
+                lease_id.hex(), chunk, wrong, known.digests[wrong], actual[wrong],
+                fill.candidate.worker_id,
+            )  # fmt: skip
+            if fill.candidate.kind == "kvstore":
+                self._report_corrupt(fill, known.start_token, wrong, known.digests[wrong])
+            self._fail(fill, f"digest mismatch in chunk {chunk}")
+            return
+        self._accept(fill, chunk, known.end_token)
+
+    def on_lease_answer(self, answer: LeaseAnswer) -> None:
+        """Handles a filler's answer to a query about one of our leases."""
+        fill = self._fills.get(answer.lease_id)
+        if fill is None or fill.candidate.worker_id != answer.worker_id:
+            return
+        if answer.filler_epoch != fill.candidate.epoch:
+            # Another incarnation of the same worker answers: the one that could write is gone.
+            self._prove(fill)
+        elif fill.state is FillState.STOPPING and answer.state == "fence_needed":
+            self._prove(fill)
+        elif fill.state is FillState.STOPPING and answer.state in ("stopped", "unknown"):
+            self._end_quarantine(fill)
+
+    def on_process_exited(self, worker_id: str, epoch: int) -> int:
+        """Handles the proof that a process is gone; returns the pages that left quarantine."""
+        released = 0
+        for fill in list(self._fills.values()):
+            if (fill.candidate.worker_id, fill.candidate.epoch) == (worker_id, epoch):
+                released += len(fill.landed)
+                self._prove(fill)
+        return released
+
+    def tick(self) -> None:
+        """Renews leases, fails over fills without progress, asks about stopped ones."""
+        now = self._clock()
+        for fill in list(self._fills.values()):
+            if fill.state is FillState.STOPPING:
+                if now >= fill.query_at and not fill.is_proven:
+                    fill.query_at = now + QUERY_INTERVAL_S
+                    self._command(fill, "query")
+            elif now - fill.last_progress_at >= self._config.fill_progress_timeout_s:
+                timeout = self._config.fill_progress_timeout_s
+                self._fail(fill, f"no progress for {timeout:.0f} s")
+                fill.silent_since = fill.last_progress_at
+            elif now >= fill.renew_at:
+                fill.renew_at = now + self._config.renew_interval_s
+                self._command(fill, "renew")
+        self._fence_if_due()
+        self._quarantine.note(self._num_quarantined_pages(), self._landing.num_usable_pages)
+
+    @property
+    def quarantine_over_s(self) -> float:
+        """Seconds for which quarantine has held more than its share of the pool."""
+        return self._quarantine.over_s
+
+    @property
+    def open_fills(self) -> Iterable[Fill]:
+        """Leases that are not closed, oldest first."""
+        return self._fills.values()
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of open leases, of requests waiting for one, and of chunks being received."""
+        return {
+            "fills": len(self._fills),
+            "filled_requests": len(self._by_request),
+            "landing_chunks": self._landing.num_verifying,
+        }
+
+    @property
+    def num_open(self) -> int:
+        """Number of leases with writes that may still arrive, and of chunks entering the pool."""
+        return len(self._fills) + self._landing.num_verifying
+
+    # -- internals -------------------------------------------------------------------------------
+
+    def _end_token(self, request: Request) -> int:
+        """End of what the first candidate may fill; the owner runs a prompt's last token."""
+        size = self._config.page_size
+        end = (request.num_tokens - (0 if request.is_fill else 1)) // size * size
+        if request.candidates and request.candidates[0].kind == "kvstore":
+            return min(end, request.candidates[0].match_tokens)
+        return end
+
+    def _room(self) -> tuple[int, int]:
+        """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
+        fills, in_pool = self._fills.values(), self._landing.max_pool_pages()
+        landing = self._landing.max_pages - sum(len(fill.landed) for fill in fills)
+        free = min(landing, in_pool - sum(len(fill.pages) for fill in fills))
+        return free, min(self._landing.max_pages - self._num_quarantined_pages(), in_pool)
+
+    def _num_quarantined_pages(self) -> int:
+        return sum(
+            len(fill.landed) for fill in self._fills.values() if fill.state is FillState.STOPPING
+        )
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether quarantine leaves too little room for any fill."""
+        landing = self._landing
+        return self._num_quarantined_pages() > landing.max_pages - landing.least_pages
+
+    def _is_silent(self, candidate: FillCandidate) -> bool:
+        """Whether its answer about a stopped lease is overdue."""
+        limit = self._clock() - SILENCE_S
+        return any(fill.is_owed_by(candidate, limit) for fill in self._fills.values())
+
+    def _pass_over_silent(self, request: Request) -> None:
+        while request.candidates and self._is_silent(request.candidates[0]):
+            candidate = request.candidates.pop(0)
+            self.counters.fills_avoided += 1
+            at = self._clock() - request.timeline.submitted_at
+            why = "it has not answered about an earlier fill"
+            record = FillRecord.not_asked(candidate, request.num_computed, at, why)
+            request.timeline.fills.append(record)
+
+    def _handle(self, fill: Fill, request: Request) -> KvHandle:
+        return KvHandle(
+            owner_id=self._config.worker_id,
+            owner_epoch=self._epoch,
+            lease_id=fill.lease_id,
+            lease_s=self._config.lease_s,
+            namespace=request.namespace,
+            cache_salt=request.cache_salt,
+            page_size=self._config.page_size,
+            tokens=request.tokens[: fill.end_token],
+            start_token=fill.start_token,
+            end_token=fill.end_token,
+            pages=list(fill.landed),
+            filler_epoch=fill.candidate.epoch,
+            nixl=self._plane.target,
+            priority=request.priority,
+            tenant=request.tenant,
+            adapter=request.adapter,
+        )
+
+    def _command(
+        self,
+        fill: Fill,
+        action: str,
+        handle: KvHandle | None = None,
+        corrupt: tuple[bytes, int] | None = None,
+    ) -> None:
+        request = fill.request
+        self._send(
+            FillCommand(
+                lease_id=fill.lease_id,
+                worker_id=fill.candidate.worker_id,
+                address=fill.candidate.address,
+                kind=fill.candidate.kind,
+                action=action,
+                handle=handle,
+                corrupt=corrupt,
+                request_id=request.key.request_id if request else "",
+                traceparent=request.traceparent if request else "",
+            )
+        )
+
+    def _on_accepted(self, fill: Fill, event: FillEvent) -> None:
+        if event.filler_epoch != fill.candidate.epoch:
+            self._fail(fill, "accepted by another incarnation than asked")
+            return
+        if event.end_token != fill.end_token and not self._shorten(fill, event.end_token):
+            self._fail(fill, f"accepted up to {event.end_token}, asked up to {fill.end_token}")
+            return
+        if fill.state is FillState.STARTING:
+            # A later turn than the one that reserved the pages, so that their wipe is over too.
+            fill.after = self._plane.port.mark()
+        # Said again once a second while the job is computed there: a sign of life.
+        fill.state = FillState.ACTIVE
+        fill.uses_nixl = event.transport == "nixl"
+        fill.record.transport = event.transport
+        fill.last_progress_at = self._clock()
+
+    def _shorten(self, fill: Fill, end_token: int) -> bool:
+        """Shortens a fill as its store accepted it; spare pages return to the reservation."""
+        size = self._config.page_size
+        is_sound = fill.candidate.kind == "kvstore" and fill.state is FillState.STARTING
+        if not is_sound or end_token % size or not fill.start_token < end_token < fill.end_token:
+            return False
+        request = fill.request
+        assert request is not None
+        num_pages = (end_token - fill.start_token) // size
+        spare = fill.pages[num_pages:]
+        self._landing.release(spare, fill.landed[num_pages:])
+        del fill.pages[num_pages:], fill.landed[num_pages:]
+        self._memory.promise(len(spare))
+        request.num_promised_pages += len(spare)
+        fill.end_token = fill.record.end_token = end_token
+        # What it does not hold any more is not asked of it again.
+        request.candidates[0] = replace(request.candidates[0], match_tokens=end_token)
+        return True
+
+    def _on_written(self, fill: Fill, event: FillEvent) -> None:
+        if not fill.can_be_written(event, self._config.page_size):
+            self._fail(fill, f"malformed report of chunk {event.chunk}")
+            return
+        chunk = fill.chunk(event.chunk)
+        chunk.start_token, chunk.end_token = event.start_token, event.end_token
+        chunk.digests = event.digests
+        self._progress(fill, event.chunk)
+
+    def _on_data(self, fill: Fill, event: FillEvent) -> None:
+        size = self._config.page_size
+        if not fill.can_be_data(event, size, self._page_bytes):
+            self._fail(fill, "malformed data")
+            return
+        page = fill.landed[(event.start_token - fill.accepted_token) // size]
+        self._plane.port.write(page, event.offset, event.data)
+        fill.chunk(event.chunk).bytes_arrived += len(event.data)
+        self._progress(fill, event.chunk)
+
+    def _progress(self, fill: Fill, index: int) -> None:
+        """Verifies chunks in order, once both their bytes and their digests are there."""
+        fill.last_progress_at = self._clock()
+        chunk = fill.chunks.get(index)
+        if chunk is None or index != fill.next_chunk or chunk.is_verifying:
+            return
+        if chunk.digests is None:
+            return
+        if chunk.start_token != fill.accepted_token:
+            self._fail(fill, f"chunk {index} does not follow the one before")
+            return
+        num_pages = len(chunk.digests)
+        has_bytes = (
+            chunk.is_notified
+            if fill.uses_nixl
+            else chunk.bytes_arrived == num_pages * self._page_bytes
+        )
+        if has_bytes and (self._config.page_digests or self._landing.needs_verifying):
+            chunk.is_verifying = True
+            tag, pages = (fill.lease_id, index), fill.pages[:num_pages]
+            self._landing.verifying(tag, pages)
+            self._plane.port.verify(tag, fill.landed[:num_pages], pages, fill.after)
+        elif has_bytes:
+            self._accept(fill, index, chunk.end_token)
+
+    def _report_corrupt(self, fill: Fill, start_token: int, page: int, digest: int) -> None:
+        """Reports a page to its store if its digest differs from the announced one."""
+        request = fill.request
+        assert request is not None
+        index = start_token // self._config.page_size + page
+        key = request.keys.upto(request.tokens, index + 1)[index]
+        self._command(fill, "report", corrupt=(key, digest))
+
+    def _accept(self, fill: Fill, index: int, end_token: int) -> None:
+        request = fill.request
+        assert request is not None
+        num_pages = (end_token - fill.accepted_token) // self._config.page_size
+        if self.audit is not None:
+            self.audit.accepted(fill.pages[:num_pages], fill.chunks[index].digests or ())
+        request.pages += fill.pages[:num_pages]
+        self._landing.accepted(fill.landed[:num_pages])
+        del fill.pages[:num_pages], fill.landed[:num_pages]
+        num_bytes = num_pages * self._page_bytes
+        fill.record.accepted_tokens += end_token - fill.accepted_token
+        fill.record.bytes += num_bytes
+        if fill.candidate.kind == "kvstore":
+            request.num_cached_tokens += end_token - fill.accepted_token
+        self.counters.accepted_pages += num_pages
+        self.counters.accepted_bytes += num_bytes
+        fill.accepted_token = request.num_computed = end_token
+        fill.next_chunk = index + 1
+        assert self.listener is not None
+        self.listener.publish(request)
+        if fill.accepted_token == fill.end_token and fill.is_done:
+            self._complete(fill)
+        else:
+            self._progress(fill, fill.next_chunk)
+
+    def _complete(self, fill: Fill) -> None:
+        """Closes a lease that is done and accepted entirely: nothing of it can arrive."""
+        request = fill.request
+        assert request is not None
+        self._close(fill)
+        self.counters.fills_done += 1
+        duration = self._clock() - request.timeline.submitted_at - fill.record.start_s
+        self._costs.observe(fill.candidate, fill.record, duration)
+        if self.on_filled is not None:
+            self.on_filled(fill.record)
+        assert self.listener is not None
+        if fill.end_token >= self._end_token(request):
+            self.listener.fill_completed(request)
+        else:
+            self.start(request)
+
+    def _on_end_event(self, fill: Fill, event: FillEvent) -> None:
+        if event.kind == "done" and event.timings is not None:
+            timings = event.timings
+            fill.record.computed_tokens = timings.computed_tokens
+            fill.record.first_write_posted_s = timings.first_write_posted_s
+            fill.record.last_chunk_computed_s = timings.last_chunk_computed_s
+            fill.record.last_write_complete_s = timings.last_write_complete_s
+        if fill.state is FillState.STOPPING:
+            if event.kind in ("stopped", "done", "declined") or event.is_stopped:
+                self._end_quarantine(fill)
+            elif event.needs_fence:
+                self._prove(fill)
+            return
+        if event.kind == "done":
+            fill.is_done = True
+            fill.last_progress_at = self._clock()
+            if fill.accepted_token == fill.end_token:
+                self._complete(fill)
+        elif event.kind == "declined":
+            self.counters.fills_declined += 1
+            self._fail(fill, f"declined: {event.reason} {event.message}".strip(), is_clean=True)
+        else:
+            is_clean = event.kind == "stopped" or event.is_stopped
+            self._fail(fill, event.message or f"the fill {event.kind}", is_clean=is_clean)
+            fill.record.filler_failed = event.kind != "stopped"
+            if event.needs_fence:
+                self._prove(fill)
+
+    def _fail(self, fill: Fill, why: str, *, is_clean: bool = False, notify: bool = True) -> None:
+        """Ends a fill early; without proof of silence its pages go to quarantine."""
+        request = fill.request
+        assert request is not None
+        fill.record.failure = why
+        fill.record.filler_failed = notify and not is_clean
+        fill.record.end_s = self._clock() - request.timeline.submitted_at
+        self._by_request.pop(id(request), None)
+        if faults.SABOTAGE_QUARANTINE.is_armed and faults.SABOTAGE_QUARANTINE.fire():
+            is_clean = True
+        fill.state = FillState.STOPPING
+        is_clean = is_clean or fill.is_done
+        if not is_clean:
+            self._command(fill, "stop")
+        if is_clean or not fill.landed:  # all is accepted: nothing is left to arrive
+            self._landing.release(fill.pages, fill.landed)
+            del self._fills[fill.lease_id]
+        else:
+            self._landing.quarantine(fill.pages, fill.landed)
+            fill.silent_since = self._clock()
+            fill.query_at = fill.silent_since + QUERY_INTERVAL_S
+        fill.pages = []
+        fill.request = None
+        if not notify:
+            return
+        self.counters.fills_failed += 1
+        logger.warning(
+            "fill of %s by %s ended early: %s",
+            request.key.request_id,
+            fill.candidate.worker_id,
+            why,
+        )
+        request.candidates.pop(0)
+        assert self.listener is not None
+        self.listener.fill_failed(request)
+
+    def _prove(self, fill: Fill) -> None:
+        """Records the proof for a filler. Over NIXL bytes may still arrive: fence first."""
+        if fill.state is not FillState.STOPPING:
+            self._fail(fill, "the filler's process exited")
+        if fill.lease_id not in self._fills:
+            return
+        fill.is_proven = True
+        if not fill.uses_nixl:
+            self._end_quarantine(fill)
+
+    def _fence_if_due(self) -> None:
+        """Ends proven quarantines by a fence, which waits for open fills."""
+        proven = [fill for fill in self._fills.values() if fill.is_proven]
+        if proven and all(fill.state is FillState.STOPPING for fill in self._fills.values()):
+            self._plane.fence()
+            for fill in proven:
+                self._end_quarantine(fill)
+
+    def _close(self, fill: Fill) -> None:
+        request = fill.request
+        assert request is not None
+        assert not fill.pages
+        fill.record.end_s = self._clock() - request.timeline.submitted_at
+        del self._fills[fill.lease_id]
+        del self._by_request[id(request)]
+
+    def _end_quarantine(self, fill: Fill) -> None:
+        self._landing.end_quarantine(fill.landed)
+        del self._fills[fill.lease_id]

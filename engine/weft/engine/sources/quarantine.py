@@ -1,0 +1,36 @@
+"""Watches how much of a pool is quarantined, and for how long: too much ends the process.
+
+Pages leave quarantine by proof only. Where no proof comes (a filler that stands still for good, a
+network that is cut) the last fence is the end of the process that owns the pool: what may still
+arrive then has nowhere to go.
+"""
+
+from __future__ import annotations
+
+from weft.engine.base.clock import Clock
+
+
+class QuarantineWatch:
+    """Measures for how long more than a share of a pool has been in quarantine.
+
+    Args:
+        max_fraction: Largest fraction of the usable pages; 1: never too many.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, max_fraction: float, clock: Clock) -> None:
+        self._max_fraction = max_fraction
+        self._clock = clock
+        self._since: float | None = None
+
+    def note(self, num_quarantined: int, num_usable: int) -> None:
+        """Records the present numbers of pages; to be called regularly."""
+        if num_quarantined <= self._max_fraction * num_usable:
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+
+    @property
+    def over_s(self) -> float:
+        """Seconds for which too many pages have been quarantined; 0: they are not."""
+        return 0.0 if self._since is None else self._clock() - self._since

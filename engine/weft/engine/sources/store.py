@@ -1,0 +1,306 @@
+"""The engine's client of a KV store: lookups before admission, puts off the step.
+
+A put is a courtesy: it may be dropped (the queue is bounded, the store may be away), it is never
+waited for. Its pages keep a reference until the store has answered, so that they do not change
+while the store reads them. Of pages that were dropped only the keys are kept: they are offered
+again when a request finds them here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from weft.engine.base.clock import Clock
+from weft.engine.base.shards import shard_start
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.messages import (
+    StoreAnswer,
+    StoreLookup,
+    StorePut,
+    StorePutResult,
+    TierReport,
+)
+from weft.engine.scheduler.state import FillCandidate, Request
+from weft.engine.sources.fill import OwnerTransport
+
+LOOKUP_TIMEOUT_S = 0.1
+"""Seconds after which a request is admitted without the store's answer."""
+MAX_OPEN_PUTS = 2
+MAX_REMEMBERED_KEYS = 1 << 16
+RETRY_S = 2.0
+"""Seconds after an unanswered put for which pages that were dropped are not offered again."""
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """Counters since start, part of the worker's counters."""
+
+    store_lookups: int = 0
+    store_lookup_pages: int = 0
+    """Pages asked for."""
+    store_hit_pages: int = 0
+    store_put_pages: int = 0
+    store_stored_pages: int = 0
+    store_dropped_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    shard: bytes
+    page: int
+
+
+@dataclass(slots=True)
+class _Put:
+    offers: list[_Offer]
+    digests: list[int] = field(default_factory=list)
+    exposed: list[int] = field(default_factory=list)
+    """Page numbers under which the store reads them."""
+    as_data: bool = False
+
+    @property
+    def pages(self) -> list[int]:
+        return [offer.page for offer in self.offers]
+
+
+class StoreLink:
+    """The engine's side of the KV store.
+
+    Args:
+        page_size: token positions a page.
+        memory: page owner.
+        num_cached_pages: how many of a request's first so many pages are cached here.
+        plane: digests, and the pool that the store reads from.
+        page_bytes: content of a page, for the `data` transport.
+        send: puts a lookup or a put into the outbox.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        memory: PageMemory,
+        num_cached_pages: Callable[[Request, int], int],
+        plane: OwnerTransport,
+        send: Callable[[StoreLookup | StorePut], None],
+        clock: Clock,
+    ) -> None:
+        self._page_size = page_size
+        self._memory = memory
+        self._num_cached_pages = num_cached_pages
+        self._plane = plane
+        self._send = send
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._asked: dict[int, Request] = {}
+        self._queue: deque[_Offer] = deque()
+        self._open: dict[int, _Put] = {}
+        self._epochs: dict[str, int] = {}
+        self._sends_data = False
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of pages that were offered."""
+        self._due: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of pages that were offered, and that the store does not have."""
+        self._retry_at = 0.0
+        self.counters = StoreCounters()
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    def look_up(self, request: Request) -> None:
+        """Asks how much of a new request's prompt the store holds, unless it is cached here."""
+        num_pages = self._num_pages(request)
+        if num_pages == 0 or self._num_cached_pages(request, num_pages) == num_pages:
+            return
+        if request.prompt_logprobs is not None:
+            return
+        keys = request.keys.upto(request.tokens, num_pages)
+        lookup = StoreLookup(
+            lookup=next(self._ids),
+            namespace=request.namespace,
+            keys=list(keys),
+            request_id=request.key.request_id,
+            traceparent=request.traceparent,
+        )
+        self._asked[lookup.lookup] = request
+        request.lookup_until = self._clock() + LOOKUP_TIMEOUT_S
+        self.counters.store_lookups += 1
+        self.counters.store_lookup_pages += num_pages
+        self._send(lookup)
+
+    def on_answer(self, answer: StoreAnswer) -> None:
+        """Makes replicas the first candidates of a request that still waits for the answer."""
+        for address, epoch in answer.epochs.items():
+            if self._epochs.setdefault(address, epoch) != epoch:
+                # Another incarnation: it has nothing of what was put before.
+                self._epochs[address] = epoch
+                self._make_due(self._known)
+                self._known.clear()
+                self._sends_data = False
+        request = self._asked.pop(answer.lookup, None)
+        if request is None or request.lookup_until == 0.0:
+            return
+        request.lookup_until = 0.0
+        if answer.epochs:
+            self._note_held(request, sum(segment.num_pages for segment in answer.segments))
+        candidates: list[FillCandidate] = []
+        num_pages = 0
+        for segment in answer.segments:
+            first, num_pages = num_pages, num_pages + segment.num_pages
+            candidate = FillCandidate(
+                worker_id=segment.store_id,
+                address=segment.address,
+                epoch=segment.epoch,
+                first_token=first * self._page_size,
+                match_tokens=num_pages * self._page_size,
+                kind="kvstore",
+            )
+            candidates.append(candidate)
+        self.counters.store_hit_pages += num_pages
+        request.candidates[:0] = candidates
+
+    def _note_held(self, request: Request, num_pages: int) -> None:
+        """Notes the pages of a prompt that the store lacks: they are due for a put again."""
+        request.num_store_pages = num_pages
+        for key in request.keys.upto(request.tokens, self._num_pages(request))[num_pages:]:
+            self._known.pop(key, None)
+
+    def _num_pages(self, request: Request) -> int:
+        """Number of pages of a prompt for which a store is useful."""
+        return (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+
+    # -- puts ------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, first_page: int, end_page: int) -> None:
+        """Queues pages that the store may lack, each key once."""
+        keys = request.keys.upto(request.tokens, end_page)
+        self._offer(request, keys, range(first_page, end_page))
+
+    def offer_again(self, request: Request, end_page: int) -> None:
+        """Queues those of a request's first pages, which it found here, that were dropped."""
+        if not self._due or self._clock() < self._retry_at:
+            return
+        keys = request.keys.upto(request.tokens, end_page)
+        self._offer(request, keys, [i for i, key in enumerate(keys) if key in self._due])
+
+    def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
+        new = [index for index in indices if keys[index] not in self._known]
+        room = max(0, self._plane.port.max_queued_pages - len(self._queue))
+        for index in new[:room]:
+            key = keys[index]
+            self._due.pop(key, None)
+            self._known[key] = None
+            if len(self._known) > MAX_REMEMBERED_KEYS:
+                self._known.popitem(last=False)
+            self._memory.retain([request.pages[index]])
+            parent = keys[index - 1] if index else b""
+            shard = keys[shard_start(index)]
+            self._queue.append(_Offer(request.namespace, key, parent, shard, request.pages[index]))
+        self.counters.store_dropped_pages += len(new[room:])
+        self._make_due(keys[index] for index in new[room:])
+
+    def _make_due(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._due[key] = None
+            if len(self._due) > MAX_REMEMBERED_KEYS:
+                self._due.popitem(last=False)
+
+    def tick(self) -> None:
+        """Starts puts while few are open."""
+        while self._queue and len(self._open) < MAX_OPEN_PUTS:
+            namespace = self._queue[0].namespace
+            offers: list[_Offer] = []
+            while self._queue and len(offers) < self._plane.port.max_put_pages:
+                if self._queue[0].namespace != namespace:
+                    break
+                offers.append(self._queue.popleft())
+            number, put = next(self._ids), _Put(offers)
+            if not self._plane.port.expose(number, put.pages):
+                self._queue.extendleft(reversed(offers))
+                return
+            self._open[number] = put
+
+    def on_digested(self, number: int, digests: list[int], exposed: list[int]) -> None:
+        """Sends a put, once its pages' digests and their readable locations are known."""
+        put = self._open[number]
+        put.digests, put.exposed = digests, exposed
+        self.counters.store_put_pages += len(put.offers)
+        self._send_put(number, put)
+
+    def on_result(self, result: StorePutResult) -> None:
+        """Handles the store's answer, or its absence: the pages may change again."""
+        put = self._open.get(result.put)
+        if put is None:
+            return
+        if result.wants_data and not put.as_data:
+            self._sends_data = True
+            self._send_put(result.put, put)
+            return
+        del self._open[result.put]
+        self._plane.port.conceal(put.exposed)
+        self._memory.release(put.pages)
+        self.counters.store_stored_pages += result.stored_pages
+        if not result.is_answered:
+            for offer in put.offers:
+                self._known.pop(offer.key, None)
+            self._make_due(offer.key for offer in put.offers)
+            self._retry_at = self._clock() + RETRY_S
+            self.counters.store_dropped_pages += len(put.offers)
+
+    def _send_put(self, number: int, put: _Put) -> None:
+        source = None if self._sends_data else self._plane.target
+        put.as_data = source is None
+        self._send(
+            StorePut(
+                put=number,
+                namespace=put.offers[0].namespace,
+                keys=[offer.key for offer in put.offers],
+                parents=[offer.parent for offer in put.offers],
+                shards=[offer.shard for offer in put.offers],
+                digests=put.digests,
+                pages=put.exposed,
+                source=source,
+                data=[self._plane.port.read(p) for p in put.exposed] if put.as_data else [],
+            )
+        )
+
+    @property
+    def num_open_pages(self) -> int:
+        """Number of pages held for puts."""
+        return len(self._queue) + sum(len(put.offers) for put in self._open.values())
+
+    def report(self, load_bytes_per_s: float) -> TierReport:
+        """Report of the store as the tier below this engine's own; the store itself reports its
+        content.
+
+        Args:
+            load_bytes_per_s: Measured over fills.
+        """
+        counters = self.counters
+        return TierReport(
+            name="store",
+            total_pages=0,
+            free_pages=0,
+            cached_pages=0,
+            used_pages=0,
+            load_bytes_per_s=load_bytes_per_s,
+            counters={
+                "queried_pages": counters.store_lookup_pages,
+                "hit_pages": counters.store_hit_pages,
+                "saved_pages": counters.store_stored_pages,
+                "dropped_pages": counters.store_dropped_pages,
+            },
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of unanswered lookups, of pages waiting to be put, and of unanswered puts."""
+        return {
+            "store_lookups": len(self._asked),
+            "store_offers": len(self._queue),
+            "store_puts": len(self._open),
+        }

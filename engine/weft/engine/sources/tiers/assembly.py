@@ -1,0 +1,66 @@
+"""Assembles an engine's tiers and its access to other fillers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from weft.engine.base.clock import Clock
+from weft.engine.base.config import EngineConfig
+from weft.engine.protocol.messages import TierReport
+from weft.engine.scheduler.state import Request
+from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.store import StoreLink
+from weft.engine.sources.tiers.fills import TieredFills
+from weft.engine.sources.tiers.policy import TierPolicy
+from weft.engine.sources.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from weft.engine.loop.build import EngineParts
+
+
+def tier_reports(
+    tiers: Tiers | None, store: StoreLink | None, policy: TierPolicy
+) -> list[TierReport]:
+    """Reports of the tiers below the pool, nearest first."""
+    reports = tiers.report() if tiers is not None else []
+    if store is not None:
+        reports.append(store.report(policy.bytes_per_s("store")))
+    return reports
+
+
+def make_tiers(
+    config: EngineConfig,
+    parts: EngineParts,
+    owner: OwnerFills,
+    num_cached_pages: Callable[[Request, int], int],
+    prefill_tokens_per_s: Callable[[], float],
+    clock: Clock,
+) -> tuple[Tiers | None, TieredFills, TierPolicy]:
+    """Creates the tiers (None: there are none), the scheduler's `Fills`, and the policy of both.
+
+    Args:
+        config: Thresholds.
+        parts: Parts of the engine.
+        owner: Asks others.
+        num_cached_pages: How many of a request's first so many pages are in the pool.
+        prefill_tokens_per_s: Measured; 0: unknown.
+        clock: Monotonic seconds.
+    """
+    policy = TierPolicy(config.write_through_threshold, config.load_back_threshold)
+    tiers: Tiers | None = None
+    if parts.tiers is not None:
+        tiers = Tiers(
+            parts.tiers,
+            config.page_size,
+            parts.memory,
+            policy,
+            prefill_tokens_per_s,
+            num_cached_pages,
+            clock,
+            config.fill_progress_timeout_s,
+        )
+    fills = TieredFills(
+        tiers, owner, policy, parts.layout.page_bytes, config.page_size, prefill_tokens_per_s
+    )
+    return tiers, fills, policy

@@ -1,0 +1,108 @@
+"""Creates the tiers that a worker's settings ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.memory.eviction import EVICTION_POLICIES
+from weft.engine.sources.tiers.disk import PageFiles, disk_tier
+from weft.engine.sources.tiers.host import Pinned, host_tier
+from weft.engine.sources.tiers.pool import PagePool
+from weft.engine.sources.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+"""Host memory used as a buffer where only a disk tier is configured."""
+MIN_SLOTS = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class TierParts:
+    """The components of `Tiers`."""
+
+    host: Tier
+    disk: Tier | None
+    files: PageFiles | None
+    """Page files of the disk tier."""
+    make_pool: Callable[[], PagePool]
+    """Creates access to the pool for one thread."""
+    wake: Callable[[], None]
+    """Called by other threads when the engine should take a turn."""
+    notices: list[str]
+
+
+def load_tiers(
+    config: EngineConfig,
+    page_bytes: int,
+    make_pool: Callable[[], PagePool],
+    pin: Callable[[NDArray[np.uint8]], Pinned | None],
+    wake: Callable[[], None],
+) -> TierParts | None:
+    """Creates the tiers, with what the disk holds; None: none are configured.
+
+    A tier that cannot be had now is gone without, in words.
+
+    Args:
+        config: Sizes and places.
+        page_bytes: Bytes of a page of the pool.
+        make_pool: See `TierParts`.
+        pin: Lets the pool's device copy from and to host memory `[num_slots, page_bytes]` by
+            itself; None: the pool is in host memory. Raises ConfigError if the device does not.
+        wake: See `TierParts`.
+
+    Raises:
+        ConfigError: What is asked for makes no sense here, or another process has the folder.
+    """
+    if not config.host_cache_bytes and config.disk_cache_dir is None:
+        return None
+    if not config.prefix_cache:
+        raise ConfigError("tiers need the prefix cache", param="prefix_cache")
+    policy = EVICTION_POLICIES[config.kv_eviction_policy]
+    notices: list[str] = []
+    if config.host_cache_bytes:
+        num_slots = config.host_cache_bytes // page_bytes
+        if num_slots < 1:
+            raise ConfigError(
+                f"host_cache_bytes = {config.host_cache_bytes:,}: a page has {page_bytes:,} bytes",
+                param="host_cache_bytes",
+            )
+    else:
+        num_slots = max(MIN_SLOTS, STAGING_BYTES // page_bytes)
+    try:
+        host, memory = host_tier(num_slots, page_bytes, policy)
+    except (OSError, MemoryError, ValueError) as error:
+        if num_slots <= MIN_SLOTS:
+            raise ConfigError(f"host memory: {error}", param="host_cache_bytes") from error
+        notices.append(
+            f"no {num_slots * page_bytes:,} bytes of host memory for KV pages ({error}): "
+            f"only {MIN_SLOTS} pages are kept there"
+        )
+        host, memory = host_tier(MIN_SLOTS, page_bytes, policy)
+    try:
+        memory.pinned = pin(memory.rows)
+    except ConfigError as error:
+        notices.append(f"KV pages in host memory take one copy more: {error}")
+    disk: Tier | None = None
+    files: PageFiles | None = None
+    if config.disk_cache_dir is not None:
+        files = PageFiles(config.disk_cache_dir / config.worker_id)
+        try:
+            disk = disk_tier(files, config.disk_cache_bytes, page_bytes, policy)
+        except OSError as error:
+            files.close()
+            files = None
+            notices.append(f"no KV pages on disk in {config.disk_cache_dir}: {error}")
+        if disk is not None and (num_pages := disk.counts().cached):
+            notices.append(f"{num_pages:,} KV pages are on disk in {config.disk_cache_dir}")
+    for notice in notices:
+        logger.info(notice)
+    return TierParts(
+        host=host, disk=disk, files=files, make_pool=make_pool, wake=wake, notices=notices
+    )

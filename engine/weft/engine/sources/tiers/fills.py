@@ -1,0 +1,74 @@
+"""Decides how an admitted request continues if there are tiers, which precede other fillers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.engine.scheduler.state import FillRecord, Request, State
+from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.tiers.policy import LoadCost, TierPolicy
+from weft.engine.sources.tiers.tiers import Tiers
+
+
+class TieredFills:
+    """Implements the scheduler's `Fills`: own tiers, then KV store, then prefill workers.
+
+    Args:
+        tiers: Tiers of this engine; None: there are none.
+        owner: Asks others.
+        policy: Whether a load from the store pays.
+        page_bytes: Bytes of a page.
+        page_size: Token positions a page.
+        prefill_tokens_per_s: Measured here; 0: unknown.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers | None,
+        owner: OwnerFills,
+        policy: TierPolicy,
+        page_bytes: int,
+        page_size: int,
+        prefill_tokens_per_s: Callable[[], float],
+    ) -> None:
+        self._tiers = tiers
+        self._owner = owner
+        self._policy = policy
+        self._token_bytes = page_bytes / page_size
+        self._prefill_rate = prefill_tokens_per_s
+        owner.on_filled = self._filled
+
+    def next_state(self, request: Request) -> State:
+        """See `Fills.next_state`."""
+        if request.prompt_logprobs is not None:
+            return State.PREFILLING
+        if self._tiers is not None and self._tiers.plan(request):
+            return State.LOADING
+        self._pass_over_stores(request)
+        return self._owner.next_state(request)
+
+    def start(self, request: Request) -> bool:
+        """See `Fills.start`."""
+        if self._tiers is not None and self._tiers.start(request):
+            return True
+        return self._owner.start(request)
+
+    def abandon(self, request: Request) -> None:
+        """See `Fills.abandon`."""
+        if self._tiers is None or not self._tiers.abandon(request):
+            self._owner.abandon(request)
+
+    def _pass_over_stores(self, request: Request) -> None:
+        """Drops stores that hold nothing that continues from here, or are slower than computing."""
+        while request.candidates and request.candidates[0].kind == "kvstore":
+            store = request.candidates[0]
+            num_tokens = store.match_tokens - request.num_computed
+            if num_tokens > 0 and store.first_token <= request.num_computed:
+                cost = LoadCost("store", num_tokens, int(num_tokens * self._token_bytes))
+                if self._policy.num_loaded([cost], self._prefill_rate()):
+                    return
+            request.candidates.pop(0)
+
+    def _filled(self, record: FillRecord) -> None:
+        if record.source == "kvstore":
+            self._policy.observe("store", record.bytes, record.end_s - record.start_s)

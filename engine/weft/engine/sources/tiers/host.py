@@ -1,0 +1,92 @@
+"""Host memory as a tier's medium."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Protocol
+
+import numpy as np
+from weft.engine.base import faults
+from weft.engine.memory.eviction import EvictionPolicy
+from weft.engine.sources.tiers.keyed import KeyedPages, PagePlace
+from weft.engine.sources.tiers.tier import Page, Tier
+
+
+class Pinned(Protocol):
+    """Memory that a device copies from and to directly, until `close`."""
+
+    def close(self) -> None:
+        """Unpins the memory."""
+        ...
+
+
+class HostMemory:
+    """Implements `Medium` over one range of memory.
+
+    It takes no memory of the system before it is written to or pinned, and huge pages where there
+    are some.
+
+    Args:
+        num_slots: Pages that fit.
+        page_bytes: Bytes of a page.
+
+    Raises:
+        OSError: There is not so much memory.
+    """
+
+    def __init__(self, num_slots: int, page_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, num_slots * page_bytes, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # A kernel without them.
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.rows = np.frombuffer(mapping, np.uint8).reshape(num_slots, page_bytes)
+        self.pinned: Pinned | None = None
+        """Whether the pool's device copies from and to this memory directly."""
+
+    def row(self, place: PagePlace) -> Page:
+        """The bytes of a slot."""
+        row: Page = self.rows[place.slot - 1]
+        return row
+
+    def read(self, place: PagePlace, into: Page) -> bool:
+        """See `Medium.read`."""
+        self._damage(place)
+        np.copyto(into, self.row(place))
+        return True
+
+    def write(self, place: PagePlace, content: Page) -> None:
+        """See `Medium.write`."""
+        np.copyto(self.row(place), content)
+
+    def remove(self, place: PagePlace) -> None:
+        """See `Medium.remove`: the slot is written over."""
+
+    def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
+        """See `Medium.direct`."""
+        if self.pinned is None:
+            return None
+        if is_read:
+            self._damage(place)
+        return self.row(place)
+
+    def close(self) -> None:
+        """Releases the memory; no copy may be under way."""
+        if self.pinned is not None:
+            self.pinned.close()
+            self.pinned = None
+
+    def _damage(self, place: PagePlace) -> None:
+        if faults.TIER_HOST.is_armed:
+            faults.TIER_HOST.flip_bit(self.rows, [place.slot - 1])
+
+
+def host_tier(num_slots: int, page_bytes: int, policy: EvictionPolicy) -> tuple[Tier, HostMemory]:
+    """Creates a tier of this many pages in host memory, and that memory.
+
+    Raises:
+        OSError: There is not so much memory.
+    """
+    memory = HostMemory(num_slots, page_bytes)
+    return Tier("host", KeyedPages(num_slots, policy), memory, page_bytes), memory

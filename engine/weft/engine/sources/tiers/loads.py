@@ -1,0 +1,158 @@
+"""Loads: pages of one request on their way from a tier to the pool, chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.engine.scheduler.state import FillRecord, Request
+from weft.engine.sources.tiers.pool import PagePool
+from weft.engine.sources.tiers.tier import Page, PageLoad, PageSave, Tier
+
+
+class TierRun(NamedTuple):
+    """Consecutive pages of a prompt that one tier holds."""
+
+    tier: Tier
+    first_page: int
+    end_page: int
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages."""
+        return self.end_page - self.first_page
+
+    @property
+    def indices(self) -> range:
+        """Page numbers within the prompt."""
+        return range(self.first_page, self.end_page)
+
+    def covers(self, piece: TierRun) -> bool:
+        """Whether the piece was cut from this run."""
+        return self.first_page <= piece.first_page < self.end_page
+
+
+@dataclass(eq=False, slots=True)
+class TierLoad:
+    """The pages that tiers load for one request. It outlives the request while bytes move."""
+
+    request: Request | None
+    """The request; None: it has ended."""
+    pages: list[int]
+    """Destinations not yet accepted, in order."""
+    last_progress_at: float
+    """Time on the engine's clock."""
+    chunks: list[LoadChunk] = field(default_factory=list)
+    """Chunks not yet finished, in order."""
+    is_stopped: bool = False
+    """Whether chunks that have not begun are to be skipped. Set by either thread."""
+
+
+@dataclass(eq=False, slots=True)
+class LoadChunk:
+    """Implements `BackgroundJob`: some pages of a load, of one tier."""
+
+    load: TierLoad
+    tier: Tier
+    loads: list[PageLoad]
+    pages: list[int]
+    record: FillRecord
+    """Record of the chunk's run in the request's timeline."""
+    pool: PagePool
+    ended: Callable[[LoadChunk], None]
+    is_begun: bool = False
+    """Whether the thread may write to its pages. Set by that thread before it checks whether the
+    load is stopped.
+    """
+    is_fenced: bool = False
+    """Whether the load was given up while the chunk was under way: its pages are in quarantine
+    until it ends.
+    """
+    num_good: int = 0
+    """Number of leading pages that are in the pool."""
+    duration_s: float = 0.0
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`: up to the first page that is not right."""
+        started_at = time.monotonic()
+        self.is_begun = True
+        try:
+            self.num_good = self._load()
+        except Exception:
+            # What follows is of no use without these pages, which are not to be tried again.
+            self.load.is_stopped = True
+            for load in self.loads:
+                load.outcome = "failed"
+            raise
+        finally:
+            self.duration_s = time.monotonic() - started_at
+
+    def _load(self) -> int:
+        """Loads the pages; returns how many are in the pool."""
+        rows = [row for load in self.loads if (row := load.direct()) is not None]
+        if len(rows) == len(self.loads):
+            return self._copy_in(rows)
+        num_good = 0
+        for index, (load, page) in enumerate(zip(self.loads, self.pages, strict=True)):
+            if self.load.is_stopped:
+                break
+            if not load.run(self.pool.target(index, page)):
+                self.load.is_stopped = True
+                break
+            num_good += 1
+        if num_good:
+            self.pool.commit(self.pages[:num_good])
+        return num_good
+
+    def _copy_in(self, rows: Sequence[Page]) -> int:
+        """Lets the device copy the pages; returns how many are correct, up to the first that is
+        not.
+        """
+        if self.load.is_stopped:
+            return 0
+        digests = self.pool.copy_in(rows, self.pages)
+        num_good = 0
+        for load, digest in zip(self.loads, digests, strict=True):
+            if not load.arrived(digest):
+                self.load.is_stopped = True
+                break
+            num_good += 1
+        return num_good
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`."""
+        for load in self.loads:
+            load.end()
+        self.ended(self)
+
+
+@dataclass(eq=False, slots=True)
+class FetchMove:
+    """Implements `BackgroundJob`: one page of a request that waits, from disk to host memory."""
+
+    request: Request
+    is_wanted: Callable[[Request], bool]
+    load: PageLoad
+    save: PageSave
+    into: Page
+    """Destination in host memory."""
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`."""
+        if self.is_wanted(self.request) and self.load.run(self.into):
+            self.save.arrived(self.load.place.digest)
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`."""
+        self.load.end()
+        self.save.end()
+
+
+def chunked(run: TierRun, chunk_pages: int) -> list[TierRun]:
+    """Splits a run into pieces of at most this many pages."""
+    return [
+        TierRun(run.tier, first, min(first + chunk_pages, run.end_page))
+        for first in range(run.first_page, run.end_page, chunk_pages)
+    ]

@@ -1,0 +1,77 @@
+"""Access of tiers to the pool: pages are read and written outside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.sources.tiers.tier import Page
+from weft.engine.transfer.digest import digest_pages
+
+
+class PagePool(Protocol):
+    """The bytes of the pool's pages. Every thread has a `PagePool` of its own."""
+
+    def read(self, page: int) -> Page:
+        """Bytes of a published page, valid until the next call."""
+        ...
+
+    def target(self, index: int, page: int) -> Page:
+        """Buffer for the `index`-th page of a batch, to be filled before `commit`."""
+        ...
+
+    def commit(self, pages: Sequence[int]) -> None:
+        """Moves the targets of a batch, up to this many, into their pages; returns when the pool
+        has them.
+        """
+        ...
+
+    def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
+        """Copies rows of pinned memory into pages directly.
+
+        Returns:
+            Digests of what lies in the pages then.
+        """
+        ...
+
+    def copy_out(self, page: int, row: Page) -> int:
+        """Copies a published page into a row of pinned memory; returns its digest."""
+        ...
+
+
+class HostPool:
+    """Implements `PagePool` over a pool in host memory.
+
+    Args:
+        rows: uint8 `[num_pages, page_bytes]`.
+    """
+
+    def __init__(self, rows: NDArray[np.uint8]) -> None:
+        self._rows = rows
+
+    def read(self, page: int) -> Page:
+        """See `PagePool.read`."""
+        row: Page = self._rows[page]
+        return row
+
+    def target(self, index: int, page: int) -> Page:
+        """See `PagePool.target`: the page itself."""
+        row: Page = self._rows[page]
+        return row
+
+    def commit(self, pages: Sequence[int]) -> None:
+        """See `PagePool.commit`."""
+
+    def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
+        """See `PagePool.copy_in`."""
+        for row, page in zip(rows, pages, strict=True):
+            np.copyto(self._rows[page], row)
+        digests: list[int] = digest_pages(self._rows, pages).tolist()
+        return digests
+
+    def copy_out(self, page: int, row: Page) -> int:
+        """See `PagePool.copy_out`."""
+        np.copyto(row, self._rows[page])
+        return int(digest_pages(self._rows, [page])[0])

@@ -1,0 +1,30 @@
+"""Removal of pages that a tier has dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.engine.sources.tiers.keyed import PagePlace
+from weft.engine.sources.tiers.tier import Tier
+
+
+class Removal:
+    """A `BackgroundJob` that deletes pages.
+
+    Args:
+        tier: Has forgotten them.
+        places: Where they were.
+    """
+
+    def __init__(self, tier: Tier, places: Iterable[PagePlace]) -> None:
+        self._tier = tier
+        self._places = list(places)
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`."""
+        while self._places:
+            self._tier.medium.remove(self._places.pop())
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`; what was not deleted will be with the next save."""
+        self._tier.remove_with_next_save(self._places)

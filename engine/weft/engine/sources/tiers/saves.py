@@ -1,0 +1,85 @@
+"""Saves: pages on their way from the pool to host memory, and from there to disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.engine.sources.tiers.keyed import PageName, PagePlace
+from weft.engine.sources.tiers.pool import PagePool
+from weft.engine.sources.tiers.tier import Page, PageSave, Tier, digest_of
+
+
+@dataclass(eq=False, slots=True)
+class HostSave:
+    """Implements `BackgroundJob`: a page of the pool, to host memory."""
+
+    save: PageSave
+    pool: PagePool
+    page: int
+    """The page, which keeps a reference until the end."""
+    tier: Tier
+    ended: Callable[[HostSave], None]
+    duration_s: float = 0.0
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`."""
+        started_at = time.monotonic()
+        row = self.save.direct()
+        if row is None:
+            self.save.run(self.pool.read(self.page))
+        else:
+            self.save.arrived(self.pool.copy_out(self.page, row))
+        self.duration_s = time.monotonic() - started_at
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`."""
+        self.tier.counters.save_us += int(self.duration_s * 1e6)
+        self.save.end()
+        self.ended(self)
+
+
+@dataclass(eq=False, slots=True)
+class DigestSave:
+    """Implements `BackgroundJob`: digests a page that was copied to host memory within a step."""
+
+    save: PageSave
+    row: Page
+    ended: Callable[[PageName], None]
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`."""
+        self.save.arrived(digest_of(self.row))
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`."""
+        self.save.end()
+        self.ended(self.save.name)
+
+
+@dataclass(eq=False, slots=True)
+class DiskSave:
+    """Implements `BackgroundJob`: a page of host memory, to disk."""
+
+    save: PageSave
+    row: Page
+    place: PagePlace
+    """Location in host memory, until the end."""
+    was_given_up: bool
+    """Whether host memory has evicted the page; else it is pinned there."""
+    disk: Tier
+    ended: Callable[[DiskSave], None]
+    duration_s: float = 0.0
+
+    def run(self) -> None:
+        """See `BackgroundJob.run`."""
+        started_at = time.monotonic()
+        self.save.run(self.row, self.place.digest)
+        self.duration_s = time.monotonic() - started_at
+
+    def end(self) -> None:
+        """See `BackgroundJob.end`."""
+        self.disk.counters.save_us += int(self.duration_s * 1e6)
+        self.save.end()
+        self.ended(self)

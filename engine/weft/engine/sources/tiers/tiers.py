@@ -1,0 +1,576 @@
+"""The tiers below one engine's pool: what is copied down, what is loaded, and when.
+
+          computed or found often enough: `offer`         a request lacks pages: `plan`, `start`
+    pool ─────────────────────────────────────> host memory <────────────────────── disk
+          given up by the pool: `write_back`    │     ^  └──> pool <──────────────────┘
+                                                v     │
+                  given up, or written through: disk ─┘ a request waits: `tick`
+
+Bytes move in four threads (loads, fetches, saves to host memory, saves to disk); everything else
+belongs to the engine's thread. Only what the pool gives up without a copy is copied within a step:
+its place is taken at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from weft.engine.base.background import BackgroundThread
+from weft.engine.base.clock import Clock
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.prefix_cache import Evicted
+from weft.engine.protocol.messages import TierReport
+from weft.engine.scheduler.state import FillRecord, Request, State
+from weft.engine.sources.fill import FillListener
+from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.host import HostMemory
+from weft.engine.sources.tiers.keyed import PageName, PagePlace
+from weft.engine.sources.tiers.loads import FetchMove, LoadChunk, TierLoad, TierRun, chunked
+from weft.engine.sources.tiers.policy import LoadCost, TierPolicy
+from weft.engine.sources.tiers.removal import Removal
+from weft.engine.sources.tiers.saves import DigestSave, DiskSave, HostSave
+from weft.engine.sources.tiers.tier import PageLoad, Tier
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of a load that become usable at a time."""
+DIRECT_CHUNK_BYTES = 64 << 20
+"""The same for memory that the pool's device copies from directly, where the fixed cost of a chunk
+exceeds that of its bytes.
+"""
+MIN_CHUNKS = 32
+"""Least number of chunks in a load as large as the pool: a chunk that never ends keeps its pages.
+"""
+MAX_WRITE_BACK_BYTES = 64 << 20
+"""Most bytes copied within one step; further evicted pages are lost."""
+MAX_OPEN_SAVES = 512
+"""Most pages on their way to host memory, and to disk."""
+MAX_OPEN_FETCHES = 256
+MAX_SPARE_SLOTS = 64
+DISK_REST_S = 5.0
+"""Seconds for which a disk is not written to after a failed write."""
+
+
+class Tiers:
+    """Host memory and disk below one pool. Used by the engine's thread.
+
+    Args:
+        parts: The tiers and the way to the pool.
+        page_size: Token positions a page.
+        memory: Owner of the pool's pages.
+        policy: What is copied, and when loading pays.
+        prefill_tokens_per_s: Measured here; 0: unknown.
+        num_cached_pages: How many of a request's first so many pages are in the pool.
+        clock: Monotonic seconds.
+        progress_timeout_s: A load that brings nothing for so long is given up.
+    """
+
+    def __init__(
+        self,
+        parts: TierParts,
+        page_size: int,
+        memory: PageMemory,
+        policy: TierPolicy,
+        prefill_tokens_per_s: Callable[[], float],
+        num_cached_pages: Callable[[Request, int], int],
+        clock: Clock,
+        progress_timeout_s: float,
+    ) -> None:
+        self.host, self.disk = parts.host, parts.disk
+        assert isinstance(parts.host.medium, HostMemory)
+        self._rows = parts.host.medium
+        self._files = parts.files
+        self._page_size = page_size
+        self._page_bytes = parts.host.page_bytes
+        self._memory = memory
+        self._policy = policy
+        self._prefill_rate = prefill_tokens_per_s
+        self._num_cached_pages = num_cached_pages
+        self._clock = clock
+        self._progress_timeout_s = progress_timeout_s
+        self._make_pool, self._wake = parts.make_pool, parts.wake
+        self._load_pool, self._save_pool, self._step_pool = (parts.make_pool() for _ in range(3))
+        self._loader = BackgroundThread("weft-tier-load", parts.wake)
+        self._fetcher = BackgroundThread("weft-tier-fetch", parts.wake)
+        self._saver = BackgroundThread("weft-tier-save", parts.wake)
+        self._writer = BackgroundThread("weft-tier-disk", parts.wake)
+        self._most_chunk_pages = memory.num_usable_pages // MIN_CHUNKS
+        self._loads: dict[int, TierLoad] = {}
+        self._planned: dict[int, tuple[list[TierRun], list[PageLoad]]] = {}
+        self._due: list[LoadChunk] = []
+        self._reclaimed: list[Evicted] = []
+        self._waiting: list[Request] = []
+        self._num_spilling = 0
+        """Number of slots evicted from host memory that are being written to disk."""
+        self._disk_rests_until = 0.0
+        self._stuck: list[tuple[BackgroundThread, Tier]] = []
+        """Threads that are stalled in a tier, which is not used until they continue."""
+        self.num_written_back_pages = 0
+        """Pages copied within a step when the pool evicted them, since start."""
+        self.listener: FillListener | None = None
+        memory.on_reclaimed = self._reclaimed.append
+        if self.disk is not None:
+            self.host.on_evicted = self._host_evicted
+            self.disk.remove = self._remove_from_disk
+
+    @property
+    def _tiers(self) -> list[Tier]:
+        """The tiers, nearest first."""
+        return [self.host] if self.disk is None else [self.host, self.disk]
+
+    # -- down ------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, first: int, end: int) -> None:
+        """Copies full pages [first, end) of a request to host memory and disk, outside the steps.
+
+        What there is no time for is copied when the pool gives it up.
+        """
+        keys = request.keys.upto(request.tokens, end)
+        for index in range(first, end):
+            if self.host.pages.knows(keys[index]):
+                self._write_through(keys[index])
+                continue
+            if self._saver.num_open >= MAX_OPEN_SAVES:
+                return
+            name = PageName(keys[index], keys[index - 1] if index else b"")
+            save = self.host.save(name, request.priority)
+            if save is None:
+                return
+            page = request.pages[index]
+            self._memory.retain([page])
+            self._saver.give(HostSave(save, self._save_pool, page, self.host, self._saved))
+
+    def write_back(self) -> None:
+        """Copies pages that the pool has evicted; must be called before they are overwritten."""
+        if not self._reclaimed:
+            return
+        reclaimed = self._reclaimed.copy()
+        self._reclaimed.clear()
+        room = MAX_WRITE_BACK_BYTES // self._page_bytes
+        for evicted in reclaimed:
+            if self.host.pages.knows(evicted.key):
+                continue
+            name = PageName(evicted.key, evicted.parent)
+            save = self.host.save(name) if room > 0 else None
+            if save is None:
+                self.host.counters.dropped_pages += 1
+                continue
+            room -= 1
+            self.num_written_back_pages += 1
+            self._rows.write(save.place, self._step_pool.read(evicted.page))
+            self._saver.give(DigestSave(save, self._rows.row(save.place), lambda name: None))
+
+    def _saved(self, move: HostSave) -> None:
+        self._memory.release([move.page])
+        if move.save.outcome == "done":
+            self._write_through(move.save.name.key)
+
+    def _write_through(self, key: bytes) -> None:
+        """Copies a page from host memory to disk, which lacks it."""
+        if self.disk is None or self.disk.pages.knows(key) or not self._may_write:
+            return
+        place = self.host.pages.pin(key, is_reader=False)
+        if place is not None and not self._to_disk(place, was_given_up=False):
+            self.host.pages.unpin(place)
+
+    def _to_disk(self, place: PagePlace, *, was_given_up: bool) -> bool:
+        assert self.disk is not None
+        save = self.disk.save(place.name)
+        if save is None:
+            return False
+        row = self._rows.row(place)
+        self._writer.give(DiskSave(save, row, place, was_given_up, self.disk, self._written))
+        return True
+
+    def _written(self, move: DiskSave) -> None:
+        if move.save.outcome == "failed":
+            self._disk_rests_until = self._clock() + DISK_REST_S
+        if move.was_given_up:
+            self._num_spilling -= 1
+            self.host.free(move.place)
+        else:
+            self.host.pages.unpin(move.place)
+
+    @property
+    def _may_write(self) -> bool:
+        has_room = self._writer.num_open < MAX_OPEN_SAVES and not self._is_stuck(self.disk)
+        return has_room and self._clock() >= self._disk_rests_until
+
+    def _make_room(self) -> None:
+        """Keeps a few slots of host memory free; their pages are first saved to disk."""
+        if self.disk is None:
+            return
+        memory = self.host.pages.memory
+        wanted = max(1, min(MAX_SPARE_SLOTS, memory.num_usable_pages // 4))
+        while memory.num_free_pages + self._num_spilling < wanted:
+            place = self.host.evict()
+            if place is None:
+                return
+            if self.disk.pages.knows(place.name.key):
+                self.host.free(place)
+            elif self._may_write and self._to_disk(place, was_given_up=True):
+                self._num_spilling += 1
+            else:
+                self.host.counters.dropped_pages += 1
+                self.host.free(place)
+
+    def _host_evicted(self, place: PagePlace) -> None:
+        assert self.disk is not None
+        if not self.disk.pages.knows(place.name.key):
+            self.host.counters.dropped_pages += 1
+
+    # -- up --------------------------------------------------------------------------------------
+
+    def num_held_pages(self, request: Request, num_pages: int) -> int:
+        """How many of a request's leading pages, of this many, are in the pool or in tiers."""
+        cached = self._num_cached_pages(request, num_pages)
+        runs = self._find(request, cached, num_pages)
+        return runs[-1].end_page if runs else cached
+
+    def look_up(self, request: Request) -> None:
+        """Registers a new request, whose pages are fetched from disk to host memory meanwhile."""
+        if self.disk is not None:
+            self._waiting.append(request)
+
+    def plan(self, request: Request) -> bool:
+        """Decides whether the request continues with a load, which `start` begins; it was just
+        admitted, or filled up to a page border.
+        """
+        if request.state is State.PREEMPTED:
+            request.passes_over_tiers = False
+        if request.passes_over_tiers:
+            return False
+        first = request.num_computed // self._page_size
+        end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+        if end <= first:
+            return False
+        runs = self._find(request, first, end)
+        if request.state is not State.LOADING:
+            self._count(runs, end - first)
+        costs = [self._cost(run) for run in runs]
+        runs = runs[: self._policy.num_loaded(costs, self._prefill_rate())]
+        if runs:
+            keys = request.keys.upto(request.tokens, runs[-1].end_page)
+            self._planned[id(request)] = (
+                runs,
+                # Pinned at once: what the pool gives up for them must not push them out.
+                [_pinned(run.tier, keys[i]) for run in runs for i in run.indices],
+            )
+        return bool(runs)
+
+    def start(self, request: Request) -> bool:
+        """Prepares what `plan` chose, for `begin_loads`; False: nothing is chosen or under way."""
+        if id(request) in self._loads:
+            return True
+        planned = self._planned.pop(id(request), None)
+        if planned is None:
+            return False
+        runs, loads = planned
+        first_page, end_page = runs[0].first_page, runs[-1].end_page
+        pages = self._memory.allocate(end_page - first_page, request.namespace, promised=True)
+        request.num_promised_pages -= len(pages)
+        pieces = [piece for run in runs for piece in chunked(run, self._chunk_pages(run.tier))]
+        now = self._clock()
+        load = self._loads[id(request)] = TierLoad(request, pages.copy(), now)
+        records = [(run, self._record(request, run)) for run in runs]
+        for piece in pieces:
+            part = slice(piece.first_page - first_page, piece.end_page - first_page)
+            record = next(record for run, record in records if run.covers(piece))
+            chunk = LoadChunk(
+                load, piece.tier, loads[part], pages[part], record, self._load_pool, self._loaded
+            )
+            load.chunks.append(chunk)
+            self._due.append(chunk)
+        return True
+
+    @property
+    def num_due(self) -> int:
+        """Number of chunks of loads that `begin_loads` will begin."""
+        return len(self._due)
+
+    def begin_loads(self) -> None:
+        """Begins the loads that `start` has prepared: wipes and writes their pages."""
+        for chunk in self._due:
+            self._loader.give(chunk)
+        self._due.clear()
+
+    def abandon(self, request: Request) -> bool:
+        """Stops the load of a request that has ended; False: it had none.
+
+        Pages that a thread may still write to are in quarantine until it has let go of them, be it
+        the few of the chunk that it is at; the others are free at once.
+        """
+        _, pinned = self._planned.pop(id(request), ([], []))
+        for found in pinned:
+            found.end()
+        load = self._loads.pop(id(request), None)
+        if load is None:
+            return False
+        load.request = None
+        load.is_stopped = True  # Before it is asked what has begun: see `LoadChunk.is_begun`.
+        for chunk in load.chunks:
+            chunk.is_fenced = chunk.is_begun  # Read once: the thread may set it in between.
+            if chunk.is_fenced:
+                self._memory.quarantine(chunk.pages)
+            else:
+                self._memory.release(chunk.pages)
+        # What chunks that have ended did not bring.
+        open_pages = {page for chunk in load.chunks for page in chunk.pages}
+        self._memory.release([page for page in load.pages if page not in open_pages])
+        return True
+
+    def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
+        """The pages [first, end) that tiers hold, up to the first gap; the nearest tier first."""
+        runs: list[TierRun] = []
+        tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
+        keys = request.keys.upto(request.tokens, end)
+        for index in range(first, end):
+            tier = next((tier for tier in tiers if tier.pages.has(keys[index])), None)
+            if tier is None:
+                break
+            if runs and runs[-1].tier is tier:
+                runs[-1] = runs[-1]._replace(end_page=index + 1)
+            else:
+                runs.append(TierRun(tier, index, index + 1))
+        return runs
+
+    def _count(self, runs: list[TierRun], num_wanted: int) -> None:
+        of_host = sum(run.num_pages for run in runs if run.tier is self.host)
+        self.host.counters.queried_pages += num_wanted
+        self.host.counters.hit_pages += of_host
+        if self.disk is not None:
+            self.disk.counters.queried_pages += num_wanted - of_host
+            self.disk.counters.hit_pages += sum(run.num_pages for run in runs) - of_host
+
+    def _chunk_pages(self, tier: Tier) -> int:
+        is_direct = tier is self.host and self._rows.pinned is not None
+        num_bytes = DIRECT_CHUNK_BYTES if is_direct else CHUNK_BYTES
+        return max(1, min(num_bytes // self._page_bytes, self._most_chunk_pages))
+
+    def _cost(self, run: TierRun) -> LoadCost:
+        num_bytes = run.num_pages * self._page_bytes
+        return LoadCost(run.tier.name, run.num_pages * self._page_size, num_bytes)
+
+    def _record(self, request: Request, run: TierRun) -> FillRecord:
+        now = self._clock() - request.timeline.submitted_at
+        record = FillRecord(
+            source=run.tier.name,
+            worker_id="",
+            transport="",
+            start_token=run.first_page * self._page_size,
+            end_token=run.end_page * self._page_size,
+            start_s=now,
+            end_s=now,
+        )
+        request.timeline.fills.append(record)
+        return record
+
+    def _loaded(self, chunk: LoadChunk) -> None:
+        """Handles the end of a chunk: its valid pages belong to the request."""
+        load, request = chunk.load, chunk.load.request
+        num_bytes = chunk.num_good * self._page_bytes
+        chunk.tier.counters.load_us += int(chunk.duration_s * 1e6)
+        self._policy.observe(chunk.tier.name, num_bytes, chunk.duration_s)
+        load.chunks.remove(chunk)
+        load.last_progress_at = self._clock()
+        if request is None:
+            if chunk.is_fenced:
+                self._memory.end_quarantine(chunk.pages)
+            return
+        num_tokens = chunk.num_good * self._page_size
+        request.pages += load.pages[: chunk.num_good]
+        del load.pages[: chunk.num_good]
+        request.num_computed += num_tokens
+        request.num_cached_tokens += num_tokens
+        record = chunk.record
+        record.accepted_tokens += num_tokens
+        record.bytes += num_bytes
+        record.end_s = self._clock() - request.timeline.submitted_at
+        if any(found.outcome in ("corrupt", "failed") for found in chunk.loads):
+            record.failure = "a page could not be read or was not what was saved"
+        assert self.listener is not None
+        if chunk.num_good:
+            self.listener.publish(request)
+        if not load.chunks:
+            self._end(load, request)
+
+    def _end(self, load: TierLoad, request: Request) -> None:
+        del self._loads[id(request)]
+        self._memory.release(load.pages)
+        self._memory.promise(len(load.pages))
+        request.num_promised_pages += len(load.pages)
+        assert self.listener is not None
+        self.listener.fill_completed(request)
+
+    # -- every turn ------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Takes the results of the threads."""
+        for mover in (self._loader, self._fetcher, self._saver, self._writer):
+            mover.take()
+        for mover, tier in list(self._stuck):
+            mover.take()
+            if not mover.num_open:
+                self._stuck.remove((mover, tier))
+                logger.info("%s: it goes on", tier.name)
+
+    def tick(self) -> None:
+        """Makes room, and starts to fetch for requests that could not be admitted at once."""
+        self._make_room()
+        self._leave_stuck()
+        self._give_up_late()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for request in waiting:
+                if _still_waits(request):
+                    self._fetch(request)
+
+    def _give_up_late(self) -> None:
+        """Abandons loads without progress, which may be queued behind long ones, so that their
+        requests go on elsewhere.
+        """
+        limit = self._clock() - self._progress_timeout_s
+        for load in list(self._loads.values()):
+            if load.last_progress_at <= limit:
+                assert load.request is not None
+                load.request.passes_over_tiers = True  # Else it queues behind the same loads again.
+                self._give_up(load)
+
+    def _give_up(self, load: TierLoad) -> None:
+        request = load.request
+        assert request is not None, "a load without a request is none of `_loads`"
+        self.abandon(request)
+        record = request.timeline.fills[-1]
+        record.failure = f"nothing came for {self._progress_timeout_s:.0f} s"
+        record.end_s = self._clock() - request.timeline.submitted_at
+        assert self.listener is not None
+        self.listener.fill_failed(request)
+
+    def _leave_stuck(self) -> None:
+        """Replaces threads that are stalled in a tier: a disk may never answer.
+
+        What they have not begun is not done, others take their place, and their tier is let be
+        until they go on. A thread keeps what it is at: a few pages of the pool in quarantine.
+        """
+        now = self._clock()
+        if self._loader.stuck_s(now) >= self._progress_timeout_s:
+            at = self._loader.current
+            tier = at.tier if isinstance(at, LoadChunk) else self.host
+            self._load_pool = self._make_pool()
+            for load in list(self._loads.values()):
+                self._give_up(load)
+            self._loader = self._replace(self._loader, tier)
+        if self.disk is None:
+            return
+        if self._fetcher.stuck_s(now) >= self._progress_timeout_s:
+            self._fetcher = self._replace(self._fetcher, self.disk)
+        if self._writer.stuck_s(now) >= self._progress_timeout_s:
+            self._writer = self._replace(self._writer, self.disk)
+
+    def _replace(self, mover: BackgroundThread, tier: Tier) -> BackgroundThread:
+        logger.error(
+            "%s: no progress for %g s: not used until it continues",
+            tier.name,
+            self._progress_timeout_s,
+        )
+        tier.counters.stalls += 1
+        self._stuck.append((mover, tier))
+        for move in mover.take_back():
+            move.end()
+        return BackgroundThread(mover.name, self._wake)
+
+    def _is_stuck(self, tier: Tier | None) -> bool:
+        return any(stuck is tier for _, stuck in self._stuck)
+
+    def _remove_from_disk(self, places: Sequence[PagePlace]) -> None:
+        assert self.disk is not None
+        if self._is_stuck(self.disk):
+            self.disk.remove_with_next_save(places)
+        else:
+            self._writer.give(Removal(self.disk, places))
+
+    def _fetch(self, request: Request) -> None:
+        assert self.disk is not None
+        end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+        first = self._num_cached_pages(request, end)
+        keys = request.keys.upto(request.tokens, end)
+        most = min(MAX_OPEN_FETCHES, self.host.pages.memory.num_usable_pages // 2)
+        for run in self._find(request, first, end):
+            if run.tier is self.host:
+                continue
+            for index in range(run.first_page, run.end_page):
+                if self._fetcher.num_open >= most:
+                    return
+                name = PageName(keys[index], keys[index - 1] if index else b"")
+                save = self.host.save(name, request.priority)
+                if save is None:
+                    return
+                load = self.disk.load(keys[index])
+                assert load is not None
+                row = self._rows.row(save.place)
+                self._fetcher.give(FetchMove(request, _still_waits, load, save, row))
+
+    # -- for operators ---------------------------------------------------------------------------
+
+    def flush(self) -> int:
+        """Drops every page that is not being read; returns how many."""
+        self._reclaimed.clear()
+        num_pages = len(self.host.flush())
+        if self.disk is not None:
+            places = self.disk.flush()
+            num_pages += len(places)
+            self.disk.remove(places)
+        return num_pages
+
+    def report(self) -> list[TierReport]:
+        """State and counters of each tier."""
+        reports = []
+        for tier in self._tiers:
+            counts = tier.counts()
+            reports.append(
+                TierReport(
+                    name=tier.name,
+                    total_pages=counts.total,
+                    free_pages=counts.free,
+                    cached_pages=counts.cached,
+                    used_pages=counts.used,
+                    load_bytes_per_s=self._policy.bytes_per_s(tier.name),
+                    counters=asdict(tier.counters),
+                )
+            )
+        return reports
+
+    @property
+    def num_open(self) -> int:
+        """Number of unfinished jobs, except stalled ones: some of them hold pages."""
+        movers = (self._loader, self._fetcher, self._saver, self._writer)
+        return len(self._due) + sum(mover.num_open for mover in movers)
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers of loads, of jobs of all threads, and of stalled threads."""
+        return {
+            "tier_loads": len(self._loads),
+            "tier_moves": self.num_open,
+            "tier_stalls": len(self._stuck),
+        }
+
+    def close(self) -> None:
+        """Stops the threads, within limits; unsaved pages are lost."""
+        for mover in (self._loader, self._fetcher, self._saver, self._writer):
+            mover.close()
+        self._rows.close()
+        if self._files is not None:
+            self._files.close()
+
+
+def _pinned(tier: Tier, key: bytes) -> PageLoad:
+    load = tier.load(key)
+    assert load is not None, "a page is held, and is not"
+    return load
+
+
+def _still_waits(request: Request) -> bool:
+    return request.state in (State.WAITING, State.PREEMPTED)

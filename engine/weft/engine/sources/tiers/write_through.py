@@ -1,0 +1,83 @@
+"""Decides, from events of the prefix cache, which pages are offered to lower tiers and when."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from weft.engine.scheduler.events import SchedulerEvents
+from weft.engine.scheduler.state import Request
+from weft.engine.sources.tiers.policy import TierPolicy
+
+
+class PageSink(Protocol):
+    """A receiver of pages, as own tiers are."""
+
+    def offer(self, request: Request, first: int, end: int) -> None:
+        """Offers a request's full pages [first, end), which the receiver may ignore."""
+        ...
+
+
+class StoreSink(PageSink, Protocol):
+    """The KV store, on whose way pages may be dropped."""
+
+    def offer_again(self, request: Request, end: int) -> None:
+        """Offers those of a request's full pages [0, end) that were offered and dropped."""
+        ...
+
+
+class WriteThrough:
+    """Passes pages on from the scheduler to their receivers.
+
+    Own tiers take whatever comes into the pool; the KV store what was computed here, since who
+    computed the rest has offered it.
+
+    Args:
+        policy: How often a page must have been found.
+        tiers: None: there are none.
+        store: None: there is none.
+    """
+
+    def __init__(self, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None) -> None:
+        self._policy = policy
+        self._tiers = tiers
+        self._store = store
+
+    def on_published(self, request: Request, first: int, end: int) -> None:
+        """Called when pages [first, end) have entered the pool."""
+        if self._tiers is not None and self._policy.is_written_through(0):
+            self._tiers.offer(request, first, end)
+
+    def on_computed(self, request: Request, first: int, end: int) -> None:
+        """Called when pages [first, end) were computed here, or are here and the KV store lacks
+        them.
+        """
+        if self._store is not None and self._policy.is_written_through(0):
+            self._store.offer(request, first, end)
+
+    def on_matched(self, request: Request) -> None:
+        """Called when a request found pages here; those found often enough are offered."""
+        end, node = request.num_published_pages, request.cache_leaf
+        if self._policy.is_written_through(0):
+            # They were, when they came.
+            if self._store is not None:
+                self._store.offer_again(request, end)
+            return
+        # A page is found at least as often as those that follow it.
+        while node is not None and end and not self._policy.is_written_through(node.num_hits):
+            end, node = end - 1, node.parent
+        for taker in (self._tiers, self._store):
+            if taker is not None:
+                taker.offer(request, 0, end)
+
+
+def write_through(
+    events: SchedulerEvents, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None
+) -> None:
+    """Connects tiers and KV store, where present, to a scheduler's events."""
+    through = WriteThrough(policy, tiers, store)
+    if tiers is not None:
+        events.published.append(through.on_published)
+    if store is not None:
+        events.computed.append(through.on_computed)
+    if tiers is not None or store is not None:
+        events.matched.append(through.on_matched)

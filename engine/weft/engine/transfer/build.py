@@ -1,0 +1,73 @@
+"""Creates the staging area of a pool in device memory."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.transfer.exchange import StagedExchange
+from weft.engine.transfer.mover import Lanes, PageMover
+from weft.engine.transfer.nixl import nixl_available
+from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging_memory import (
+    DeviceStagingPages,
+    PinnedStagingPages,
+    StagingMemory,
+)
+
+DEFAULT_STAGING_BYTES = 2 << 30
+MIN_STAGING_PAGES = 4
+LANDING_SHARES = {
+    ("decode", False): 1.0,
+    ("decode", True): 7 / 8,
+    ("prefill", False): 0.0,
+    ("prefill", True): 1 / 4,
+}
+"""Share of a staging area in which fills are received, by role and whether there is a KV store;
+both parts have at least one page.
+"""
+
+
+def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) -> StagingMemory:
+    """Allocates the staging pages of a pool.
+
+    Raises:
+        ConfigError: They are too few, or there is not that much memory.
+    """
+    size = DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
+    num_pages = size // page_bytes
+    if config.kv_memory_bytes is not None:
+        num_pages = min(num_pages, config.kv_memory_bytes // page_bytes)
+    if config.num_pages is not None:
+        num_pages = min(num_pages, config.num_pages)
+    if num_pages < MIN_STAGING_PAGES:
+        raise ConfigError(
+            f"staging_bytes = {size:,} holds {num_pages} pages of {page_bytes:,} bytes; give at "
+            f"least {MIN_STAGING_PAGES * page_bytes:,}",
+            param="staging_bytes",
+        )
+    kind = DeviceStagingPages if stages_on_device(config, device) else PinnedStagingPages
+    return kind(num_pages, page_bytes, device)
+
+
+def staged_exchange(
+    config: EngineConfig, pool: torch.Tensor, memory: StagingMemory, lanes: Lanes
+) -> StagedExchange:
+    """Creates the staging area of a pool, and the copies between the two."""
+    num_pages = len(memory.pages)
+    share = LANDING_SHARES[config.role, config.has_store]
+    area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))
+    return StagedExchange(area, memory, PageMover(pool, area, memory, lanes))
+
+
+def stages_on_device(config: EngineConfig, device: torch.device) -> bool:
+    """Whether staging pages are memory of the pool's device."""
+    if config.staging_memory != "auto":
+        return config.staging_memory == "device"
+    if device.type != "cuda" or config.has_store or config.transport == "data":
+        return False
+    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
+    is_reached = config.device_memory_share < 1 or any(
+        torch.cuda.can_device_access_peer(device.index, other) for other in others
+    )
+    return is_reached and nixl_available()[0]

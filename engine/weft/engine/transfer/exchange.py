@@ -1,0 +1,146 @@
+"""The memory of an engine that peers access, and the transfer between it and the pool.
+
+A window is chosen once, by where the pool lies:
+
+    DirectExchange    the pool is host memory: it is the window itself, nothing is copied
+    StagedExchange    the pool is a device's memory: a staging area is the window
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from weft.engine.sources.fill import PagePort
+from weft.engine.transfer.digester import Digested, DigestThread
+from weft.engine.transfer.nixl_wire import PoolRegion
+from weft.engine.transfer.source import DirectSource, PageSource
+from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
+from weft.engine.transfer.staging import StagingArea, StagingPages
+from weft.engine.transfer.staging_memory import StagingMemory
+
+
+class ExchangePort(PagePort, Protocol):
+    """The `PagePort` as its owner sees it."""
+
+    before_digest: Callable[[StagingPages, Sequence[int]], None] | None
+    """Test hook, called with the window and the pages that landed before they are looked at."""
+
+    def take(self) -> list[Digested]:
+        """Results since the last call."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of its queues."""
+        ...
+
+    def close(self) -> None:
+        """Stops the thread."""
+        ...
+
+
+class PageExchange(Protocol):
+    """The memory that is registered with NIXL, and read and written by the `data` transport."""
+
+    @property
+    def pages(self) -> StagingPages:
+        """The window's bytes, uint8 `[num_pages, page_bytes]`."""
+        ...
+
+    def region(self) -> PoolRegion:
+        """The same memory, as described to NIXL."""
+        ...
+
+    @property
+    def staging(self) -> StagingArea | None:
+        """The staging area; None: the window is the pool."""
+        ...
+
+    def source(self, *, has_digests: bool) -> PageSource:
+        """The page source for the shipping thread."""
+        ...
+
+    def port(self, wake: Callable[[], None], *, has_digests: bool) -> ExchangePort:
+        """The engine's port to the window, with a thread of its own."""
+        ...
+
+    def describe(self) -> str:
+        """Describes its cost, for people; empty: none."""
+        ...
+
+    def close(self) -> None:
+        """Releases the memory, once source and port are closed."""
+        ...
+
+
+class DirectExchange:
+    """Implements `PageExchange` over a pool in host memory.
+
+    Args:
+        pool: uint8 `[num_pages, page_bytes]`, contiguous.
+    """
+
+    staging = None
+
+    def __init__(self, pool: NDArray[np.uint8]) -> None:
+        self.pages: StagingPages = pool
+        self._pool = pool
+
+    def region(self) -> PoolRegion:
+        """See `PageExchange.region`."""
+        return PoolRegion.of_array(self._pool)
+
+    def source(self, *, has_digests: bool) -> DirectSource:
+        """See `PageExchange.source`."""
+        return DirectSource(self._pool, has_digests=has_digests)
+
+    def port(self, wake: Callable[[], None], *, has_digests: bool) -> DigestThread:
+        """See `PageExchange.port`."""
+        return DigestThread(self._pool, wake)
+
+    def describe(self) -> str:
+        """See `PageExchange.describe`."""
+        return ""
+
+    def close(self) -> None:
+        """Does nothing: the pool is owned elsewhere."""
+
+
+class StagedExchange:
+    """Implements `PageExchange` over a pool that peers cannot reach.
+
+    Args:
+        area: What they reach instead.
+        memory: Memory of the area.
+        mover: Copies between the two.
+    """
+
+    def __init__(self, area: StagingArea, memory: StagingMemory, mover: StagingMover) -> None:
+        self.staging = area
+        self.pages = area.pages
+        self.region = memory.region
+        self._kind = memory.describe()
+        self._mover = mover
+
+    def source(self, *, has_digests: bool) -> StagedSource:
+        """See `PageExchange.source`."""
+        return StagedSource(self.staging, self._mover, has_digests=has_digests)
+
+    def port(self, wake: Callable[[], None], *, has_digests: bool) -> StagedPort:
+        """See `PageExchange.port`."""
+        return StagedPort(self.staging, self._mover, wake, has_digests=has_digests)
+
+    def describe(self) -> str:
+        """See `PageExchange.describe`."""
+        num_pages, page_bytes = self.pages.shape
+        return (
+            f"staged through {num_pages:,} pages of {self._kind} "
+            f"({num_pages * page_bytes / 2**30:.2f} GiB: {self.staging.num_landing:,} to receive, "
+            f"{self.staging.num_sending:,} to send)"
+        )
+
+    def close(self) -> None:
+        """See `PageExchange.close`."""
+        self._mover.close()

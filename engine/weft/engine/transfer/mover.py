@@ -1,0 +1,230 @@
+"""Copies pages between a pool on a device and a staging area, outside the steps.
+
+Each direction has a stream of its own and a buffer on the device that whole pieces pass through:
+
+    out    pool --gather--> buffer --copy--> staging pages, and digests of the pool's pages
+    in     staging pages --copy--> buffer --scatter--> pool, and digests of what lies there then
+
+Copies to and from the host run on the device's copy engines; gathering and scattering cost it a
+small share of its bandwidth. Where staging pages are memory of the device too, its copies take the
+place of those to and from the host. Pages go out when the step that computed them is committed, so
+the device has done with them. Pages that come in wait on the device for a mark, which the engine's
+thread took behind their last use (a wipe, or poison). The engine's own stream waits for nothing: a
+page counts as there once this copy's event has passed, as the host has seen.
+
+On a CPU, for tests, everything is done at once by the same calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from weft.engine.base.device_copies import DeviceCopies, Mark
+from weft.engine.base.errors import ConfigError
+from weft.engine.transfer.digest import digest_pages
+from weft.engine.transfer.staging import StagingArea
+from weft.engine.transfer.staging_memory import StagingMemory
+from weft.kernels.page_digest import page_digests
+from weft.kernels.page_ops import gather_pages, scatter_pages
+
+MAX_PIECE_BYTES = 32 << 20
+"""Largest device buffer of one direction, bytes."""
+
+
+class Lanes:
+    """Streams and buffers of both directions, allocated before the pool takes what is left.
+
+    Args:
+        device: Device of the pool.
+        page_bytes: Bytes of a page.
+    """
+
+    def __init__(self, device: torch.device, page_bytes: int) -> None:
+        piece_pages = max(1, MAX_PIECE_BYTES // page_bytes)
+        self.out = _Lane(device, piece_pages, page_bytes)
+        self.into = _Lane(device, piece_pages, page_bytes)
+
+
+class DeviceMove:
+    """A `StagingMove`: an event behind the copies, and where digests will lie on the host."""
+
+    def __init__(
+        self, event: torch.cuda.Event | None, digests: torch.Tensor, staged: Sequence[int]
+    ) -> None:
+        self._event = event
+        self._digests = digests
+        self._staged = staged
+
+    def is_done(self) -> bool:
+        """See `StagingMove.is_done`."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See `StagingMove.wait`; other threads go on."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def digests(self) -> list[int]:
+        """See `StagingMove.digests`."""
+        found: list[int] = self._digests.numpy()[list(self._staged)].view(np.uint64).tolist()
+        return found
+
+
+class PageMover:
+    """Implements `StagingMover`. Thread-safe; every call may take some tens of microseconds.
+
+    Args:
+        pool: `[num_pages, ...]`, contiguous.
+        area: Over the memory.
+        memory: For the pool's device; holds the area's pages.
+        lanes: For the pool's device.
+
+    Raises:
+        ConfigError: A trial gave other bytes or digests than the host finds.
+    """
+
+    def __init__(
+        self, pool: torch.Tensor, area: StagingArea, memory: StagingMemory, lanes: Lanes
+    ) -> None:
+        self._pool = pool
+        self._memory = memory
+        self._staged = memory.tensor
+        self._lanes = lanes
+        is_cuda = pool.device.type == "cuda"
+        self._digests = torch.zeros(len(area.pages), dtype=torch.int64, pin_memory=is_cuda)
+        """Digest of the page in each staging page; written by the move that has the staging page.
+        """
+        self._try(area)
+
+    def mark(self) -> Mark:
+        """See `StagingMover.mark`."""
+        return Mark(self._pool.device)
+
+    def move_out(
+        self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool
+    ) -> DeviceMove:
+        """See `StagingMover.move_out`."""
+        with self._lanes.out.begin(None) as lane:
+            numbers = lane.send(pages)
+            for begin, end in lane.pieces(len(pages)):
+                gather_pages(self._pool, numbers[begin:end], lane.buffer)
+                for at, page, count in _runs(staged, begin, end):
+                    piece = lane.buffer[at - begin : at - begin + count]
+                    self._staged[page : page + count].copy_(piece, non_blocking=True)
+            return self._finish(lane, numbers, staged, with_digests)
+
+    def move_in(
+        self, staged: Sequence[int], pages: Sequence[int], after: Mark | None, *, with_digests: bool
+    ) -> DeviceMove:
+        """See `StagingMover.move_in`."""
+        with self._lanes.into.begin(after) as lane:
+            numbers = lane.send(pages)
+            for begin, end in lane.pieces(len(pages)):
+                for at, page, count in _runs(staged, begin, end):
+                    piece = lane.buffer[at - begin : at - begin + count]
+                    piece.copy_(self._staged[page : page + count], non_blocking=True)
+                scatter_pages(lane.buffer, numbers[begin:end], self._pool)
+            return self._finish(lane, numbers, staged, with_digests)
+
+    def close(self) -> None:
+        """Waits for the copies under way and releases the staging area."""
+        self._lanes.out.wait()
+        self._lanes.into.wait()
+        self._memory.close()
+
+    def _finish(
+        self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int], with_digests: bool
+    ) -> DeviceMove:
+        if with_digests:
+            digests = page_digests(self._pool, numbers)
+            for at, page, count in _runs(staged, 0, len(staged)):
+                self._digests[page : page + count].copy_(
+                    digests[at : at + count], non_blocking=True
+                )
+        else:
+            self._digests[list(staged)] = 0
+        return DeviceMove(lane.event(), self._digests, staged)
+
+    def _try(self, area: StagingArea) -> None:
+        """Sends random bytes into the null page and back, and compares bytes and digests."""
+        first, last = 0, len(area.pages) - 1
+        sent = np.random.default_rng().integers(0, 256, area.pages.shape[1], dtype=np.uint8)
+        area.pages[first] = sent
+        into = self.move_in([first], [0], self.mark(), with_digests=True)
+        into.wait()
+        out = self.move_out([0], [last], with_digests=True)
+        out.wait()
+        came = np.stack([area.pages[first], area.pages[last]])
+        digests = digest_pages(came, [0, 1]).tolist()
+        if [*into.digests(), *out.digests()] != digests or (came != sent).any():
+            raise ConfigError(
+                f"pages do not come back from {self._pool.device} as they went there: they cannot "
+                "be shipped",
+                param="device",
+            )
+        area.pages[first] = area.pages[last] = np.zeros_like(sent)
+        self.move_in([first], [0], self.mark(), with_digests=False).wait()
+
+
+class _Lane:
+    """The stream and buffer of one direction."""
+
+    def __init__(self, device: torch.device, piece_pages: int, page_bytes: int) -> None:
+        self._piece_pages = piece_pages
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        with self._context():
+            self.buffer = torch.empty((piece_pages, page_bytes), dtype=torch.uint8, device=device)
+            self._copies = DeviceCopies(device)
+
+    @contextmanager
+    def begin(self, after: Mark | None) -> Iterator[_Lane]:
+        """Context in which enqueued work follows earlier work of the lane and the mark."""
+        with self._lock, self._context():
+            if after is not None:
+                after.hold(self._stream)
+            yield self
+
+    def send(self, pages: Sequence[int]) -> torch.Tensor:
+        """Copies page numbers to the device, int64."""
+        (numbers,) = self._copies.send([np.array(pages, np.int64)])
+        return numbers
+
+    def pieces(self, count: int) -> Iterator[tuple[int, int]]:
+        """Splits `count` pages into parts that fit the buffer, in order."""
+        for begin in range(0, count, self._piece_pages):
+            yield begin, min(count, begin + self._piece_pages)
+
+    def event(self) -> torch.cuda.Event | None:
+        """An event that passes when everything enqueued so far is done."""
+        if self._stream is None:
+            return None
+        # Blocking: who waits for it leaves its core to others.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait(self) -> None:
+        """Waits until everything enqueued so far is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _context(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _runs(pages: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (index, page, count) for neighbouring pages of `pages[begin:end]`: one copy each."""
+    at = begin
+    while at < end:
+        count = 1
+        while at + count < end and pages[at + count] == pages[at] + count:
+            count += 1
+        yield at, pages[at], count
+        at += count

@@ -1,0 +1,123 @@
+"""The data plane of one engine: agents, and the threads that ship and check pages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.protocol.handle import NixlTargetInfo
+from weft.engine.transfer.exchange import PageExchange
+from weft.engine.transfer.nixl import (
+    ReceiveAgent,
+    SendAgents,
+    TransferError,
+    nixl_available,
+)
+from weft.engine.transfer.nixl_binding import load_binding
+from weft.engine.transfer.ship import ShipThread
+from weft.engine.transfer.staging import StagingArea
+
+logger = logging.getLogger(__name__)
+
+
+class Transport:
+    """Owns the agents and threads around one pool's window.
+
+    Args:
+        config: role and transport. `auto` takes NIXL where it works and says so where not.
+        window: what peers reach of the pool.
+        wake: called from threads when there is something to take.
+
+    Raises:
+        ConfigError: transport is `nixl` and NIXL does not work here.
+    """
+
+    def __init__(
+        self, config: EngineConfig, window: PageExchange, wake: Callable[[], None]
+    ) -> None:
+        self.notices: list[str] = []
+        self.memory_type = "DRAM"
+        """Memory type of the window, as NIXL names it."""
+        self._receiver: ReceiveAgent | None = None
+        self._senders: SendAgents | None = None
+        if config.transport != "data":
+            self._open_nixl(config, window)
+        self._window = window
+        source = window.source(has_digests=config.page_digests)
+        self.shipper = ShipThread(source, self._senders, wake)
+        self.port = window.port(wake, has_digests=config.page_digests)
+
+    @property
+    def target(self) -> NixlTargetInfo | None:
+        """Where fillers write; None: they send `data`. Changes with `fence`."""
+        return self._receiver.target() if self._receiver else None
+
+    @property
+    def staging(self) -> StagingArea | None:
+        """The area that peers write to instead of the pool; None: they write into the pool."""
+        return self._window.staging
+
+    @property
+    def nixl_version(self) -> str | None:
+        """Version of NIXL if this process can send over it."""
+        return load_binding().version if self._senders else None
+
+    @property
+    def transports(self) -> list[str]:
+        """Transports that this engine can use, best first."""
+        return ["nixl", "data"] if self._receiver else ["data"]
+
+    def notifications(self) -> Iterator[tuple[int, bytes, int]]:
+        """The NIXL notifications that arrived, as (owner epoch, lease, chunk)."""
+        if self._receiver is not None:
+            for found in self._receiver.poll():
+                yield found.owner_epoch, found.lease_id, found.chunk
+
+    def fence(self) -> None:
+        """Cuts every connection into the pool: nothing sent before can arrive."""
+        if self._receiver is not None:
+            self._receiver.reopen()
+
+    def describe(self) -> str:
+        """Describes transports and lanes, for people."""
+        agent = self._senders or self._receiver
+        transport = agent.describe() if agent else "gRPC data messages"
+        return ", ".join(filter(None, (transport, self._window.describe())))
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the threads' queues and records."""
+        return {**self.shipper.sizes(), **self.port.sizes()}
+
+    def close(self) -> None:
+        """Stops threads and agents."""
+        self.shipper.close()
+        self.port.close()
+        if self._senders is not None:
+            self._senders.close()
+        if self._receiver is not None:
+            self._receiver.close()
+        self._window.close()
+
+    def _open_nixl(self, config: EngineConfig, window: PageExchange) -> None:
+        is_available, reason = nixl_available()
+        name = f"{config.role}-{config.worker_id}"
+        try:
+            if not is_available:
+                raise ConfigError(reason)
+            region = window.region()
+            self.memory_type = region.memory_type
+            self._receiver = ReceiveAgent(name, region)
+            if config.role == "prefill":
+                self._senders = SendAgents(name, region)
+        except (ConfigError, TransferError) as error:
+            if config.transport == "nixl":
+                raise ConfigError(f"transport = nixl: {error}") from error
+            notice = (
+                f"NIXL is not usable ({error}): pages travel as gRPC data, several times slower"
+            )
+            if self.memory_type == "VRAM":
+                notice += "; staging_memory = host may help"
+            self.notices.append(notice)
+            logger.warning(notice)
