@@ -54,7 +54,8 @@ from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import MAX_THREADS, MaskMaker
 from weft.engine.features.constraints.vocabulary import load_vocabulary, tokenizer_of
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.state import RequestKey, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))

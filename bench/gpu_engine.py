@@ -38,7 +38,8 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop.llm import LLM
 from weft.engine.model.layers.moe import SparseMLP
-from weft.engine.protocol.messages import GatewayBatch, Inbox, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import GatewayBatch, Submit
 from weft.kernels.greedy import greedy_rows
 
 PROMPT_TOKENS, NEW_TOKENS = 512, 256

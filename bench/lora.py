@@ -45,7 +45,8 @@ from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Inbox, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)

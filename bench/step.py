@@ -46,7 +46,9 @@ from weft.engine.memory.layout import PlaneLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.batch import ForwardBatch
-from weft.engine.protocol.messages import EngineInfo, Inbox, Outbox, Submit
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.reports import EngineInfo
+from weft.engine.protocol.submits import Submit
 from weft.engine.transfer.exchange import DirectExchange
 from weft.engine.transfer.transport import Transport
 from weft.kernels.lora import LoraStep

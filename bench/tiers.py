@@ -51,8 +51,9 @@ from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import Inbox, Outbox, Submit
-from weft.engine.scheduler.state import FillRecord
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.submits import Submit
+from weft.engine.protocol.timeline import FillRecord
 
 Row = Literal["cold", "device", "host", "disk", "store"]
 ROWS: tuple[Row, ...] = ("device", "host", "disk", "store")

@@ -11,17 +11,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.protocol.messages import (
-    Cancel,
-    FillCommand,
-    FillerEvent,
-    FillStart,
-    Finished,
-    LeaseAnswer,
-    LeaseQuery,
-    Submit,
-)
-from weft.engine.scheduler.state import FillCandidate
+from weft.engine.protocol.fills import FillCommand, FillerEvent, FillStart, LeaseAnswer, LeaseQuery
+from weft.engine.protocol.submits import Cancel, Finished, Submit
+from weft.engine.protocol.timeline import FillCandidate
 
 from gpu_mesh.worker import FromWorker, run_worker
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from transformers.utils import logging as transformers_logging
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, to_error
-from weft.engine.protocol.messages import Inbox, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Submit
 
 KV_MEMORY_BYTES = 512 << 20
 GREEDY = SamplingParams(temperature=0.0)

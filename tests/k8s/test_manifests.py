@@ -22,7 +22,7 @@ from weft.common.settings import ServiceSettings, load_settings
 from weft.common.worker.metrics import EngineCollector
 from weft.decode.main import DecodeSettings
 from weft.engine.checkpoint.demo import demo_dir
-from weft.engine.protocol.messages import LoadReport
+from weft.engine.protocol.reports import LoadReport
 from weft.gateway.settings import GatewaySettings
 from weft.kernels.build import cache_folder
 from weft.kvstore.settings import KvStoreSettings

@@ -14,7 +14,9 @@ from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.features.lora.rows import DevicePlace
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.model.adapters.weights import HostWeights
-from weft.engine.protocol.messages import AdapterOrder, Inbox, SampleProgress, SessionEnd, Submit
+from weft.engine.protocol.adapters import AdapterOrder
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import SampleProgress, SessionEnd, Submit
 from weft.testing.engine.adapter_orders import check_random_orders
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.late_device import LateDevice

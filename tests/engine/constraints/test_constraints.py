@@ -17,7 +17,8 @@ from weft.engine.base.request import Constraint, Reasoning, StopCriteria
 from weft.engine.features.constraints import compiling, masks
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Cancel, Inbox, Ping, SampleProgress
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Cancel, Ping, SampleProgress
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
 from weft.testing.engine.random_schemas import person, varied_schemas
 from weft.testing.models.threads import one_thread

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Cancel, Inbox, SampleProgress, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Cancel, SampleProgress, Submit
 from weft.testing.engine.constrained import Desk, Outcome
 from weft.testing.models.tiny_adapters import make_adapter, vocabulary_tensors, write_adapter
 from weft.testing.models.tiny_drafts import make_tiny_draft

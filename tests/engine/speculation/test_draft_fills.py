@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.state import Timeline
+from weft.engine.protocol.timeline import Timeline
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import (
     HeadReference,

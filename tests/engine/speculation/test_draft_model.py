@@ -19,7 +19,8 @@ from weft.engine.executor.step import StepArrays
 from weft.engine.features.speculative.gate import DECAY, MeasuredGate
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Cancel, Inbox, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Cancel, Submit
 from weft.engine.scheduler.acceptance import Acceptance
 from weft.engine.scheduler.plan import DraftShape, VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of

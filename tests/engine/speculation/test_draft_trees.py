@@ -16,7 +16,7 @@ from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.messages import Submit
+from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.plan import DraftShape, Plan
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.engine.drafters import NotedRuns, speculate, texts_of

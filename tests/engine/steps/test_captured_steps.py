@@ -20,7 +20,7 @@ from weft.engine.executor.runner import Drawable
 from weft.engine.executor.step import StepArrays
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Submit
+from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler import running
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request

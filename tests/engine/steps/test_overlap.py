@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Cancel
+from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice

@@ -13,8 +13,9 @@ from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.resumption import first_to_run
-from weft.engine.protocol.messages import Finished, Inbox, Ping, SampleProgress, Submit
-from weft.engine.scheduler.state import FillCandidate
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Finished, Ping, SampleProgress, Submit
+from weft.engine.protocol.timeline import FillCandidate
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny
 

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from weft.engine.base.request import SamplingParams
-from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import (
-    Cancel,
+from weft.engine.protocol.fills import (
     FillCommand,
     FillerEvent,
     FillStart,
-    Inbox,
     LeaseQuery,
     ProcessExited,
 )
+from weft.engine.protocol.handle import FillEvent
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Cancel
 from weft.engine.sources import filler as filler_module
 from weft.testing.engine.engine_pair import (
     WAYS,

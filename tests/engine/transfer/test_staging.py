@@ -17,7 +17,7 @@ import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import Cancel
+from weft.engine.protocol.submits import Cancel
 from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import mover as page_mover
 from weft.engine.transfer.build import stages_on_device

@@ -26,7 +26,7 @@ from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.runner import ModelRunner
 from weft.engine.memory.keys import PageKeys
-from weft.engine.protocol.messages import Cancel
+from weft.engine.protocol.submits import Cancel
 from weft.engine.sources.tiers.tier import Page
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of

@@ -11,7 +11,7 @@ import pytest
 from weft.engine.base import faults
 from weft.engine.base.background import BackgroundThread
 from weft.engine.base.faults import FaultSpec
-from weft.engine.protocol.messages import Cancel
+from weft.engine.protocol.submits import Cancel
 from weft.engine.scheduler.state import State
 from weft.engine.sources.tiers import tiers
 from weft.engine.sources.tiers.loads import LoadChunk

@@ -15,7 +15,8 @@ from weft.engine.base.errors import WeftError
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Cancel, Inbox, Outbox, Submit
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.submits import Cancel, Submit
 from weft.testing.engine.constrained import Desk, Outcome, schema
 from weft.testing.models.tiny_models import make_tiny
 

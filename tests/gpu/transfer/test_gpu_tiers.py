@@ -17,7 +17,7 @@ from weft.engine.base.faults import FaultSpec
 from weft.engine.base.request import StopCriteria
 from weft.engine.executor import device_pool
 from weft.engine.loop.llm import LLM
-from weft.engine.protocol.messages import Cancel
+from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny
 

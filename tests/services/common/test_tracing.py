@@ -19,8 +19,8 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.telemetry.spans import Tracer, new_trace, parse_traceparent
 from weft.decode.spans import RequestSpans
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.protocol.messages import Failed, Failure, Finished, GatewayBatch, Submit
-from weft.engine.scheduler.state import FillRecord, Timeline
+from weft.engine.protocol.submits import Failed, Failure, Finished, GatewayBatch, Submit
+from weft.engine.protocol.timeline import FillRecord, Timeline
 from weft.testing.models.tiny_tokenizers import write_model_dir
 from weft.testing.services.fake_decode import Event, Script
 from weft.testing.services.gateway_harness import Harness, gateway

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.cli import certs
 from weft.cli.certs import issue
 from weft.engine.base.errors import ConfigError
-from weft.engine.protocol.messages import TierReport
+from weft.engine.protocol.reports import TierReport
 from weft.kvstore.settings import KvStoreSettings
 from weft.kvstore.store import KvStore
 from weft.testing.services.certificates import make_certificates

@@ -17,7 +17,8 @@ from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.common.worker import host
 from weft.common.worker.settings import WorkerSettings
 from weft.engine.base.errors import PeerUnavailable
-from weft.engine.protocol.messages import EngineInfo, Inbox
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.reports import EngineInfo
 from weft.prefill.service import PrefillService
 
 INFO = EngineInfo(

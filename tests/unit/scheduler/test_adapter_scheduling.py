@@ -17,7 +17,7 @@ from weft.engine.features.lora.host_cache import AdapterWeights
 from weft.engine.features.lora.limits import LoraLimits
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.lora.rows import DevicePlace
-from weft.engine.protocol.messages import AdapterOrder
+from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.policies import PolicyName
 from weft.engine.scheduler.state import Request, State

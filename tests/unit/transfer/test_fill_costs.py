@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weft.engine.scheduler.state import FillCandidate, FillRecord
+from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.sources.cost import MAX_TRIES, MIN_RESTS, TRY_AGAIN, FillCosts, FillDecision
 
 PAGE = 16

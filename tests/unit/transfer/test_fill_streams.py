@@ -12,8 +12,8 @@ from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
 from weft.common.worker.fills import handle_to_proto
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.fills import FillStart
 from weft.engine.protocol.handle import FillEvent, KvHandle
-from weft.engine.protocol.messages import FillStart
 from weft.engine.sources.filler import Filler
 from weft.engine.sources.lease import ShipResult
 from weft.testing.services.fill_commands import fill_handle, nixl_target

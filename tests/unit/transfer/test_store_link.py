@@ -9,7 +9,7 @@ import pytest
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.protocol.handle import NixlTargetInfo
-from weft.engine.protocol.messages import (
+from weft.engine.protocol.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,

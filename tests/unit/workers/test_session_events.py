@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from weft.decode.events import MAX_EVENT_BYTES, MAX_FILLS, batch_to_proto, merge_batches
 from weft.engine.base.request import MAX_TOP_LOGPROBS, PromptLogprobs, TokenLogprob
-from weft.engine.protocol.messages import (
+from weft.engine.protocol.submits import (
     Accepted,
     Failed,
     Failure,
@@ -19,7 +19,7 @@ from weft.engine.protocol.messages import (
     TokenColumns,
     Tokens,
 )
-from weft.engine.scheduler.state import FillRecord, Timeline
+from weft.engine.protocol.timeline import FillRecord, Timeline
 from weft.v1 import decode_pb2
 
 LARGE = 2**32 - 1

@@ -11,13 +11,12 @@ import numpy.typing as npt
 import torch
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.errors import InvalidRequest, WeftError
-from weft.engine.base.request import TokenLogprob
+from weft.engine.base.request import TokenLogprob, end_of
 from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.runner import Drawable
 from weft.engine.features.constraints.constraints import Constraints
-from weft.engine.loop.intake import end_of
 from weft.engine.scheduler.columns import NO_NUMBERS
 from weft.engine.scheduler.plan import (
     DraftTree,

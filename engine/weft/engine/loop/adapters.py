@@ -7,7 +7,8 @@ from collections.abc import Callable
 from weft.engine.base.errors import AdapterNotFound, ConfigError, WeftError
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.loop.outgoing import Outgoing
-from weft.engine.protocol.messages import AdapterOrder, AdapterState, Submit
+from weft.engine.protocol.adapters import AdapterOrder, AdapterState
+from weft.engine.protocol.submits import Submit
 from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
 from weft.engine.scheduler.state import Request
 

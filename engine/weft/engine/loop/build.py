@@ -55,7 +55,8 @@ from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.engine.protocol.messages import EngineInfo, StoreLookup, StorePut
+from weft.engine.protocol.reports import EngineInfo
+from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.store import StoreLink

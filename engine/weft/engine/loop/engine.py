@@ -32,7 +32,9 @@ from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.messages import Inbox, LeaseReply, Outbox, Ping, Pong, Submit
+from weft.engine.protocol.fills import LeaseReply, StagingCounts
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.submits import Ping, Pong, Submit
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -47,7 +49,6 @@ from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.assembly import make_tiers
 from weft.engine.sources.tiers.write_through import write_through
-from weft.engine.transfer.staging import StagingCounts
 
 logger = logging.getLogger(__name__)
 

@@ -13,31 +13,12 @@ from weft.engine.drawing.sampler import derive_seed
 from weft.engine.memory.keys import PageKeys, namespace_digest
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.protocol.handle import KvHandle
-from weft.engine.protocol.messages import SampleProgress, Submit
-from weft.engine.scheduler.state import Request, RequestKey, Timeline
+from weft.engine.protocol.submits import SampleProgress, Submit
+from weft.engine.protocol.timeline import Timeline
+from weft.engine.scheduler.state import Request, RequestKey
 
 NO_SAMPLING = SamplingParams(temperature=0.0)
 NO_STOP = StopCriteria()
-
-
-def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:
-    """Why a sample ends with its newest token: (reason, the stop token if one matched); None: it
-    goes on.
-
-    Args:
-        request: The sample.
-        token: Its newest token.
-        num_generated: Tokens that it has generated, this one included.
-    """
-    stop = request.stop
-    is_eos = token in request.eos_token_ids
-    if is_eos and request.params.constraint is not None:
-        return "stop", token  # Nothing can follow: its grammar is complete.
-    if num_generated >= stop.min_tokens and (
-        (is_eos and not stop.ignore_eos) or token in stop.stop_token_ids
-    ):
-        return "stop", token
-    return ("length", None) if num_generated >= request.max_tokens else None
 
 
 class Intake:

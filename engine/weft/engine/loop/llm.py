@@ -17,8 +17,10 @@ from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import AdapterOrder, Cancel, Failure, GatewayBatch, Inbox, Submit
-from weft.engine.scheduler.state import Timeline
+from weft.engine.protocol.adapters import AdapterOrder
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Cancel, Failure, GatewayBatch, Submit
+from weft.engine.protocol.timeline import Timeline
 
 NO_TIMEOUT_S = 1e9
 _SESSION = 0

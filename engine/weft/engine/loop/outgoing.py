@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from weft.engine.base.errors import WeftError
 from weft.engine.base.request import PromptLogprobs, TokenLogprob
-from weft.engine.protocol.messages import (
+from weft.engine.protocol.adapters import AdapterReply
+from weft.engine.protocol.fills import FillCommand, FillReply
+from weft.engine.protocol.messages import Outbox
+from weft.engine.protocol.store import StoreLookup, StorePut
+from weft.engine.protocol.submits import (
     Accepted,
-    AdapterReply,
     Failed,
     Failure,
-    FillCommand,
-    FillReply,
     Finished,
     GatewayBatch,
-    Outbox,
     Preempted,
-    StoreLookup,
-    StorePut,
     TokenColumns,
     Tokens,
 )
-from weft.engine.scheduler.state import Request, RequestKey, Timeline
+from weft.engine.protocol.timeline import Timeline
+from weft.engine.scheduler.state import Request, RequestKey
 
 
 def failure_of(error: WeftError) -> Failure:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from weft.engine.protocol.messages import Inbox, LoadReport
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.reports import LoadReport
 from weft.engine.sources.tiers.assembly import tier_reports
 
 if TYPE_CHECKING:

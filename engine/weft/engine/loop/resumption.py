@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.engine.loop.intake import Intake, end_of
+from weft.engine.base.request import end_of
+from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.scheduler.state import Request
 

@@ -10,6 +10,7 @@ from weft.engine.base.errors import WeftError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.memory.keys import PageKeys
 from weft.engine.memory.tree import Node
+from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.acceptance import Acceptance
 
 
@@ -40,88 +41,6 @@ LEGAL_EDGES: dict[State, frozenset[State]] = {
     State.PREEMPTED: frozenset({State.LOADING, State.PREFILLING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FillCandidate:
-    """A possible filler of a request: a prefill worker as the router saw it, or a KV store."""
-
-    worker_id: str
-    address: str
-    epoch: int
-    first_token: int = 0
-    """For a KV store: position at which the held pages begin."""
-    match_tokens: int = 0
-    """Leading tokens that it holds; for a KV store, the end of what it holds."""
-    queued_tokens: int = 0
-    tokens_per_second: float = 0.0
-    kind: str = "prefill"
-    """Kind of filler: prefill or kvstore."""
-
-
-@dataclass(slots=True, kw_only=True)
-class FillRecord:
-    """One fill of a request, for its timeline. Times are seconds since the submit."""
-
-    source: str
-    """Kind of filler: prefill or kvstore."""
-    worker_id: str
-    transport: str
-    start_token: int
-    end_token: int
-    start_s: float
-    end_s: float = 0.0
-    accepted_tokens: int = 0
-    computed_tokens: int = 0
-    bytes: int = 0
-    first_write_posted_s: float = 0.0
-    last_chunk_computed_s: float = 0.0
-    last_write_complete_s: float = 0.0
-    failure: str = ""
-    filler_failed: bool = False
-    """Whether the filler was at fault: neither declined nor stopped by this owner."""
-    lease_id: str = ""
-    """Lease of the fill, hexadecimal; empty if nobody was asked."""
-
-    @classmethod
-    def not_asked(
-        cls, candidate: FillCandidate, at_token: int, at_s: float, why: str
-    ) -> FillRecord:
-        """The record of a candidate that was passed over."""
-        return cls(
-            source=candidate.kind,
-            worker_id=candidate.worker_id,
-            transport="",
-            start_token=at_token,
-            end_token=at_token,
-            start_s=at_s,
-            end_s=at_s,
-            failure=f"not asked: {why}",
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Timeline:
-    """The history of a request. Times are seconds since the submit."""
-
-    submitted_at: float
-    """Time of the submit on the engine's clock."""
-    admitted_s: float | None = None
-    matched_tokens: int = 0
-    local_prefill_tokens: int = 0
-    fills: list[FillRecord] = field(default_factory=list)
-    first_token_s: float | None = None
-    finish_s: float | None = None
-    num_steps: int = 0
-    num_drafted_tokens: int = 0
-    """Drafts that were verified."""
-    num_accepted_tokens: int = 0
-    """Drafts that were accepted."""
-    num_tree_steps: int = 0
-    """Number of steps in which its drafts formed a tree."""
-    num_preemptions: int = 0
-    remote_cost_s: float | None = None
-    local_cost_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from weft.engine.scheduler.state import FillCandidate, FillRecord, Request
+from weft.engine.protocol.timeline import FillCandidate, FillRecord
+from weft.engine.scheduler.state import Request
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""

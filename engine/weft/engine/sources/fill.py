@@ -9,7 +9,8 @@ from typing import Protocol
 
 from weft.engine.base.device_copies import Mark
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.scheduler.state import FillCandidate, FillRecord, Request
+from weft.engine.protocol.timeline import FillCandidate, FillRecord
+from weft.engine.scheduler.state import Request
 from weft.engine.transfer.staging import StagingArea
 
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 from weft.engine.base.clock import Clock
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
-from weft.engine.protocol.messages import FillReply, FillStart, LeaseQuery
 from weft.engine.sources.data_budget import DataBudget
 from weft.engine.sources.lease import (
     RAN_OUT,

@@ -26,9 +26,10 @@ from weft.engine.base import faults
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.protocol.fills import FillCommand, LeaseAnswer
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, KvHandle
-from weft.engine.protocol.messages import FillCommand, LeaseAnswer
-from weft.engine.scheduler.state import FillCandidate, FillRecord, Request, State
+from weft.engine.protocol.timeline import FillCandidate, FillRecord
+from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.fill import Fill, FillCounters, FillListener, FillState, OwnerTransport

@@ -16,14 +16,10 @@ from dataclasses import dataclass, field
 from weft.engine.base.clock import Clock
 from weft.engine.base.shards import shard_start
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.protocol.messages import (
-    StoreAnswer,
-    StoreLookup,
-    StorePut,
-    StorePutResult,
-    TierReport,
-)
-from weft.engine.scheduler.state import FillCandidate, Request
+from weft.engine.protocol.reports import TierReport
+from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
+from weft.engine.protocol.timeline import FillCandidate
+from weft.engine.scheduler.state import Request
 from weft.engine.sources.fill import OwnerTransport
 
 LOOKUP_TIMEOUT_S = 0.1

@@ -17,8 +17,9 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from weft.engine.protocol.fills import StagingCounts
 
 
 class StagingPages(Protocol):
@@ -42,16 +43,6 @@ class StagingPages(Protocol):
     def __setitem__(self, index: Any, value: Any, /) -> None:
         """Changes bytes in place."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class StagingCounts:
-    """Staging pages by state; free + used + quarantined = total."""
-
-    free: int
-    used: int
-    quarantined: int
-    total: int
 
 
 class StagingArea:

@@ -21,8 +21,8 @@ from weft.engine.base.request import (
     StopCriteria,
 )
 from weft.engine.protocol.handle import ADAPTER_DIGEST_BYTES
-from weft.engine.protocol.messages import SampleProgress, Submit
-from weft.engine.scheduler.state import FillCandidate
+from weft.engine.protocol.submits import SampleProgress, Submit
+from weft.engine.protocol.timeline import FillCandidate
 from weft.v1 import common_pb2, decode_pb2
 
 MAX_ID_BYTES = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from weft.common.telemetry.request_log import LoggedPrompt, terms
-from weft.engine.protocol.messages import GatewayBatch
+from weft.engine.protocol.submits import GatewayBatch
 from weft.v1 import decode_pb2
 
 _Key = tuple[int, str, int]

@@ -17,7 +17,8 @@ from weft.decode.ledger import Ledger
 from weft.decode.session import Session
 from weft.decode.spans import RequestSpans
 from weft.engine.base.errors import InvalidRequest, PeerUnavailable
-from weft.engine.protocol.messages import Inbox, Outbox, Submit
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.submits import Submit
 from weft.v1 import decode_pb2, decode_pb2_grpc
 
 logger = logging.getLogger(__name__)

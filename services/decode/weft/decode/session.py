@@ -21,15 +21,8 @@ from weft.engine.base.errors import (
     WeftError,
 )
 from weft.engine.loop.outgoing import failure_of
-from weft.engine.protocol.messages import (
-    Cancel,
-    Failed,
-    GatewayBatch,
-    Inbox,
-    Ping,
-    SessionEnd,
-    Submit,
-)
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import Cancel, Failed, GatewayBatch, Ping, SessionEnd, Submit
 from weft.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)

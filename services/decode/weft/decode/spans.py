@@ -15,8 +15,8 @@ from weft.common.telemetry.spans import (
     lease_span_id,
 )
 from weft.engine.base.clock import monotonic
-from weft.engine.protocol.messages import Finished, GatewayBatch, Submit
-from weft.engine.scheduler.state import FillRecord, Timeline
+from weft.engine.protocol.submits import Finished, GatewayBatch, Submit
+from weft.engine.protocol.timeline import FillRecord, Timeline
 
 _Key = tuple[int, str, int]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from weft.engine.base import faults
 from weft.engine.base.clock import Clock
 from weft.engine.memory.keys import PageKeys
+from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import KvHandle
-from weft.engine.protocol.messages import FillReply, FillStart, LeaseQuery
 from weft.engine.sources.filler import Filler, FillerCounters
 from weft.engine.sources.lease import ShipResult
 from weft.kvstore.backends.base import Backend

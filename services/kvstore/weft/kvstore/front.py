@@ -6,8 +6,8 @@ from collections import OrderedDict
 
 from weft.common.telemetry.spans import Tracer
 from weft.common.worker.fill_streams import FillStreams
+from weft.engine.protocol.fills import FillReply, FillStart
 from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import FillReply, FillStart
 from weft.engine.sources.filler import MAX_REMEMBERED_LEASES
 from weft.kvstore.fills import StoreFills
 

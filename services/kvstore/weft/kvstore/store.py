@@ -17,7 +17,7 @@ from weft.common.telemetry.tracing import make_tracer
 from weft.engine.base.clock import monotonic
 from weft.engine.base.errors import Draining
 from weft.engine.memory.page_memory import PageCounts
-from weft.engine.protocol.messages import TierReport
+from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.quarantine import QuarantineWatch
 from weft.engine.transfer.digest import digest_pages, native_digest
 from weft.kvstore.backends.sources import open_source

@@ -31,7 +31,7 @@ from weft.engine.features.lora.host_cache import AdapterWeights, HostCache
 from weft.engine.features.lora.limits import LoraLimits
 from weft.engine.features.lora.residency import Residency
 from weft.engine.features.lora.rows import DevicePlace, Needs, RowPool
-from weft.engine.protocol.messages import AdapterOrder, AdapterPlace, AdapterState
+from weft.engine.protocol.adapters import AdapterOrder, AdapterPlace, AdapterState
 from weft.engine.scheduler.adapters import AdapterWaitlist
 
 logger = logging.getLogger(__name__)

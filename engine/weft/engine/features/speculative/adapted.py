@@ -9,7 +9,7 @@ from pathlib import Path
 from weft.engine.base.background import BackgroundThread
 from weft.engine.base.errors import WeftError
 from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
-from weft.engine.protocol.messages import AdapterOrder
+from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import VerifyItem
 

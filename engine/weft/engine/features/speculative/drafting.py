@@ -11,7 +11,7 @@ from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.features.speculative.gate import MeasuredGate
 from weft.engine.features.speculative.model_drafter import ModelDrafter
 from weft.engine.features.speculative.ngram import NgramDrafter
-from weft.engine.protocol.messages import AdapterOrder
+from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.running import DraftGate, RunningPlans

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
-from weft.engine.protocol.messages import TierReport
+from weft.engine.protocol.reports import TierReport
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.engine.scheduler.state import FillRecord, Request
+from weft.engine.protocol.timeline import FillRecord
+from weft.engine.scheduler.state import Request
 from weft.engine.sources.tiers.pool import PagePool
 from weft.engine.sources.tiers.tier import Page, PageLoad, PageSave, Tier
 

@@ -21,8 +21,9 @@ from weft.engine.base.background import BackgroundThread
 from weft.engine.base.clock import Clock
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.prefix_cache import Evicted
-from weft.engine.protocol.messages import TierReport
-from weft.engine.scheduler.state import FillRecord, Request, State
+from weft.engine.protocol.reports import TierReport
+from weft.engine.protocol.timeline import FillRecord
+from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.fill import FillListener
 from weft.engine.sources.tiers.build import TierParts
 from weft.engine.sources.tiers.host import HostMemory

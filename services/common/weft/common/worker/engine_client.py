@@ -24,7 +24,8 @@ from weft.common.worker.frames import (
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import ConfigError, Internal, PeerUnavailable, error_class
-from weft.engine.protocol.messages import EngineInfo, Inbox, LoadReport, Outbox
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.reports import EngineInfo, LoadReport
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from weft.common.worker.fills import (
 )
 from weft.engine.base import faults
 from weft.engine.base.errors import InjectedFault, PeerUnavailable
+from weft.engine.protocol.fills import FillCommand, FillerEvent, LeaseAnswer
 from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import FillCommand, FillerEvent, Inbox, LeaseAnswer
+from weft.engine.protocol.messages import Inbox
 from weft.v1 import kv_pb2, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from weft.common.worker.fill_trace import FillTrace
 from weft.common.worker.fills import LAST_EVENTS, event_to_proto, handle_from_proto
 from weft.engine.base import faults
 from weft.engine.base.errors import InvalidRequest, PeerUnavailable
+from weft.engine.protocol.fills import FillReply, FillStart
 from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import FillReply, FillStart
 from weft.v1 import kv_pb2
 
 

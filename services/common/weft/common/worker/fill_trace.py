@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from weft.common.telemetry.spans import Attribute, Span, Tracer
 from weft.engine.base.clock import monotonic
+from weft.engine.protocol.fills import FillStart
 from weft.engine.protocol.handle import FillEvent, FillTimings
-from weft.engine.protocol.messages import FillStart
 
 
 class FillTrace:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 from weft.engine.base.config import EngineConfig
-from weft.engine.protocol.messages import EngineInfo, Failure, Inbox, Outbox
+from weft.engine.protocol.messages import Inbox, Outbox
+from weft.engine.protocol.reports import EngineInfo
+from weft.engine.protocol.submits import Failure
 
 MAX_FRAME_BYTES = 1 << 30
 HEADER = struct.Struct("<I")

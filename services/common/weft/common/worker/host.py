@@ -33,7 +33,8 @@ from weft.common.worker.store_replica import StoreReplica
 from weft.common.worker.watchdog import CrashDumps, Watchdog
 from weft.engine.base.config import Role
 from weft.engine.base.errors import ConfigError, WeftError
-from weft.engine.protocol.messages import EngineInfo, Outbox
+from weft.engine.protocol.messages import Outbox
+from weft.engine.protocol.reports import EngineInfo
 from weft.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from weft.engine.protocol.messages import AdapterPlace, AdapterState, LoadReport, TierReport
-from weft.engine.transfer.staging import StagingCounts
+from weft.engine.protocol.adapters import AdapterPlace, AdapterState
+from weft.engine.protocol.fills import StagingCounts
+from weft.engine.protocol.reports import LoadReport, TierReport
 
 COUNTERS = {
     "fills_started": "Fills asked for, as their owner",

@@ -15,14 +15,9 @@ from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.tiers import tier_to_proto
 from weft.engine.base.errors import PeerUnavailable
 from weft.engine.base.faults import FaultSpec, FaultState
-from weft.engine.protocol.messages import (
-    EngineInfo,
-    FaultOrder,
-    Inbox,
-    LeaseQuery,
-    Outbox,
-    ProcessExited,
-)
+from weft.engine.protocol.fills import LeaseQuery, ProcessExited
+from weft.engine.protocol.messages import FaultOrder, Inbox, Outbox
+from weft.engine.protocol.reports import EngineInfo
 from weft.v1 import common_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
 
 MIN_INTERVAL_S = 0.02

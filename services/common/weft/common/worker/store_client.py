@@ -13,8 +13,8 @@ from weft.common.worker.store_replica import Held, Stored
 from weft.engine.base import faults
 from weft.engine.base.errors import InjectedFault, PeerUnavailable
 from weft.engine.base.shards import ranked, stretches
-from weft.engine.protocol.messages import (
-    Inbox,
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,

@@ -12,7 +12,7 @@ from weft.common.worker.fill_client import FillClient
 from weft.common.worker.fills import target_to_proto
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES
-from weft.engine.protocol.messages import StoreLookup, StorePut
+from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.settings import WorkerSettings
 from weft.engine.base.errors import ConfigError
 from weft.engine.loop.flight import read_plan
-from weft.engine.protocol.messages import LoadReport
+from weft.engine.protocol.reports import LoadReport
 
 logger = logging.getLogger(__name__)
 

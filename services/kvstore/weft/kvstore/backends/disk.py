@@ -19,7 +19,7 @@ from pathlib import Path
 
 from weft.engine.base.errors import ConfigError
 from weft.engine.memory.eviction import EvictionPolicy
-from weft.engine.protocol.messages import TierReport
+from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.tiers.disk import PageFiles, discard_others, disk_tier, stored_page_bytes
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
 from weft.engine.sources.tiers.policy import TierPolicy

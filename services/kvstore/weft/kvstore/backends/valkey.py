@@ -22,7 +22,7 @@ import numpy as np
 from valkey.exceptions import OutOfMemoryError
 from weft.engine.base.clock import monotonic
 from weft.engine.base.errors import ConfigError
-from weft.engine.protocol.messages import TierReport
+from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tier import TierCounters
 from weft.engine.transfer.digest import digest_pages

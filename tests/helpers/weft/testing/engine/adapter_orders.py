@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.engine.loop.engine import Engine
-from weft.engine.protocol.messages import AdapterOrder
+from weft.engine.protocol.adapters import AdapterOrder
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.lora_reference import BASE, PeftModels, unload_all
 

@@ -17,7 +17,8 @@ from weft.engine.base.errors import WeftError
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria, TokenLogprob
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import to_error
-from weft.engine.protocol.messages import Inbox, SampleProgress, Submit
+from weft.engine.protocol.messages import Inbox
+from weft.engine.protocol.submits import SampleProgress, Submit
 from weft.testing.engine.random_schemas import Schema
 from weft.testing.models.tiny_models import EOS_TOKEN_ID
 

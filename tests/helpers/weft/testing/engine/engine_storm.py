@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import to_error
+from weft.engine.protocol.fills import FillCommand
 from weft.engine.protocol.handle import FillEvent
-from weft.engine.protocol.messages import (
-    Cancel,
-    FillCommand,
-    Outbox,
+from weft.engine.protocol.messages import Outbox
+from weft.engine.protocol.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,
     StorePutResult,
     StoreSegment,
-    Submit,
 )
+from weft.engine.protocol.submits import Cancel, Submit
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, num_quarantined
 
 NUM_SESSIONS = 3

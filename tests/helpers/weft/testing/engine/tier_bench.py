@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.loop.engine import Engine
-from weft.engine.scheduler.state import FillRecord
+from weft.engine.protocol.timeline import FillRecord
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 
 VOCAB = 517

@@ -14,7 +14,8 @@ from weft.engine.base.request import TokenLogprob
 from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample, to_error
-from weft.engine.protocol.messages import AdapterOrder, Inbox
+from weft.engine.protocol.adapters import AdapterOrder
+from weft.engine.protocol.messages import Inbox
 from weft.testing.models.tiny_adapters import peft_model
 
 BASE = b""

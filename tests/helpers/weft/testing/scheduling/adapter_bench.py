@@ -18,7 +18,7 @@ from weft.engine.features.lora.host_cache import AdapterWeights
 from weft.engine.features.lora.limits import LoraLimits
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.lora.rows import DevicePlace
-from weft.engine.protocol.messages import AdapterOrder, AdapterState
+from weft.engine.protocol.adapters import AdapterOrder, AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 
 ROW_BYTES = 100

@@ -7,7 +7,8 @@ from typing import Any
 
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.memory.keys import PageKeys
-from weft.engine.scheduler.state import Request, RequestKey, Timeline
+from weft.engine.protocol.timeline import Timeline
+from weft.engine.scheduler.state import Request, RequestKey
 
 
 def bare_request(tokens: list[int], page_size: int, namespace: bytes, **fields: Any) -> Request:

@@ -25,20 +25,21 @@ from weft.engine.memory.keys import token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.protocol.handle import NixlTargetInfo
-from weft.engine.protocol.messages import (
+from weft.engine.protocol.store import (
     StoreAnswer,
     StoreLookup,
     StorePut,
     StorePutResult,
     StoreSegment,
 )
+from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.scheduler.state import FillCandidate, Request, RequestKey, State, Timeline
+from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierParts
 from weft.engine.sources.tiers.disk import PageFiles, disk_tier

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weft.engine.protocol.fills import FillCommand
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
-from weft.engine.protocol.messages import FillCommand
 
 
 def nixl_target(page_bytes: int, num_pages: int, *, memory_type: str = "DRAM") -> NixlTargetInfo:

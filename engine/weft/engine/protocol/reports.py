@@ -1,0 +1,102 @@
+"""What an engine reports about itself: its load, its tiers, and what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.engine.protocol.adapters import AdapterState
+from weft.engine.protocol.fills import StagingCounts
+
+
+@dataclass(slots=True, kw_only=True)
+class TierReport:
+    """State of one tier below the pool."""
+
+    name: str
+    """host, disk, or store: the KV store, whose pages are not counted here."""
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    """Pages that can be read, and pages reserved for loads in progress."""
+    load_bytes_per_s: float
+    """Measured load bandwidth, bytes per second; 0: unknown."""
+    counters: dict[str, int]
+    """Counters since start (`weft.engine.sources.tiers.tier.TierCounters`)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadReport:
+    """The engine's state, sent every 100 ms and after changes of note."""
+
+    running_requests: int
+    waiting_requests: int
+    filling_requests: int
+    queued_tokens: int
+    """Prompt tokens to be computed, without what the prefix cache has of those that wait."""
+    request_tokens: int
+    """Prompt and generated tokens of all requests."""
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    used_pages: int
+    quarantined_pages: int
+    quarantine_over_s: float
+    """Seconds for which quarantined pages, or staging pages, are above `max_quarantine_fraction`.
+    """
+    staging: StagingCounts | None = None
+    """Staging pages of a pool that peers cannot reach directly; None: they can."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    decode_step_s: float
+    """Mean time of the latest steps in which requests decoded; 0: none did yet."""
+    decode_step_requests: float
+    """Mean requests that decoded in those."""
+    new_token_ratio: float
+    """Share of their `max_tokens` that requests are expected to generate, for admission."""
+    stale_after_s: float
+    is_draining: bool
+    is_idle: bool
+    """Whether there is no request, lease or put, so that the engine's end would go unnoticed."""
+    transport_detail: str
+    """Transports and lanes now (lanes are known once pages travelled)."""
+    counters: dict[str, int]
+    tiers: list[TierReport] = field(default_factory=list)
+    adapters: list[AdapterState] = field(default_factory=list)
+    """Adapters whose state has changed since the last report: there may be thousands."""
+    gone_adapters: list[bytes] = field(default_factory=list)
+    """Digests of those that are no more since then."""
+    sessions: int = 0
+    """Chat sessions with pinned pages."""
+    pinned_pages: int = 0
+    """Number of pages pinned for them, cached or used."""
+    draft_depths: dict[int, int] = field(default_factory=dict)
+    """Drafts that each request brings to a step, by the number of requests in it from which on
+    that holds; none where nothing is drafted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine reports once, when it is ready."""
+
+    epoch: int
+    model_digest: bytes
+    dtype: str
+    vocab_size: int
+    max_context_tokens: int
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    transports: list[str]
+    transport_detail: str
+    versions: dict[str, str]
+    notices: list[str]
+    engine_pid: int
+    draft: str = ""
+    """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
+    max_loras: int = 0
+    """Adapters on the device at once; 0: it serves none."""
+    max_lora_rank: int = 0

@@ -1,0 +1,68 @@
+"""Lookups and puts of pages in the KV store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.engine.protocol.handle import NixlTargetInfo
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreSegment:
+    """Consecutive pages of a prompt that one replica of the store holds."""
+
+    num_pages: int
+    store_id: str
+    address: str
+    epoch: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreAnswer:
+    """The store's answer to a lookup; nothing when it could not be asked."""
+
+    lookup: int
+    segments: list[StoreSegment] = field(default_factory=list)
+    """What is held, from the prompt's first page on."""
+    epochs: dict[str, int] = field(default_factory=dict)
+    """Incarnations of the replicas that answered, by their addresses."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StorePutResult:
+    """Result of a put."""
+
+    put: int
+    is_answered: bool
+    stored_pages: int = 0
+    wants_data: bool = False
+    """The store cannot read the pool: it asks for the pages' bytes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreLookup:
+    """Asks how many leading pages the store holds."""
+
+    lookup: int
+    namespace: bytes
+    keys: list[bytes]
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class StorePut:
+    """Offers pages to the store; answered by StorePutResult in any case."""
+
+    put: int
+    namespace: bytes
+    keys: list[bytes]
+    parents: list[bytes]
+    """Keys of the pages before them in their prompts; empty: none."""
+    shards: list[bytes]
+    """Shard key of each page, which determines its replica (`weft.engine.base.shards`)."""
+    digests: list[int]
+    pages: list[int]
+    source: NixlTargetInfo | None
+    """Where the store reads the pages; None: their bytes are in `data`."""
+    data: list[bytes]

@@ -1,0 +1,218 @@
+"""What gateways ask of an engine, and what it tells them about their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.engine.base.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.protocol.timeline import FillCandidate, Timeline
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleProgress:
+    """Progress of one sample of a resumed request."""
+
+    sample: int
+    tokens: list[int]
+    """Generated so far, on other owners."""
+    is_finished: bool = False
+    """Whether the sample is complete: it is not run again, and nothing is reported of it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Submit:
+    """A request for this owner; its key is (session, request_id, attempt)."""
+
+    session: int
+    request_id: str
+    attempt: int
+    prompt: list[int]
+    sampling: SamplingParams
+    stop: StopCriteria
+    top_logprobs: int | None = None
+    """Number of alternatives per token; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
+    candidates: list[FillCandidate] = field(default_factory=list)
+    first_token_timeout_s: float = 600.0
+    total_timeout_s: float = 600.0
+    cache_salt: str = ""
+    traceparent: str = ""
+    priority: int = 0
+    """Priority; a lower number is more urgent."""
+    tenant: str = ""
+    """Tenant that is charged, where tenants are treated fairly; empty: one shared tenant."""
+    adapter: bytes = b""
+    """Content digest (32 bytes) of the adapter that it is to be run with; empty: the base model."""
+    session_id: str = ""
+    """Chat session whose KV is to be kept; empty: none."""
+    ends_session: bool = False
+    """Whether this is the last request of the session."""
+    progress: list[SampleProgress] = field(default_factory=list)
+    """Progress in earlier attempts; samples without an entry start afresh."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cancel:
+    """Ends a request or one of its samples."""
+
+    session: int
+    request_id: str
+    attempt: int
+    sample: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionEnd:
+    """A chat session is over: nothing is kept for it any more."""
+
+    cache_salt: str
+    session_id: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Ping:
+    """Asks whether the loop is alive and whether it has these requests."""
+
+    session: int
+    nonce: int
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """Requests asked about: (request id, attempt)."""
+    expects_constraints: bool = False
+    """Constrained requests may come."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """A `WeftError` as plain data."""
+
+    reason: str
+    message: str
+    stage: str = ""
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Accepted:
+    """Confirms that the request is queued."""
+
+    request_id: str
+    attempt: int
+
+
+class Tokens(NamedTuple):
+    """New tokens of one sample."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    first_index: int
+    """Index of the first of these among the generated tokens."""
+    ids: list[int]
+    logprobs: list[TokenLogprob]
+    """Log-probabilities, one for each of `ids`, or none."""
+
+
+class TokenColumns(NamedTuple):
+    """One new token each of many samples: what `Tokens` says of one."""
+
+    request_ids: list[str]
+    attempts: list[int]
+    samples: list[int]
+    indices: list[int]
+    """Numbers of the tokens among the generated ones."""
+    ids: list[int]
+    logprobs: dict[int, TokenLogprob]
+    """Log-probabilities by row, of the samples that want them."""
+
+    def of_rows(self, rows: Sequence[int]) -> TokenColumns:
+        """Returns the columns of some of the samples."""
+        return TokenColumns(
+            [self.request_ids[row] for row in rows],
+            [self.attempts[row] for row in rows],
+            [self.samples[row] for row in rows],
+            [self.indices[row] for row in rows],
+            [self.ids[row] for row in rows],
+            {at: self.logprobs[row] for at, row in enumerate(rows) if row in self.logprobs},
+        )
+
+    def rows(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """Yields request id, attempt, sample, index and token of each sample."""
+        return zip(
+            self.request_ids, self.attempts, self.samples, self.indices, self.ids, strict=True
+        )
+
+    def entries(self) -> Iterator[Tokens]:
+        """Yields the same one by one."""
+        for row, (request_id, attempt, sample, index, token) in enumerate(self.rows()):
+            logprobs = [self.logprobs[row]] if row in self.logprobs else []
+            yield Tokens(request_id, attempt, sample, index, [token], logprobs)
+
+
+@dataclass(slots=True, kw_only=True)
+class Preempted:
+    """A running sample was put back into the queue."""
+
+    request_id: str
+    attempt: int
+    sample: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """Reports that one sample ended without an error."""
+
+    request_id: str
+    attempt: int
+    sample: int
+    reason: str
+    """Reason: stop, length or cancelled."""
+    stop_token_id: int | None
+    completion_tokens: int
+    cached_prompt_tokens: int
+    timeline: Timeline
+
+
+@dataclass(slots=True, kw_only=True)
+class Failed:
+    """A whole request was refused or broke."""
+
+    request_id: str
+    attempt: int
+    failure: Failure
+    timeline: Timeline | None = None
+    """Timeline of the request's first sample, if it was queued."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pong:
+    """Answer to a ping."""
+
+    nonce: int
+    unknown: list[tuple[str, int]] = field(default_factory=list)
+    """Those of the requests asked about that the engine does not have."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GatewayBatch:
+    """Everything that one step produced for one session."""
+
+    session: int
+    accepted: list[Accepted] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
+    """Tokens of drafts, and repeated ones; of a sample also in `columns`, these come first."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    columns: list[TokenColumns] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    pongs: list[Pong] = field(default_factory=list)
+
+    def all_tokens(self) -> Iterator[Tokens]:
+        """Yields `tokens`, then the tokens of `columns`."""
+        yield from self.tokens
+        for columns in self.columns:
+            yield from columns.entries()
