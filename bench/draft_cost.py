@@ -37,7 +37,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 from serving.setup import ROOT, describe_lines, describe_setup
 from speculation import DRAFT
+from weft.engine.base import draft_shapes
 from weft.engine.base.config import MAX_TREE_REQUESTS
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.demo import resolve_model
@@ -45,10 +47,9 @@ from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step import StepRequests
-from weft.engine.features.speculative import gate
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.drafter import Drafter
-from weft.engine.scheduler.plan import DraftShape, Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import Plan, Run, VerifyItem
+from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 
 HEADS = {"smollm2-135m": DRAFT}
@@ -123,8 +124,8 @@ def main() -> None:
             own = HEADS.get(arguments.shape)
             draft_dir = own or write_head(folder / "head", model_dir)
         # Chains and steps are captured for the numbers that a gate compares.
-        gate.DEPTHS = tuple(sorted({0, *arguments.drafts}))
-        gate.TREES = tuple(sorted(arguments.trees))
+        draft_shapes.DEPTHS = tuple(sorted({0, *arguments.drafts}))
+        draft_shapes.TREES = tuple(sorted(arguments.trees))
         config = ModelConfig.load(model_dir)
         dtype = resolve_dtype("auto" if arguments.shape is None else "bfloat16", arguments.device)
         settings: dict[str, Any] = {"dtype": dtype, "device": arguments.device}

@@ -37,12 +37,13 @@ from rich.console import Console
 from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.plan import DraftShape, Plan
+from weft.engine.scheduler.plan import Plan
 
 NUM_SKIPPED = 10
 """First steps of a run, which are not timed."""

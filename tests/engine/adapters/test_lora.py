@@ -11,7 +11,7 @@ import pytest
 import torch
 from weft.engine.base.errors import AdapterError, AdapterNotFound, ConfigError, Overloaded
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.features.lora.rows import DevicePlace
+from weft.engine.checkpoint.adapters.rows import DevicePlace
 from weft.engine.loop.llm import LLM, GeneratedSample
 from weft.engine.model.adapters.weights import HostWeights
 from weft.engine.protocol.adapters import AdapterOrder

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.draft_shapes import tree_shapes
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER, AdapterFiles, TensorEntry
 from weft.engine.checkpoint.eagle3_config import Eagle3Config
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.draft_rows import DraftAdapterFiles
-from weft.engine.features.speculative.gate import tree_shapes
 from weft.engine.loop import build as parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.step import StepArrays
@@ -22,7 +23,7 @@ from weft.engine.loop.llm import LLM
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Cancel, Submit
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import DraftShape, VerifyItem
+from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.models.tiny_adapters import make_adapter

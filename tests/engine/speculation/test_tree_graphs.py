@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.engine.base.draft_shapes import DraftShape, tree_shapes
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
-from weft.engine.features.speculative.gate import tree_shapes
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.plan import DraftShape
 from weft.testing.engine.captured_drafts import Recorded, capture, capture_trees
 from weft.testing.engine.drafters import KnownGraphs, RandomGate, texts_of
 from weft.testing.engine.eagle3_cases import HeadReference

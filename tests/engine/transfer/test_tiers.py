@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 from weft.engine.base import faults
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.faults import FaultPoint, FaultSpec
+from weft.engine.base.pages import Page
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.runner import ModelRunner
 from weft.engine.memory.keys import PageKeys
 from weft.engine.protocol.submits import Cancel
-from weft.engine.sources.tiers.tier import Page
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import NUM_NEW, VOCAB, TierBench, prompt_of
 from weft.testing.models.tiny_models import make_tiny

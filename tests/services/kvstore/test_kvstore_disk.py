@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.pages import Page
 from weft.engine.sources.tiers.keyed import PagePlace
-from weft.engine.sources.tiers.tier import Page
 from weft.kvstore.backends.disk import DiskBackend
 from weft.kvstore.store import KvStore
 from weft.testing.services.kv_chain import Chain, Filled, StoreCaller, random_pages

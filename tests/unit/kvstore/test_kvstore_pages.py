@@ -11,7 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
+from weft.engine.base.config import EvictionName
+from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.page_memory import PageCounts
 from weft.kvstore.pages import Incoming, Offer, PageStore
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.memory.eviction import EvictionName
+from weft.engine.base.config import EvictionName
 from weft.testing.scheduling.memory_system import NAMESPACES, PAGE, System, arm_any, disarm
 
 NUM_OPERATIONS = 10_000

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
+from weft.engine.base.config import EvictionName
+from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.keys import ROOT_KEY, page_key, token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree

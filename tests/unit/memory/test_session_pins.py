@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from weft.engine.base.config import EvictionName
 from weft.engine.memory.chat_pins import SessionKey, SessionPins
-from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
+from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.scheduler.pages import RequestPages

@@ -6,9 +6,9 @@ import random
 from typing import get_args
 
 import pytest
+from weft.engine.base.config import PolicyName
 from weft.engine.scheduler.estimate import DECAY, MAX_EXPECTED_TOKENS
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.policies import PolicyName
 from weft.engine.scheduler.policies.fair import MAX_IDLE_TENANTS, FairQueue
 from weft.engine.scheduler.policies.longest_prefix import MAX_LOOK_UPS, WINDOW
 from weft.engine.scheduler.state import Request, RequestKey, State

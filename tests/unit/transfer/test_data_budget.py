@@ -13,7 +13,7 @@ from weft.engine.protocol.handle import FillEvent
 from weft.engine.sources import filler
 from weft.engine.sources.data_budget import DataBudget
 from weft.engine.sources.filler import Filler
-from weft.engine.sources.lease import ShipChunk, ShipResult
+from weft.engine.transfer.chunks import ShipChunk, ShipResult
 from weft.testing.services.fill_commands import fill_handle
 from weft.testing.services.ready_prompts import ReadyPrompts
 

@@ -15,7 +15,7 @@ from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillStart
 from weft.engine.protocol.handle import FillEvent, KvHandle
 from weft.engine.sources.filler import Filler
-from weft.engine.sources.lease import ShipResult
+from weft.engine.transfer.chunks import ShipResult
 from weft.testing.services.fill_commands import fill_handle, nixl_target
 from weft.testing.services.ready_prompts import ReadyPrompts
 from weft.v1 import common_pb2, kv_pb2

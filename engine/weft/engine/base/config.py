@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft.engine.base.errors import ConfigError
-from weft.engine.memory.eviction import EvictionName
-from weft.engine.scheduler.policies import PolicyName
 
 Role = Literal["decode", "prefill"]
 DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
+PolicyName = Literal["fcfs", "longest_prefix", "priority", "fair"]
+"""Admission policies (`weft.engine.scheduler.policies`)."""
+EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+"""Eviction policies (`weft.engine.memory.eviction`)."""
 HEAD_DRAFTERS = ("eagle", "eagle3")
 """Drafters that use the head in `draft_dir`, which must be of that kind; eagle is EAGLE-1 and 2."""
 

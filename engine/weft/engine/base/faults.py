@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from weft.engine.base.errors import FaultsDisabled, InjectedFault, InvalidRequest
-from weft.engine.transfer.staging import StagingPages
+from weft.engine.base.pages import StagingPages
 
 FaultKind = Literal[
     "drop", "delay", "duplicate", "corrupt", "stall", "kill", "error", "sabotage", ""

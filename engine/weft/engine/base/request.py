@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.engine.scheduler.state import Request
-
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
 MAX_REPETITION_PENALTY = 100.0
@@ -125,23 +123,3 @@ class PromptLogprobs(NamedTuple):
     first_position: int
     """Position in the prompt of the first of them; the prompt's first token has none."""
     logprobs: list[TokenLogprob]
-
-
-def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:
-    """Why a sample ends with its newest token: (reason, the stop token if one matched); None: it
-    goes on.
-
-    Args:
-        request: The sample.
-        token: Its newest token.
-        num_generated: Tokens that it has generated, this one included.
-    """
-    stop = request.stop
-    is_eos = token in request.eos_token_ids
-    if is_eos and request.params.constraint is not None:
-        return "stop", token  # Nothing can follow: its grammar is complete.
-    if num_generated >= stop.min_tokens and (
-        (is_eos and not stop.ignore_eos) or token in stop.stop_token_ids
-    ):
-        return "stop", token
-    return ("length", None) if num_generated >= request.max_tokens else None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.errors import InvalidRequest, WeftError
-from weft.engine.base.request import TokenLogprob, end_of
+from weft.engine.base.request import TokenLogprob
 from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
@@ -26,7 +26,7 @@ from weft.engine.scheduler.plan import (
     VerifyItem,
     parents_of,
 )
-from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.state import Request, end_of
 
 if TYPE_CHECKING:
     from weft.engine.features.constraints.masks import Masks

@@ -19,6 +19,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import AdapterError, ConfigError, ModelError
 from weft.engine.base.give_way import give_way
 from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
+from weft.engine.checkpoint.adapters.limits import LoraLimits
 from weft.engine.checkpoint.adapters.names import ROUTER, VOCABULARY
 from weft.engine.checkpoint.adapters.plan import DENSE, EXPERTS
 from weft.engine.checkpoint.adapters.projections import (
@@ -28,11 +29,9 @@ from weft.engine.checkpoint.adapters.projections import (
     WHOLE_SUFFIX,
     Projection,
 )
+from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.vocabularies import num_tokens
-from weft.engine.features.lora.host_cache import AdapterWeights
-from weft.engine.features.lora.limits import LoraLimits
-from weft.engine.features.lora.rows import DevicePlace, Rows
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights

@@ -54,7 +54,7 @@ class PinnedRows:
 
 
 class DevicePool:
-    """Implements `weft.engine.sources.tiers.pool.PagePool` for one thread, on a stream of its own.
+    """Implements `weft.engine.transfer.page_pool.PagePool` for one thread, on a stream of its own.
 
     It waits for no step. Pages that are copied out were computed by steps that have ended. Pages
     that are copied in are nobody's but their load's: a step that still used them would have kept

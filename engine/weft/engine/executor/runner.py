@@ -34,8 +34,8 @@ from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.interface import Model
 from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import LaterDrafts, Plan, ScoredChunk
-from weft.engine.sources.tiers.pool import HostPool, PagePool
 from weft.engine.transfer.digest import digest_pages
+from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros

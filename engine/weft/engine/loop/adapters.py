@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.engine.base.errors import AdapterNotFound, ConfigError, WeftError
-from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.protocol.adapters import AdapterOrder, AdapterState
 from weft.engine.protocol.submits import Submit
-from weft.engine.scheduler.adapters import AdapterResidency, AdapterWaitlist
+from weft.engine.scheduler.adapters import Adapters, AdapterWaitlist
+from weft.engine.scheduler.ports import AdapterResidency
 from weft.engine.scheduler.state import Request
 
 
@@ -24,7 +24,7 @@ class EngineAdapters:
 
     def __init__(
         self,
-        manager: AdapterManager | None,
+        manager: Adapters | None,
         out: Outgoing,
         fail: Callable[[Request, WeftError], None],
     ) -> None:
@@ -81,7 +81,7 @@ class EngineAdapters:
             self._fail(request, error)
 
     def turn(self) -> None:
-        """See `AdapterManager.turn`."""
+        """See `Adapters.turn`."""
         if self.manager is not None:
             self.manager.turn()
 
@@ -91,17 +91,17 @@ class EngineAdapters:
             self.manager.close()
 
     def states(self) -> list[AdapterState]:
-        """See `AdapterManager.states`."""
+        """See `Adapters.states`."""
         return self.manager.states() if self.manager is not None else []
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """See `AdapterManager.take_changes`."""
+        """See `Adapters.take_changes`."""
         return self.manager.take_changes() if self.manager is not None else ([], [])
 
     def counters(self) -> dict[str, int]:
-        """See `AdapterManager.counters`."""
+        """See `Adapters.counters`."""
         return self.manager.counters() if self.manager is not None else {}
 
     def sizes(self) -> dict[str, int]:
-        """See `AdapterManager.sizes`."""
+        """See `Adapters.sizes`."""
         return self.manager.sizes() if self.manager is not None else {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from weft.engine.base.clock import Clock
-from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
@@ -28,7 +28,6 @@ from weft.engine.executor.device import (
 from weft.engine.executor.drafts.build import (
     describe_drafts,
     draft_adapters,
-    head_drafter,
     load_head,
     max_drafts,
     max_drafts_of_a_step,
@@ -46,6 +45,7 @@ from weft.engine.executor.memory_plan import (
 from weft.engine.executor.runner import ModelRunner
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
+from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
@@ -57,7 +57,8 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
-from weft.engine.scheduler.drafter import Drafter
+from weft.engine.scheduler.adapters import Adapters
+from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierParts, load_tiers
@@ -93,10 +94,12 @@ class EngineParts:
     """Tiers below the pool; None: there are none."""
     sampler: Sampler | None = None
     """The sampler; None: tokens are drawn on the host."""
-    adapters: AdapterManager | None = None
+    adapters: Adapters | None = None
     """The adapters; None: none are served."""
     drafter: Drafter | None = None
-    """The drafter that runs a draft model; None: there is none."""
+    """Proposes drafts; None: nothing is drafted."""
+    gate: DraftGate | None = None
+    """Decides how many drafts pay; None without a drafter."""
     token_s: float = UNKNOWN_STEP_S
     """Seconds a token of a step with a few tokens."""
     host: HostPriority = field(default_factory=HostPriority)
@@ -183,9 +186,15 @@ def _load_parts(
     pools = _size_pools(config, models, device, lora)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     runner = _make_runner(config, models, pools, max_tokens, device, lora, progress)
-    # Before any thread beside this one may use the device: graphs are captured.
-    drafter = _make_drafter(config, models, pools, runner, max_tokens, lora, wake, progress)
     draws_on, faults = sampling_device(vocab_size, device)
+    # Before any thread beside this one may use the device: graphs are captured.
+    drafter: Drafter | None
+    if models.draft is not None:
+        drafter = models.draft.drafter(pools.num_draft_pages, max_tokens, device, progress)
+    else:
+        drafter = make_drafter(
+            config, models.drafted, runner, lora, wake, draws_on_device=draws_on is not None
+        )
     sampler = Sampler(
         vocab_size,
         config.max_running_requests,
@@ -224,6 +233,7 @@ def _load_parts(
         sampler=sampler,
         adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
         drafter=drafter,
+        gate=make_gate(config) if drafter is not None else None,
         token_s=time_token(
             runner, layout, config.max_running_requests, config.max_step_tokens, max_tokens
         ),
@@ -349,25 +359,6 @@ def _make_runner(
         tree_rows=tree_rows(config),
         on_capture=progress,
     )
-
-
-def _make_drafter(
-    config: EngineConfig,
-    models: _Models,
-    pools: _Pools,
-    runner: ModelRunner,
-    max_tokens: int,
-    lora: LoraPool | None,
-    wake: Callable[[], None],
-    progress: Progress,
-) -> Drafter | None:
-    """Creates the drafter that runs a model or a head; None: none does."""
-    if models.draft is not None:
-        device = runner.pool.device
-        return models.draft.drafter(pools.num_draft_pages, max_tokens, device, progress)
-    if models.drafted is not None and config.drafter in HEAD_DRAFTERS:
-        return head_drafter(config, models.drafted, runner, lora, wake)
-    return None
 
 
 def _describe_engine(

@@ -17,10 +17,10 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.drawing.draws import Drawing, Drawn
 from weft.engine.drawing.sampler import Sampler
-from weft.engine.features.speculative.drafting import Drafting
 from weft.engine.loop.adapters import EngineAdapters
 from weft.engine.loop.build import EngineParts, make_store
 from weft.engine.loop.chats import make_sessions
+from weft.engine.loop.drafting import Drafting
 from weft.engine.loop.fill_jobs import ComputeJobs
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
@@ -30,6 +30,7 @@ from weft.engine.loop.reports import engine_counters, load_report, retry_after_s
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
 from weft.engine.loop.stats import EngineStats
+from weft.engine.loop.tiers import make_tiers
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import LeaseReply, StagingCounts
@@ -47,7 +48,6 @@ from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
-from weft.engine.sources.tiers.assembly import make_tiers
 from weft.engine.sources.tiers.write_through import write_through
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,9 @@ class Engine:
         sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
         self._constraints = parts.constraints
         self._drawing = Drawing(sampler, parts.constraints)
-        self.drafting = Drafting(config, parts.drafter, draws_on_device=sampler.is_on_device)
+        self.drafting = Drafting(
+            config, parts.drafter, parts.gate, draws_on_device=sampler.is_on_device
+        )
         self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
         self.pipeline = StepPipeline(
             parts.runner,

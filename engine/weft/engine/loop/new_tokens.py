@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from weft.engine.base.request import TokenLogprob, end_of
+from weft.engine.base.request import TokenLogprob
 from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.protocol.submits import TokenColumns, Tokens
 from weft.engine.scheduler.columns import Int64Array, RequestColumns
 from weft.engine.scheduler.plan import LaterScores, Plan, Run
 from weft.engine.scheduler.running import RunningPlans
-from weft.engine.scheduler.state import Request, State
+from weft.engine.scheduler.state import Request, State, end_of
 
 
 class End(NamedTuple):

@@ -24,8 +24,8 @@ from weft.engine.base.give_way import HostPriority
 from weft.engine.drawing.draws import Draw, Drawing, Drawn
 from weft.engine.executor.runner import Drawable, ModelRunner
 from weft.engine.loop.flight import FlightRecorder
-from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from weft.engine.loop.tiers import tier_reports
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.reports import LoadReport
-from weft.engine.sources.tiers.assembly import tier_reports
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from weft.engine.base.request import end_of
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.outgoing import Outgoing
-from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.state import Request, end_of
 
 
 def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> Request | None:

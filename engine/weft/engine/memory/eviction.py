@@ -7,7 +7,9 @@ cached page follows, so a prompt is always given up from its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Protocol
+
+from weft.engine.base.config import EvictionName
 
 
 class PageUse(Protocol):
@@ -66,7 +68,6 @@ def slru(page: PageUse) -> Key:
     return (min(page.num_hits, 1), page.last_used)
 
 
-EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 EVICTION_POLICIES: Mapping[EvictionName, EvictionPolicy] = {
     "lru": lru,
     "lfu": lfu,

@@ -1,4 +1,4 @@
-"""Requests that wait for their adapter, and the scheduler's interface to adapter residency."""
+"""Requests that wait for their adapter, and what an engine asks of its adapters."""
 
 from __future__ import annotations
 
@@ -6,40 +6,11 @@ from collections.abc import Iterator
 from functools import cmp_to_key
 from typing import Protocol
 
+from weft.engine.base.errors import WeftError
+from weft.engine.protocol.adapters import AdapterOrder, AdapterState
 from weft.engine.scheduler.policies.base import AdmissionQueue
+from weft.engine.scheduler.ports import AdapterResidency
 from weft.engine.scheduler.state import Request
-
-
-class AdapterResidency(Protocol):
-    """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
-
-    def begin(self, digest: bytes) -> None:
-        """Registers a request that needs the adapter; `end` must follow."""
-        ...
-
-    def end(self, digest: bytes) -> None:
-        """Unregisters a request that needed it."""
-        ...
-
-    def is_here(self, digest: bytes) -> bool:
-        """Whether requests may be admitted with it."""
-        ...
-
-    def enter(self, digest: bytes) -> int:
-        """Admits a request: the adapter stays on the device until `leave`. Returns its slot."""
-        ...
-
-    def leave(self, digest: bytes) -> None:
-        """Ends a request's use; steps that have begun may still use the adapter."""
-        ...
-
-    def step_began(self, number: int) -> None:
-        """Notes that a step has begun. Numbers increase."""
-        ...
-
-    def step_ended(self, number: int) -> None:
-        """Notes that a step, and all before it, have ended on the device too."""
-        ...
 
 
 class AdapterWaitlist:
@@ -143,3 +114,69 @@ class AdapterWaitlist:
     def waiting_for(self, adapter: bytes) -> list[Request]:
         """The requests that wait for an adapter."""
         return list(self._requests.get(adapter, ()))
+
+
+class AdapterOwner(Protocol):
+    """Receives the outcome of adapter orders."""
+
+    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
+        """Called when an order is done or has failed."""
+        ...
+
+    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
+        """Called when requests that wait for an adapter must fail."""
+        ...
+
+
+class Adapters(Protocol):
+    """The adapters of an engine (`weft.engine.features.lora.manager`)."""
+
+    @property
+    def residency(self) -> AdapterResidency:
+        """Which of them are on the device."""
+        ...
+
+    def attach(self, waitlist: AdapterWaitlist, owner: AdapterOwner) -> None:
+        """Takes what they depend on, before the first turn.
+
+        Args:
+            waitlist: Holds requests back until their adapter is loaded.
+            owner: Receives the outcomes of orders.
+        """
+        ...
+
+    def serves(self, digest: bytes) -> bool:
+        """Whether new requests may name the adapter."""
+        ...
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether requests that were started with it may continue here."""
+        ...
+
+    def order(self, order: AdapterOrder) -> None:
+        """Loads or unloads an adapter; the owner learns the outcome."""
+        ...
+
+    def turn(self) -> None:
+        """Continues loading and evicting; called twice a turn."""
+        ...
+
+    def states(self) -> list[AdapterState]:
+        """States of all adapters."""
+        ...
+
+    def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
+        """States that have changed since the last call, and digests of adapters that are no more."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Counters since start."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of what grows with requests."""
+        ...
+
+    def close(self) -> None:
+        """Stops the threads after their current work."""
+        ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, overload
 
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.request import TokenLogprob
 from weft.engine.scheduler.columns import (
     NO_NUMBERS,
@@ -32,37 +33,6 @@ class PlanItem(NamedTuple):
     """Whether the token before `start` is run again because a draft needs its state; its KV is
     already there.
     """
-
-
-class DraftShape(NamedTuple):
-    """Number and shape of the drafts that requests may bring to a step."""
-
-    num_drafts: int
-    """Drafts per request."""
-    depth: int
-    """Most drafts that can be accepted at once; of a chain all."""
-    width: int = 1
-    """Width of a tree: this many nodes of a level get as many children each. 1: a chain."""
-
-    @classmethod
-    def chain(cls, num_drafts: int) -> DraftShape:
-        """A chain of drafts, each following the one before."""
-        return cls(num_drafts, num_drafts)
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether several drafts may follow one token."""
-        return self.width > 1
-
-    @property
-    def num_grown(self) -> int:
-        """Number of nodes grown, from which those of a tree are chosen."""
-        return self.width + self.width * self.width * (self.depth - 1)
-
-    @property
-    def num_places(self) -> int:
-        """Number of positions behind the last token where K and V of drafts are written."""
-        return max(self.num_drafts, self.width * (self.depth - 1)) if self.is_tree else self.depth
 
 
 NO_DRAFTS = DraftShape.chain(0)

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.columns import BoolArray, RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.plan import (
-    NO_DRAFTS,
-    DraftShape,
-    Plan,
-    PlanItem,
-    Run,
-    VerifyItem,
-)
+from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, VerifyItem
+from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request, State
 
 MAX_DRAFTED_BESIDE = 8
 """Most running requests with drafts beside prompts, where drafts are on the device. What such steps
 cost the gate does not know, and with more requests most steps bring prompts.
 """
-
-
-class DraftGate(Protocol):
-    """Decides how many drafts are worthwhile."""
-
-    def shape(self, requests: Sequence[Request]) -> DraftShape:
-        """The drafts that each of these running requests brings to the next step."""
-
-    def observe(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> None:
-        """Records a completed step.
-
-        Args:
-            plan: Its plan.
-            runs: Runs of its requests with drafts.
-            duration_s: How long it took, drafting included.
-        """
 
 
 class RunningPlans:

@@ -208,3 +208,23 @@ class Request:
     def num_to_compute(self) -> int:
         """`num_pending` less the tokens that were cached at the last lookup."""
         return self.num_pending - (0 if self.pages else self.num_found_tokens)
+
+
+def end_of(request: Request, token: int, num_generated: int) -> tuple[str, int | None] | None:
+    """Why a sample ends with its newest token: (reason, the stop token if one matched); None: it
+    goes on.
+
+    Args:
+        request: The sample.
+        token: Its newest token.
+        num_generated: Tokens that it has generated, this one included.
+    """
+    stop = request.stop
+    is_eos = token in request.eos_token_ids
+    if is_eos and request.params.constraint is not None:
+        return "stop", token  # Nothing can follow: its grammar is complete.
+    if num_generated >= stop.min_tokens and (
+        (is_eos and not stop.ignore_eos) or token in stop.stop_token_ids
+    ):
+        return "stop", token
+    return ("length", None) if num_generated >= request.max_tokens else None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from weft.engine.base import faults
 from weft.engine.sources.filler import Filler
-from weft.engine.sources.lease import ShipResult
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
+from weft.engine.transfer.chunks import ShipResult
 from weft.engine.transfer.transport import Transport
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -11,6 +10,7 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.state import Request
+from weft.engine.transfer.page_port import PagePort
 from weft.engine.transfer.staging import StagingArea
 
 
@@ -20,62 +20,6 @@ class FillState(Enum):
     STARTING = "starting"
     ACTIVE = "active"
     STOPPING = "stopping"
-
-
-class PagePort(Protocol):
-    """The pages that peers write to and read from, and the transfer between them and the pool
-    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). Called by the engine's thread,
-    which it never blocks.
-    """
-
-    @property
-    def max_put_pages(self) -> int:
-        """Most pages of one put."""
-        ...
-
-    @property
-    def max_queued_pages(self) -> int:
-        """Most pages queued for puts: they keep their place in the pool until then."""
-        ...
-
-    def read(self, page: int) -> bytes:
-        """Content of a page that is exposed."""
-        ...
-
-    def write(self, page: int, offset: int, data: bytes) -> None:
-        """Copies bytes into a page that a fill has reserved."""
-        ...
-
-    def mark(self) -> Mark | None:
-        """A mark of the device's work enqueued so far; None: the pool is not on a device."""
-        ...
-
-    def verify(
-        self,
-        tag: tuple[bytes, int],
-        landed: Sequence[int],
-        pages: Sequence[int],
-        after: Mark | None,
-    ) -> None:
-        """Starts moving a chunk into the pool, if it is not there, and computing its digests.
-
-        Args:
-            tag: (lease, chunk); the digests come back with it, by `OwnerFills.on_digested`.
-            landed: Where its pages have arrived.
-            pages: Pages of the pool.
-            after: Earlier uses of these pages are over.
-        """
-        ...
-
-    def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """Starts computing digests of pages to put, where the store can read them; False: no room
-        now.
-        """
-        ...
-
-    def conceal(self, exposed: Sequence[int]) -> None:
-        """Ends the exposure of pages that the store does not read any more."""
-        ...
 
 
 class OwnerTransport(Protocol):

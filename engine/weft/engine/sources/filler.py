@@ -27,17 +27,8 @@ from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
 from weft.engine.sources.data_budget import DataBudget
-from weft.engine.sources.lease import (
-    RAN_OUT,
-    FillJob,
-    Jobs,
-    Lease,
-    LeaseState,
-    LeaseTerm,
-    ShipChunk,
-    Shipper,
-    ShipResult,
-)
+from weft.engine.sources.lease import FillJob, Jobs, Lease, LeaseState
+from weft.engine.transfer.chunks import RAN_OUT, LeaseTerm, ShipChunk, Shipper, ShipResult
 
 logger = logging.getLogger(__name__)
 

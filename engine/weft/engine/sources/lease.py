@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from weft.engine.base.clock import Clock
-from weft.engine.protocol.handle import FillTimings, KvHandle, NixlTargetInfo
-
-RAN_OUT = "the lease ran out"
+from weft.engine.protocol.handle import FillTimings, KvHandle
+from weft.engine.transfer.chunks import LeaseTerm, ShipChunk
 
 
 class LeaseState(Enum):
@@ -21,66 +19,6 @@ class LeaseState(Enum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     FENCE_NEEDED = "fence_needed"
-
-
-class LeaseTerm:
-    """Validity of a lease for writes. The engine renews it, the shipping thread checks it.
-
-    Args:
-        lease_s: From now and from each renewal, in seconds.
-        clock: Monotonic seconds of the filler, which go on while its process is stopped.
-    """
-
-    def __init__(self, lease_s: float, clock: Clock) -> None:
-        self._lease_s = lease_s
-        self._clock = clock
-        self.expires_at = 0.0
-        """Expiry on the filler's clock."""
-        self.renew()
-
-    def renew(self) -> None:
-        """Starts the term anew."""
-        self.expires_at = self._clock() + self._lease_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the term is over: nothing may be posted any more."""
-        return self._clock() >= self.expires_at
-
-
-@dataclass(frozen=True, slots=True)
-class ShipChunk:
-    """A chunk to ship: local pages to the owner's pages."""
-
-    lease_id: bytes
-    index: int
-    start_token: int
-    end_token: int
-    local_pages: list[int]
-    remote_pages: list[int]
-    digests: list[int] | None
-    """Digests of the pages, where known."""
-    target: NixlTargetInfo | None
-    owner_id: str
-    owner_epoch: int
-    term: LeaseTerm
-    """Term of the lease: nothing of the chunk is posted once it is over."""
-
-
-@dataclass(slots=True)
-class ShipResult:
-    """Outcome of shipping a chunk."""
-
-    lease_id: bytes
-    index: int
-    digests: list[int] = field(default_factory=list)
-    posted_at: float = 0.0
-    completed_at: float = 0.0
-    error: str = ""
-    needs_fence: bool = False
-    """Failed; the agent is destroyed, but writes that the network took can still arrive."""
-    is_stranded: bool = False
-    """Failed, and the agent lives on: NIXL may go on reading the pages."""
 
 
 class FillJob(Protocol):
@@ -115,26 +53,6 @@ class Jobs(Protocol):
 
     def end(self, job: FillJob) -> None:
         """Ends a job, whose pages are not wanted any more; chunks under way keep references."""
-        ...
-
-
-class Shipper(Protocol):
-    """Moves chunks off the step (`weft.engine.transfer.ship`)."""
-
-    def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
-        """Connects to this owner (id, epoch), to which writes will follow."""
-        ...
-
-    def ship(self, chunk: ShipChunk) -> None:
-        """Queues a chunk; its pages stay referenced until the result."""
-        ...
-
-    def stop(self, lease_id: bytes) -> None:
-        """Stops posting for a lease; queued chunks are returned with an error."""
-        ...
-
-    def forget(self, lease_id: bytes) -> None:
-        """Forgets a closed lease, none of whose chunks is queued or posted."""
         ...
 
 

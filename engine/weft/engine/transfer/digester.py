@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.engine.base import faults
+from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.staging import StagingPages
 
 MAX_PUT_PAGES = 64
 MAX_QUEUED_PAGES = 512

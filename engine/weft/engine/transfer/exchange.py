@@ -13,12 +13,13 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.sources.fill import PagePort
+from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digester import Digested, DigestThread
 from weft.engine.transfer.nixl_wire import PoolRegion
+from weft.engine.transfer.page_port import PagePort
 from weft.engine.transfer.source import DirectSource, PageSource
 from weft.engine.transfer.staged import StagedPort, StagedSource, StagingMover
-from weft.engine.transfer.staging import StagingArea, StagingPages
+from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.engine.base import faults
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.sources.lease import RAN_OUT, ShipChunk, ShipResult
+from weft.engine.transfer.chunks import RAN_OUT, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
     PeerKey,
     SendAgents,

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digest import digest_pages
-from weft.engine.transfer.staging import StagingPages
 
 
 class Reading(Protocol):

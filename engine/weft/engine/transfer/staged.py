@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from weft.engine.base import faults
 from weft.engine.base.device_copies import Mark
+from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digester import (
     CLOSE_TIMEOUT_S,
     MAX_PUT_PAGES,
@@ -21,7 +22,7 @@ from weft.engine.transfer.digester import (
     Tag,
 )
 from weft.engine.transfer.source import Reading
-from weft.engine.transfer.staging import StagingArea, StagingPages
+from weft.engine.transfer.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 

@@ -17,32 +17,9 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable
-from typing import Any, Protocol
 
+from weft.engine.base.pages import StagingPages
 from weft.engine.protocol.fills import StagingCounts
-
-
-class StagingPages(Protocol):
-    """Bytes of pages as the host accesses them, uint8 `[num_pages, page_bytes]`: an array or an
-    equivalent.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(number of pages, bytes of a page)."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of pages."""
-        ...
-
-    def __getitem__(self, index: Any, /) -> Any:
-        """Bytes as an array or a number; perhaps a copy."""
-        ...
-
-    def __setitem__(self, index: Any, value: Any, /) -> None:
-        """Changes bytes in place."""
-        ...
 
 
 class StagingArea:

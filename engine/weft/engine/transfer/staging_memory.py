@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.nixl_wire import PoolRegion, TransferError
-from weft.engine.transfer.staging import StagingPages
 from weft.kernels.memory import huge_zeros
 
 logger = logging.getLogger(__name__)

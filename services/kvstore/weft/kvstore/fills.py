@@ -11,7 +11,7 @@ from weft.engine.memory.keys import PageKeys
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.sources.filler import Filler, FillerCounters
-from weft.engine.sources.lease import ShipResult
+from weft.engine.transfer.chunks import ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore

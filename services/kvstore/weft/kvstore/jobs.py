@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
-from weft.engine.sources.lease import FillJob, ShipChunk, Shipper
+from weft.engine.sources.lease import FillJob
+from weft.engine.transfer.chunks import ShipChunk, Shipper
 from weft.kvstore.pages import PageStore
 
 MAX_FILL_PAGES = 1 << 16

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from weft.engine.base.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
+from weft.engine.base.draft_shapes import tree_shapes
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
@@ -15,13 +16,10 @@ from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.executor.graphs import TREE_REQUESTS, capturing
 from weft.engine.executor.runner import ModelRunner
-from weft.engine.features.speculative.adapted import AdaptedDrafter
-from weft.engine.features.speculative.gate import tree_shapes
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
-from weft.engine.scheduler.drafter import Drafter
 from weft.kernels.attention import MAX_TREE_ROWS
 
 
@@ -61,15 +59,19 @@ def describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
     return [f"drafts: {who}{'; ' if head else ''}{head}"]
 
 
-def head_drafter(
+def head_drafters(
     config: EngineConfig,
     drafted: DraftedModel,
     runner: ModelRunner,
     lora: LoraPool | None,
-    wake: Callable[[], None],
-) -> Drafter:
-    """Creates the drafter of a head, with captured graphs where steps are captured; else the head
-    is copied for each draft adapter.
+    *,
+    draws_on_device: bool,
+) -> Callable[[DraftedModel], EagleDrafter]:
+    """Captures the graphs of a head's drafts where steps are captured.
+
+    Returns:
+        Makes the drafter of a head. If the first one is not on the device, which it is with graphs
+        of chains, each draft adapter needs a copy of the head and a drafter of its own.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
@@ -80,13 +82,17 @@ def head_drafter(
     trees = _tree_graphs(config, drafted, runner, lora)
 
     def of(model: DraftedModel) -> EagleDrafter:
-        return EagleDrafter(model, runner.pool, runner.page_table, config.page_size, graphs, trees)
+        return EagleDrafter(
+            model,
+            runner.pool,
+            runner.page_table,
+            config.page_size,
+            graphs,
+            trees,
+            waits_for_trees=not draws_on_device,
+        )
 
-    if graphs is not None or not config.enable_lora:
-        return of(drafted)
-    return AdaptedDrafter(
-        of(drafted), lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
-    )
+    return of
 
 
 def _chain_graphs(

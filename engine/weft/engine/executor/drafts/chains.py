@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from weft.engine.base.device_copies import HostCopies
+from weft.engine.base.draft_shapes import depths_up_to
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.captured import Capture, capture_each
 from weft.engine.executor.drafts.draft_rows import AdapterRows
 from weft.engine.executor.step import Int32Array, PageTable, StepRequests
-from weft.engine.features.speculative.gate import depths_up_to
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
 from weft.kernels.draft_head import DraftChains

@@ -15,10 +15,11 @@ from weft.engine.executor.drafts.trees import EagerTrees, tree_of
 from weft.engine.executor.step import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.engine.scheduler.ports import Drafter
 from weft.kernels.draft_head import DraftChains
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Runs the head of a drafted model, one turn for each draft, for many requests at once.
 
     The first step goes on from what the target's last step kept of a request; the later ones from
@@ -31,6 +32,8 @@ class EagleDrafter:
         page_size: Token positions a page.
         graphs: Captured chains, whose drafts stay on the device; None: there are none.
         tree_graphs: The same of trees, beside `graphs`.
+        waits_for_trees: Trees must be known on the host first, since tokens are drawn there with
+            the noise of their positions.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class EagleDrafter:
         page_size: int,
         graphs: ChainGraphs | None = None,
         tree_graphs: TreeGraphs | None = None,
+        *,
+        waits_for_trees: bool = False,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -50,18 +55,11 @@ class EagleDrafter:
         self._tree_graphs = tree_graphs
         self._trees = EagerTrees(model, pool, table, page_size)
         self._copies = DeviceCopies(pool.device)
-        self.waits_for_trees = False
-        """Whether trees must be known on the host first, since tokens are drawn there with the
-        noise of their positions.
-        """
+        self.waits_for_trees = waits_for_trees
 
     @property
     def is_on_device(self) -> bool:
-        """Whether drafting depends on nothing that only the host knows, and the drafts stay on the
-        device.
-
-        Then a request may be drafted for while another step of it is under way.
-        """
+        """See `Drafter.is_on_device`."""
         return self._graphs is not None
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.executor.drafts.captured import (
     Capture,
     DevicePageTable,
@@ -18,7 +19,7 @@ from weft.engine.executor.drafts.draft_rows import AdapterRows
 from weft.engine.executor.step import LATE, Int64Array, PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.engine.scheduler.plan import DraftShape, VerifyItem
+from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.slot_rows import take_rows
 from weft.kernels.step_rows import SlotTokens, chain_places

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from weft.engine.base.device_copies import DeviceCopies
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.executor.step import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.engine.scheduler.plan import DraftShape, DraftTree, VerifyItem
+from weft.engine.scheduler.plan import DraftTree, VerifyItem
 from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.tree_rows import parent_of
 

@@ -15,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import Internal, InvalidRequest, WeftError
 from weft.engine.features.constraints.constraints import TOO_SLOW
+from weft.engine.scheduler.ports import Made, Mask, MaskRows, Masks
 from weft.engine.scheduler.plan import parents_of
 
 if TYPE_CHECKING:
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Mask = npt.NDArray[np.uint32]
-"""[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
-
-Masks = list[Mask | None]
-"""The masks of a sample in one step: of the next token, and of the one behind each of its drafts.
-None: every token may come.
-"""
-
-MaskRows = npt.NDArray[np.uint32]
-"""[num_slots, ceil(vocab_size / 32)]: a mask for each slot, where the sampler reads it."""
-
-Made = Masks | WeftError | None
-"""What becomes of a job; None: the mask of the next token is in the row of its slot."""
 
 SLOW_MASK_S = 5e-3
 """CPU seconds beyond which a mask counts as slow; llguidance ends it at about 20 ms."""

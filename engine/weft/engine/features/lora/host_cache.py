@@ -3,38 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from weft.engine.features.lora.rows import Needs
-
-
-class AdapterWeights(Protocol):
-    """An adapter in host memory, as rows of the device's memory (`weft.engine.model.adapters.weights`)."""
-
-    @property
-    def digest(self) -> bytes:
-        """Content digest of the adapter, 32 bytes."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Largest rank among its modules."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory."""
-        ...
-
-    @property
-    def needs(self) -> Needs:
-        """Device rows needed of each kind."""
-        ...
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Tensors that a lenient read left out."""
-        ...
+from weft.engine.checkpoint.adapters.rows import AdapterWeights
 
 
 class HostCache:

@@ -27,12 +27,13 @@ from weft.engine.base.errors import (
     WeftError,
 )
 from weft.engine.base.give_way import HostPriority
-from weft.engine.features.lora.host_cache import AdapterWeights, HostCache
-from weft.engine.features.lora.limits import LoraLimits
+from weft.engine.checkpoint.adapters.limits import LoraLimits
+from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Needs
+from weft.engine.features.lora.host_cache import HostCache
 from weft.engine.features.lora.residency import Residency
-from weft.engine.features.lora.rows import DevicePlace, Needs, RowPool
+from weft.engine.features.lora.rows import RowPool
 from weft.engine.protocol.adapters import AdapterOrder, AdapterPlace, AdapterState
-from weft.engine.scheduler.adapters import AdapterWaitlist
+from weft.engine.scheduler.adapters import AdapterOwner, AdapterWaitlist
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +60,6 @@ class AdapterStore(Protocol):
         """Writes all rows of a place, which no step uses, and its table entries; returns when they
         are there.
         """
-        ...
-
-
-class AdapterOwner(Protocol):
-    """Receives the outcome of adapter orders."""
-
-    def adapter_ordered(self, query: int, error: WeftError | None) -> None:
-        """Called when an order is done or has failed."""
-        ...
-
-    def adapter_failed(self, digest: bytes, error: WeftError) -> None:
-        """Called when requests that wait for an adapter must fail."""
         ...
 
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from weft.engine.features.lora.rows import DevicePlace, Needs, RowPool
+from weft.engine.checkpoint.adapters.rows import DevicePlace, Needs
+from weft.engine.features.lora.rows import RowPool
 
 LEAVING_SHARE = 4
 """Share of the places that may be drained of users at a time; the others stay fully used."""

@@ -7,25 +7,9 @@ adapter takes as many as its ranks need, in any place, and one slot: its number 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-
-Rows = npt.NDArray[np.int32]
-Needs = Mapping[str, int]
-"""Rows needed by kind; kinds that are absent: none."""
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePlace:
-    """An adapter's place on the device."""
-
-    slot: int
-    """Slot number from 1; 0 means no adapter."""
-    rows: Mapping[str, Rows]
-    """Row indices by kind of projection (`weft.engine.checkpoint.adapters.names.DENSE_KINDS`), ascending."""
+from weft.engine.checkpoint.adapters.rows import DevicePlace, Needs, Rows
 
 
 class RowPool:

@@ -10,8 +10,8 @@ from weft.engine.base.background import BackgroundThread
 from weft.engine.base.errors import WeftError
 from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.engine.protocol.adapters import AdapterOrder
-from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.ports import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 30
 """Most memory of all adapted heads after the first: each has a copy of the head's layer."""
 
 
-class AdaptedDrafter:
+class AdaptedDrafter(Drafter):
     """One drafter per draft adapter, and one for all other requests.
 
     Args:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.engine.base.config import MAX_TREE_REQUESTS
-from weft.engine.features.speculative.gate import tree_shapes
-from weft.engine.scheduler.plan import DraftShape, Plan, Run
+from weft.engine.base.draft_shapes import DraftShape, tree_shapes
+from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
 
 
-class FixedGate:
+class FixedGate(DraftGate):
     """Always requests the most drafts: the largest trees for few requests, chains for more.
 
     Args:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from weft.engine.base.config import MAX_TREE_NODES, MAX_TREE_REQUESTS
+from weft.engine.base.config import MAX_TREE_REQUESTS
+from weft.engine.base.draft_shapes import DraftShape, depths_up_to, tree_shapes
 from weft.engine.features.speculative.step_times import (
     MEASURED_WEIGHT,
     StepTaken,
@@ -14,15 +15,10 @@ from weft.engine.features.speculative.step_times import (
     size_class,
 )
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem, parents_of
+from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem, parents_of
+from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
 
-DEPTHS = (0, 1, 2, 3, 4, 5, 7)
-"""Numbers of drafts of chains that are compared; 0: none."""
-TREES = ((7, 5), (15, 6), (MAX_TREE_NODES, 6))
-"""Nodes and depths of trees that are compared with them; no tree is less deep than one with fewer
-nodes.
-"""
 TREE_GAINS = (1.1, 1.3, 1.4)
 """Assumed accepted drafts of each tree relative to a chain of equal depth, before any was run
 (docs/decisions/0027).
@@ -82,19 +78,6 @@ MAX_ASKED = 16
 """
 
 
-def depths_up_to(max_drafts: int) -> list[int]:
-    """Numbers of drafts that are compared, up to a maximum."""
-    return [*(depth for depth in DEPTHS if depth < max_drafts), max_drafts]
-
-
-def tree_shapes(width: int) -> list[DraftShape]:
-    """Trees that are compared, with this many children per node; none for chains."""
-    if width == 1:
-        return []
-    shapes = [DraftShape(nodes, depth, width) for nodes, depth in TREES]
-    return [shape for shape in shapes if shape.num_drafts <= shape.num_grown]
-
-
 @dataclass(slots=True)
 class _Gain:
     """Gain of trees over chains of equal depth, from the accepted drafts of both."""
@@ -141,7 +124,7 @@ class _Trial:
     """
 
 
-class MeasuredGate:
+class MeasuredGate(DraftGate):
     """Chooses the drafts that yield the most tokens per second: how many, as a chain or a tree.
 
     What drafts are worth to a step is what they were worth to its requests. What they cost is
@@ -456,7 +439,7 @@ class MeasuredGate:
         return found
 
     def depths(self) -> dict[int, int]:
-        """Drafts of a request by the number of requests in a step from which on they apply."""
+        """See `DraftGate.depths`."""
         return {size: choice.best.num_drafts for size, choice in sorted(self._choices.items())}
 
 

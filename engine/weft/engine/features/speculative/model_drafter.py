@@ -15,6 +15,7 @@ from weft.engine.executor.runner import ModelRunner
 from weft.engine.executor.step import DRAWN, Int64Array, StepArrays
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.ports import Drafter
 
 STEADY_TOKENS = 2
 """New tokens of a request that was drafted for in the step before: its last token, and the last
@@ -22,7 +23,7 @@ draft if all were accepted.
 """
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Runs a draft model, one forward pass for each draft, for many requests at once.
 
     A request gets pages of the draft model's own pool when drafting for it begins, and gives them

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.engine.scheduler.plan import VerifyItem
+from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 
 MAX_TEXT_TOKENS = 8192
 """Most tokens of a request that are searched, the newest ones."""
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks up the longest known n-gram that ends the text.
 
     Args:

@@ -60,7 +60,7 @@ for a GPU, packed for a CPU."""
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """Implements `weft.engine.features.lora.host_cache.AdapterWeights`."""
+    """Implements `weft.engine.checkpoint.adapters.rows.AdapterWeights`."""
 
     digest: bytes
     rank: int

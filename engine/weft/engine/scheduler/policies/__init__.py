@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
+from weft.engine.base.config import PolicyName
 from weft.engine.scheduler.policies.base import AdmissionQueue
 from weft.engine.scheduler.policies.fair import FairQueue
 from weft.engine.scheduler.policies.fcfs import FcfsQueue
 from weft.engine.scheduler.policies.longest_prefix import LongestPrefixQueue
 from weft.engine.scheduler.policies.priority import PriorityQueue
 from weft.engine.scheduler.state import Request
-
-PolicyName = Literal["fcfs", "longest_prefix", "priority", "fair"]
 
 
 def make_queue(

@@ -13,8 +13,8 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.host import Pinned, host_tier
-from weft.engine.sources.tiers.pool import PagePool
 from weft.engine.sources.tiers.tier import Tier
+from weft.engine.transfer.page_pool import PagePool
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine.base import faults
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.pages import Page
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.sources.tiers.keyed import KeyedPages, PageName, PagePlace
-from weft.engine.sources.tiers.tier import Page, Tier
+from weft.engine.sources.tiers.tier import Tier
 
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64}|-)\.([0-9a-f]{16})\.((?:[0-9a-f]{2})+|-)")
 _FOLDER = re.compile(r"[0-9a-f]{2}")

@@ -8,9 +8,10 @@ from typing import Protocol
 
 import numpy as np
 from weft.engine.base import faults
+from weft.engine.base.pages import Page
 from weft.engine.memory.eviction import EvictionPolicy
 from weft.engine.sources.tiers.keyed import KeyedPages, PagePlace
-from weft.engine.sources.tiers.tier import Page, Tier
+from weft.engine.sources.tiers.tier import Tier
 
 
 class Pinned(Protocol):

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from weft.engine.base.pages import Page
 from weft.engine.protocol.timeline import FillRecord
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.tiers.pool import PagePool
-from weft.engine.sources.tiers.tier import Page, PageLoad, PageSave, Tier
+from weft.engine.sources.tiers.tier import PageLoad, PageSave, Tier
+from weft.engine.transfer.page_pool import PagePool
 
 
 class TierRun(NamedTuple):

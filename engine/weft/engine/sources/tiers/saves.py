@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.engine.base.pages import Page
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
-from weft.engine.sources.tiers.pool import PagePool
-from weft.engine.sources.tiers.tier import Page, PageSave, Tier, digest_of
+from weft.engine.sources.tiers.tier import PageSave, Tier, digest_of
+from weft.engine.transfer.page_pool import PagePool
 
 
 @dataclass(eq=False, slots=True)

@@ -16,17 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from weft.engine.base.errors import InjectedFault
+from weft.engine.base.pages import Page
 from weft.engine.memory.page_memory import PageCounts
 from weft.engine.sources.tiers.keyed import KeyedPages, PageName, PagePlace
 from weft.engine.transfer.digest import digest_pages
 
 logger = logging.getLogger(__name__)
 
-Page = NDArray[np.uint8]
-"""The bytes of a page, uint8 `[page_bytes]`, contiguous."""
 Outcome = Literal["", "done", "corrupt", "failed"]
 """Result of a load or save; empty: it was not run."""
 

@@ -7,9 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 from weft.common.settings import PageSettings
-from weft.engine.base.config import BOUNDS, EngineConfig, Role
-from weft.engine.memory.eviction import EvictionName
-from weft.engine.scheduler.policies import PolicyName
+from weft.engine.base.config import BOUNDS, EngineConfig, EvictionName, PolicyName, Role
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}

@@ -1,7 +1,7 @@
 """Local disk as a back end: the arena's pages are copied to it, and fetched on demand.
 
-The same tier that workers have below their pools (`weft.engine.sources.tiers`). What is known of it belongs
-to the event loop; bytes move in two threads, one a direction.
+The same tier that workers have below their pools (`weft.engine.sources.tiers`). What is known of it
+belongs to the event loop; bytes move in two threads, one a direction.
 """
 
 from __future__ import annotations

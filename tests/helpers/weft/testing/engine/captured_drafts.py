@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows
@@ -15,7 +16,6 @@ from weft.engine.executor.step import PageTable
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.scheduler.plan import DraftShape
 
 
 class HostPages:

@@ -9,17 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from weft.engine.base.device_copies import Fetched
+from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.drawing.draws import Drawn
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.executor.step import LATE, StepRequests
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample
-from weft.engine.scheduler.plan import NO_DRAFTS, DraftShape, Plan, Run, VerifyItem
+from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem
+from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.engine.scheduler.state import Request, State
 
 
-class KnownDrafter:
+class KnownDrafter(Drafter):
     """Drafts from texts that are known beforehand.
 
     Args:
@@ -185,7 +187,7 @@ class KnownGraphs:
         return drafts
 
 
-class RandomGate:
+class RandomGate(DraftGate):
     """A gate that asks for other drafts in each step.
 
     Args:

@@ -14,9 +14,8 @@ from weft.engine.checkpoint.eagle_config import head_kind
 from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.engine import Engine
 from weft.engine.memory.keys import PageKeys
-from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import Plan, VerifyItem
-from weft.engine.scheduler.running import DraftGate
+from weft.engine.scheduler.ports import Drafter, DraftGate
 from weft.testing.engine.drafters import KnownDrafter, RandomGate
 from weft.testing.engine.later_drafts import fetched
 from weft.testing.models.tiny_drafts import NaiveEagle, NaiveHead

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.engine.executor.drafts.trees import tree_of
-from weft.engine.scheduler.drafter import Drafter
 from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.engine.scheduler.ports import Drafter
 from weft.kernels.step_rows import SlotTokens
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import pytest
 from weft.engine.base.background import BackgroundJob
 from weft.engine.base.errors import AdapterError, WeftError
+from weft.engine.checkpoint.adapters.limits import LoraLimits
+from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace
 from weft.engine.features.lora import manager as manager_module
-from weft.engine.features.lora.host_cache import AdapterWeights
-from weft.engine.features.lora.limits import LoraLimits
 from weft.engine.features.lora.manager import AdapterManager
-from weft.engine.features.lora.rows import DevicePlace
 from weft.engine.protocol.adapters import AdapterOrder, AdapterState
 from weft.engine.scheduler.scheduler import Scheduler
 

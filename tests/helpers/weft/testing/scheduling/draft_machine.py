@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.scheduler.plan import DraftShape, DraftTree, Plan, PlanItem, Run, VerifyItem
-from weft.engine.scheduler.running import DraftGate
+from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.scheduler.plan import DraftTree, Plan, PlanItem, Run, VerifyItem
+from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
 
@@ -139,7 +140,7 @@ def comb(shape: DraftShape) -> DraftTree:
     return DraftTree(tokens[: shape.num_drafts], parents[: shape.num_drafts])
 
 
-class FixedGate:
+class FixedGate(DraftGate):
     """Always the same drafts: so many in chains, or trees of a shape."""
 
     def __init__(self, drafts: int | DraftShape) -> None:

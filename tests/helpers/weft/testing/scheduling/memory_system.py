@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 from weft.engine.base import faults
+from weft.engine.base.config import EvictionName
 from weft.engine.base.faults import FaultSpec
 from weft.engine.loop.chats import Sessions
 from weft.engine.memory.chat_pins import SessionPins
-from weft.engine.memory.eviction import EVICTION_POLICIES, EvictionName
+from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.keys import token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
@@ -46,9 +47,9 @@ from weft.engine.sources.tiers.disk import PageFiles, disk_tier
 from weft.engine.sources.tiers.fills import TieredFills
 from weft.engine.sources.tiers.host import host_tier
 from weft.engine.sources.tiers.policy import TierPolicy
-from weft.engine.sources.tiers.pool import HostPool
 from weft.engine.sources.tiers.tiers import Tiers
 from weft.engine.sources.tiers.write_through import write_through
+from weft.engine.transfer.page_pool import HostPool
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4

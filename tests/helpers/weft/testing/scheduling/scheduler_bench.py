@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from weft.engine.base.config import PolicyName
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import PageCopy, RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
-from weft.engine.scheduler.policies import PolicyName, make_queue
+from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.testing.scheduling.adapter_bench import AdapterBench

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.engine.base.errors import AdapterError
 from weft.engine.checkpoint.adapters.projections import WHOLE_SUFFIX
-from weft.engine.features.lora.rows import Needs
+from weft.engine.checkpoint.adapters.rows import Needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,59 @@
+"""Creates the drafter and the gate that a worker's settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
+from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.drafts.build import head_drafters
+from weft.engine.executor.runner import ModelRunner
+from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.features.speculative.fixed_gate import FixedGate
+from weft.engine.features.speculative.gate import MeasuredGate
+from weft.engine.features.speculative.ngram import NgramDrafter
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.scheduler.ports import Drafter, DraftGate
+
+
+def make_drafter(
+    config: EngineConfig,
+    drafted: DraftedModel | None,
+    runner: ModelRunner,
+    lora: LoraPool | None,
+    wake: Callable[[], None],
+    *,
+    draws_on_device: bool,
+) -> Drafter | None:
+    """The drafter that needs no model of its own; None: nothing is drafted, or by such a model.
+
+    Args:
+        config: Settings of the engine.
+        drafted: The model with its head; None: it has none.
+        runner: Runs the model.
+        lora: Rows of adapters on the device; None: none are served.
+        wake: Called from another thread when a draft adapter was read.
+        draws_on_device: Tokens are drawn where the logits are.
+
+    Raises:
+        ConfigError: There is not enough memory for the graphs.
+    """
+    if config.drafter == "ngram":
+        return NgramDrafter()
+    if drafted is None or config.drafter not in HEAD_DRAFTERS:
+        return None
+    of = head_drafters(config, drafted, runner, lora, draws_on_device=draws_on_device)
+    plain = of(drafted)
+    if plain.is_on_device or not config.enable_lora:
+        return plain
+    return AdaptedDrafter(
+        plain, lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
+    )
+
+
+def make_gate(config: EngineConfig) -> DraftGate:
+    """The gate that the settings name."""
+    most, width = config.max_draft_tokens, config.draft_width
+    if config.draft_gate == "measured":
+        return MeasuredGate(most, width, overlaps=config.is_overlapped)
+    return FixedGate(most, width)
