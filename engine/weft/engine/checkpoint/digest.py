@@ -10,15 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.files import weight_files
 from weft.kernels.build import cache_folder
-
-if TYPE_CHECKING:
-    import torch
 
 _VERSION = b"weft-model-1"
 _DRAFT_VERSION = b"weft-draft-1"
@@ -65,13 +61,18 @@ def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes
     return _combine(_DRAFT_VERSION, fingerprint, dtype.encode(), *cached_file_digests(files))
 
 
-def head_digest(fingerprint: bytes, dtype: torch.dtype, draft_dir: Path) -> bytes:
+def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
     """`draft_digest` of a head's directory.
+
+    Args:
+        fingerprint: Of its configuration.
+        dtype: That it computes in, with or without torch's prefix.
+        draft_dir: The directory.
 
     Raises:
         ModelError: A file cannot be read.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype.removeprefix("torch.")
     try:
         return draft_digest(fingerprint, name, weight_files(draft_dir))
     except OSError as error:

@@ -1,0 +1,1 @@
+"""The host's half of drawing: sampler rows, masks, what counts of drafted tokens."""

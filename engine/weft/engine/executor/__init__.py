@@ -1,0 +1,1 @@
+"""One step on the device: inputs, CUDA graphs, forward, drawing. It knows no loop and no lease."""

@@ -1,0 +1,1 @@
+"""Guests: capabilities that the loop knows by ports alone. Only `loop.build` imports them."""

@@ -18,6 +18,7 @@ from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.drawing.draws import Drawing, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
+from weft.engine.loop.arrivals import take_transfers
 from weft.engine.loop.build import EngineParts, make_store
 from weft.engine.loop.chats import make_sessions
 from weft.engine.loop.drafting import Drafting
@@ -43,7 +44,6 @@ from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
-from weft.engine.sources.arrivals import take_transfers
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
 from weft.engine.sources.filler import Filler

@@ -1,0 +1,1 @@
+"""Pages of the KV pool: reference counts, prefix tree, keys, eviction. Pure Python."""

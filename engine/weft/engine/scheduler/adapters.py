@@ -166,7 +166,7 @@ class Adapters(Protocol):
         ...
 
     def take_changes(self) -> tuple[list[AdapterState], list[bytes]]:
-        """States that have changed since the last call, and digests of adapters that are no more."""
+        """States that have changed since the last call, and digests of adapters that are gone."""
         ...
 
     def counters(self) -> dict[str, int]:

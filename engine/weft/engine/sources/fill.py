@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from weft.engine.base.device_copies import Mark
+from weft.engine.base.marks import WorkMark
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.state import Request
@@ -88,7 +88,7 @@ class Fill:
     is_proven: bool = False
     """Whether the filler sends nothing more; what its network has taken may still arrive."""
     is_done: bool = False
-    after: Mark | None = None
+    after: WorkMark | None = None
     """Mark after which earlier uses of the pages are over; taken when the fill is accepted."""
 
     def chunk(self, index: int) -> Chunk:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from weft.engine.base.device_copies import DeviceCopies, Mark
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.marks import WorkMark
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
@@ -118,7 +119,12 @@ class PageMover:
             return self._finish(lane, numbers, staged, with_digests)
 
     def move_in(
-        self, staged: Sequence[int], pages: Sequence[int], after: Mark | None, *, with_digests: bool
+        self,
+        staged: Sequence[int],
+        pages: Sequence[int],
+        after: WorkMark | None,
+        *,
+        with_digests: bool,
     ) -> DeviceMove:
         """See `StagingMover.move_in`."""
         with self._lanes.into.begin(after) as lane:
@@ -184,7 +190,7 @@ class _Lane:
             self._copies = DeviceCopies(device)
 
     @contextmanager
-    def begin(self, after: Mark | None) -> Iterator[_Lane]:
+    def begin(self, after: WorkMark | None) -> Iterator[_Lane]:
         """Context in which enqueued work follows earlier work of the lane and the mark."""
         with self._lock, self._context():
             if after is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.engine.base.device_copies import Mark
+from weft.engine.base.marks import WorkMark
 
 
 class PagePort(Protocol):
@@ -32,7 +32,7 @@ class PagePort(Protocol):
         """Copies bytes into a page that a fill has reserved."""
         ...
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> WorkMark | None:
         """A mark of the device's work enqueued so far; None: the pool is not on a device."""
         ...
 
@@ -41,7 +41,7 @@ class PagePort(Protocol):
         tag: tuple[bytes, int],
         landed: Sequence[int],
         pages: Sequence[int],
-        after: Mark | None,
+        after: WorkMark | None,
     ) -> None:
         """Starts moving a chunk into the pool, if it is not there, and computing its digests.
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 from weft.engine.base import faults
-from weft.engine.base.device_copies import Mark
+from weft.engine.base.marks import WorkMark
 from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digester import (
     CLOSE_TIMEOUT_S,
@@ -46,7 +46,7 @@ class StagingMove(Protocol):
 class StagingMover(Protocol):
     """Copies between pool and staging area (`weft.engine.transfer.mover`)."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> WorkMark:
         """A mark of what the engine has enqueued so far. Called by the engine's thread."""
         ...
 
@@ -57,7 +57,12 @@ class StagingMover(Protocol):
         ...
 
     def move_in(
-        self, staged: Sequence[int], pages: Sequence[int], after: Mark | None, *, with_digests: bool
+        self,
+        staged: Sequence[int],
+        pages: Sequence[int],
+        after: WorkMark | None,
+        *,
+        with_digests: bool,
     ) -> StagingMove:
         """Starts copying staging pages to pages of the pool, behind a mark, and computing digests
         there.
@@ -120,7 +125,7 @@ class _Job:
     tag: Tag
     pages: list[int]
     staged: list[int]
-    after: Mark | None = None
+    after: WorkMark | None = None
 
 
 class StagedPort:
@@ -161,7 +166,7 @@ class StagedPort:
         """See `PagePort.max_queued_pages`: no more than can soon be copied."""
         return min(MAX_QUEUED_PAGES, 2 * self._area.num_sending)
 
-    def mark(self) -> Mark:
+    def mark(self) -> WorkMark:
         """See `PagePort.mark`."""
         return self._mover.mark()
 
@@ -178,7 +183,7 @@ class StagedPort:
         tag: tuple[bytes, int],
         landed: Sequence[int],
         pages: Sequence[int],
-        after: Mark | None,
+        after: WorkMark | None,
     ) -> None:
         """See `PagePort.verify`."""
         self._jobs.put(_Job(tag, list(pages), list(landed), after))

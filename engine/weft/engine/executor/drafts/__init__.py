@@ -1,0 +1,1 @@
+"""Drafts of heads on the device: chains and trees, eager and as graphs."""

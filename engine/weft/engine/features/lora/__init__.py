@@ -1,0 +1,1 @@
+"""Which adapters are on the device: loading, eviction, rows. Pure Python."""

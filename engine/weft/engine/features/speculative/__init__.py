@@ -1,0 +1,1 @@
+"""Who proposes drafts, and how many of them pay."""

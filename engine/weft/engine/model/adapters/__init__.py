@@ -1,0 +1,1 @@
+"""Reads adapters into rows of the device memory."""

@@ -71,7 +71,7 @@ def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
         _check_fc(file, config, draft_dir)
         head = EagleHead(config, target, file)
         file.finish()
-    head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
+    head.digest = head_digest(config.fingerprint(), str(target.dtype), draft_dir)
     return head
 
 

@@ -286,5 +286,5 @@ def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
     with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
         head = Eagle3Head(config, target, _Names(file, config, draft_dir))
         file.finish()
-    head.digest = head_digest(config.fingerprint(), target.dtype, draft_dir)
+    head.digest = head_digest(config.fingerprint(), str(target.dtype), draft_dir)
     return head

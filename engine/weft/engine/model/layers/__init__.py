@@ -1,0 +1,1 @@
+"""What architectures are made of: thin objects over operations of `weft.kernels`."""
