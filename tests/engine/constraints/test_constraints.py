@@ -19,6 +19,7 @@ from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.loop.llm import LLM
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Cancel, Ping, SampleProgress
+from weft.engine.scheduler.ports import Masks
 from weft.testing.engine.constrained import Desk, Outcome, check_schemas, check_valid, schema
 from weft.testing.engine.random_schemas import person, varied_schemas
 from weft.testing.models.threads import one_thread
@@ -335,7 +336,7 @@ def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
 
     def slow_once(
         state: masks.ConstraintState, tokens: Sequence[int], drafts: Sequence[int]
-    ) -> masks.Masks:
+    ) -> Masks:
         nonlocal num_masks
         num_masks += 1
         if num_masks == slow_mask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, Sample
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.runner import Drawable
-from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.scheduler.columns import NO_NUMBERS
 from weft.engine.scheduler.plan import (
     DraftTree,
@@ -26,10 +25,8 @@ from weft.engine.scheduler.plan import (
     VerifyItem,
     parents_of,
 )
+from weft.engine.scheduler.ports import Masks, MaskSource
 from weft.engine.scheduler.state import Request, end_of
-
-if TYPE_CHECKING:
-    from weft.engine.features.constraints.masks import Masks
 
 Rows = Callable[[], npt.NDArray[np.int64]]
 """Waits for the tokens and the words of a step's rows, [2, T]."""
@@ -275,7 +272,7 @@ class Drawing:
         constraints: Make masks while the forward runs.
     """
 
-    def __init__(self, sampler: Sampler, constraints: Constraints) -> None:
+    def __init__(self, sampler: Sampler, constraints: MaskSource) -> None:
         self._sampler = sampler
         self._constraints = constraints
         self._has_row = np.zeros(sampler.null_slot + 1, np.bool_)
@@ -385,7 +382,7 @@ class Drawing:
         )
 
     def take_lost_s(self) -> float:
-        """See `Constraints.take_lost_s`."""
+        """See `MaskSource.take_lost_s`."""
         return self._constraints.take_lost_s()
 
     def _take_masks(self, requests: Sequence[Request]) -> dict[int, WeftError]:

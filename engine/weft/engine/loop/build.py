@@ -58,7 +58,7 @@ from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
-from weft.engine.scheduler.ports import Drafter, DraftGate
+from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state import Request
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierParts, load_tiers
@@ -87,7 +87,7 @@ class EngineParts:
     prefixes: PrefixTree | None
     """Index of `memory`; None: no prefix caching."""
     intake: Intake
-    constraints: Constraints
+    constraints: MaskSource
     plane: Transport
     info: EngineInfo
     tiers: TierParts | None = None

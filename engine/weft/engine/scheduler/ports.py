@@ -2,13 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.errors import WeftError
 from weft.engine.protocol.adapters import AdapterOrder
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
-from weft.engine.scheduler.state import Request, State
+from weft.engine.scheduler.state import Request, RequestKey, State
+
+Mask = npt.NDArray[np.uint32]
+"""[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
+Masks = list[Mask | None]
+"""The masks of a sample in one step: of the next token, and of the one behind each of its drafts.
+None: every token may come.
+"""
+MaskRows = npt.NDArray[np.uint32]
+"""[num_slots, ceil(vocab_size / 32)]: a mask for each slot, where the sampler reads it."""
+Made = Masks | WeftError | None
+"""What becomes of a sample's masks; None: the one of the next token is in the row of its slot."""
+
+
+class MaskSource(Protocol):
+    """The constraints of requests (`weft.engine.features.constraints`): they hold requests back
+    until they are compiled, then make a mask for each token.
+    """
+
+    def admit(self, request: Request) -> bool:
+        """Whether a new request may run now; if not, `take_compiled` will return it.
+
+        Raises:
+            InvalidRequest: Its constraint can never be used here.
+            Overloaded: Too many are being compiled.
+        """
+        ...
+
+    def expect(self) -> None:
+        """Prepares for constrained requests, which may come."""
+        ...
+
+    def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
+        """Requests whose constraint has been compiled, or has failed to."""
+        ...
+
+    def end(self, request: Request, *, is_last: bool) -> None:
+        """Drops the state of a finished sample.
+
+        Args:
+            request: The sample.
+            is_last: So is its request.
+        """
+        ...
+
+    @property
+    def are_in_use(self) -> bool:
+        """Whether any unfinished request has one."""
+        ...
+
+    def begin_masks(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]] | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
+        *,
+        rows: Callable[[], MaskRows] | None = None,
+        is_awaited: bool = False,
+    ) -> None:
+        """Starts computing the masks of requests that draw in the current step, except ended ones.
+
+        Args:
+            requests: Which.
+            accepted: For each, tokens that it has already drawn in this step; None: none.
+            drafts: For each, drafts that get masks too; None: none.
+            rows: Gives the rows that masks may be written to; None: they may not.
+            is_awaited: `take_masks` follows at once.
+        """
+        ...
+
+    def take_masks(self) -> list[tuple[Request, Made]]:
+        """Waits for the masks that `begin_masks` started."""
+        ...
+
+    def take_lost_s(self) -> float:
+        """Seconds, since the last call, that steps waited where masks were too slow."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of what grows with requests."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads."""
+        ...
 
 
 class DraftGate(Protocol):

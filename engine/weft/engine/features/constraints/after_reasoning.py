@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from weft.engine.base.request import Reasoning
 from weft.engine.scheduler.plan import DraftTree, parents_of
+from weft.engine.scheduler.ports import Mask, Masks
 
 if TYPE_CHECKING:
-    from weft.engine.features.constraints.masks import ConstraintState, Mask, Masks
+    from weft.engine.features.constraints.masks import ConstraintState
 
 
 class Phase(Enum):

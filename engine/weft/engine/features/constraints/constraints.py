@@ -11,12 +11,13 @@ from weft.engine.base.errors import InvalidRequest, WeftError
 from weft.engine.base.request import MAX_CONSTRAINT_BYTES, Constraint
 from weft.engine.features.constraints.compiling import VocabularyConfig
 from weft.engine.features.constraints.grammars import Grammars
+from weft.engine.scheduler.ports import Made, MaskRows
 from weft.engine.scheduler.state import Request, RequestKey, State
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
-    from weft.engine.features.constraints.masks import ConstraintState, Made, MaskMaker, MaskRows
+    from weft.engine.features.constraints.masks import ConstraintState, MaskMaker
 
 MAX_REFUSED = 64
 """Most constraints that are remembered as taking too long."""

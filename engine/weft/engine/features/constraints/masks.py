@@ -15,8 +15,8 @@ from llguidance import LLExecutor, LLMatcher
 from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import Internal, InvalidRequest, WeftError
 from weft.engine.features.constraints.constraints import TOO_SLOW
-from weft.engine.scheduler.ports import Made, Mask, MaskRows, Masks
 from weft.engine.scheduler.plan import parents_of
+from weft.engine.scheduler.ports import Made, MaskRows, Masks
 
 if TYPE_CHECKING:
     from weft.engine.features.constraints.after_reasoning import AfterReasoning
