@@ -19,14 +19,12 @@ from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import (
     ConstraintState,
-    Mask,
     MaskJob,
     MaskMaker,
-    MaskRows,
-    Masks,
 )
 from weft.engine.features.constraints.vocabulary import tokenizer_of
 from weft.engine.scheduler.plan import DraftTree, parents_of
+from weft.engine.scheduler.ports import Mask, MaskRows, Masks
 from weft.engine.scheduler.state import State
 from weft.testing.kernels.kernel_checks import fresh_seed
 

@@ -149,10 +149,11 @@ def rest_request(model: str, ask: Ask) -> tuple[str, dict[str, Any]]:
         "temperature": ask.temperature,
         "seed": ask.seed,
         "ignore_eos": ask.ignore_eos,
-        "cache_salt": ask.salt,
         "priority": ask.priority,
         "weft_timeline": True,
     }
+    if ask.salt:
+        body["cache_salt"] = ask.salt
     if ask.stop:
         body["stop"] = [ask.stop]
     if not ask.speculates:
