@@ -44,9 +44,9 @@ from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
-from weft.engine.executor.step import StepRequests
+from weft.engine.executor.encodings import StepRequests
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Drafter

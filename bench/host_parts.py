@@ -41,7 +41,7 @@ from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan
 

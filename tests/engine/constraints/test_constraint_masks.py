@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.drafts import DraftTree, parents_of
 from weft.engine.base.errors import Internal, InvalidRequest
 from weft.engine.base.request import Constraint, SamplingParams
 from weft.engine.features.constraints import masks
@@ -23,7 +24,6 @@ from weft.engine.features.constraints.masks import (
     MaskMaker,
 )
 from weft.engine.features.constraints.vocabulary import tokenizer_of
-from weft.engine.scheduler.plan import DraftTree, parents_of
 from weft.engine.scheduler.ports import Mask, MaskRows, Masks
 from weft.engine.scheduler.state import State
 from weft.testing.kernels.kernel_checks import fresh_seed

@@ -16,7 +16,7 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.executor.step import StepArrays
+from weft.engine.executor.encodings import StepArrays
 from weft.engine.features.speculative.gate import DECAY, MeasuredGate
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 from weft.engine.loop.llm import LLM

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.executor.drafts.eagle import EagleDrafter
-from weft.engine.executor.step import PageTable
+from weft.engine.features.speculative.eagle import EagleDrafter
+from weft.engine.memory.page_table import PageTable
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import load_draft_head
 from weft.engine.model.heads.drafted import DraftedModel

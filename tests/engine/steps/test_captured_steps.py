@@ -17,7 +17,7 @@ from weft.engine.drawing.draws import Draw
 from weft.engine.drawing.sampler import SampleRow, SamplesUnderWay
 from weft.engine.executor import graphs
 from weft.engine.executor.runner import Drawable
-from weft.engine.executor.step import StepArrays
+from weft.engine.executor.encodings import StepArrays
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM
 from weft.engine.protocol.submits import Submit

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.base.config import EngineConfig
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.executor.step import ALL_BEFORE, PageTable, StepArrays, StepDecodes
+from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
+from weft.engine.memory.page_table import PageTable
 from weft.engine.model.batch import ForwardBatch
-from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
+from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
 from weft.testing.models.tiny_models import make_tiny

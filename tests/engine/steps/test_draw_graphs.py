@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.base.device_copies import Mark
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import Sampler, SampleRow
 from weft.engine.executor.device_inputs import DeviceInputs
@@ -20,8 +21,9 @@ from weft.engine.executor.device_sampling import CapturedDraws, Way
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.keeping import TokenKeeper
-from weft.engine.executor.step import PageTable, StepArrays, StepDecodes, StepRequests
-from weft.engine.scheduler.plan import LaterDrafts, Plan, PlanItem, VerifyItem
+from weft.engine.executor.encodings import StepArrays, StepDecodes, StepRequests
+from weft.engine.memory.page_table import PageTable
+from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.device_sampling import Field
 from weft.kernels.step_rows import SlotTokens

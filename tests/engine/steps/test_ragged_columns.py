@@ -18,7 +18,7 @@ from weft.engine.executor.graphs import (
     step_buckets,
 )
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.executor.step import ALL_BEFORE, StepArrays
+from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.loader import load_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.runner import ModelRunner
-from weft.engine.executor.step import ALL_BEFORE, StepArrays
+from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.model.loader import load_model
 from weft.kernels.attention import paged_attention
 from weft.testing.kernels import tree_cases

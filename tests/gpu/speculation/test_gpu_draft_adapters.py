@@ -10,7 +10,7 @@ import pytest
 from weft.engine.base.draft_shapes import tree_shapes
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.executor.drafts.captured import Graph
-from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.draft_adapter_cases import PAGE, VOCAB, DraftAdapterCase, random_prompts

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from weft.engine.base.draft_shapes import DraftShape, tree_shapes
+from weft.engine.base.drafts import DraftTree
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
-from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.engine.scheduler.plan import DraftTree, VerifyItem
+from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels import draft_tree, tree_rows
 from weft.kernels.draft_tree import DraftTrees, Expanded, Nodes
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels.step_rows import SlotTokens

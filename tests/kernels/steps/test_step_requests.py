@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.executor.ragged_columns import RaggedColumns, requests_size, write_requests
-from weft.engine.executor.step import StepArrays, StepRequests
+from weft.engine.executor.encodings import StepArrays, StepRequests
 from weft.kernels import step_requests
 from weft.kernels.gpu import step_requests as gpu_step_requests
 from weft.kernels.step_requests import DecodeColumns

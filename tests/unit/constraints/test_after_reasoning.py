@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from weft.engine.base.drafts import DraftTree, parents_of
 from weft.engine.base.errors import Internal
 from weft.engine.base.request import Reasoning
 from weft.engine.features.constraints.after_reasoning import AfterReasoning
-from weft.engine.scheduler.plan import DraftTree, parents_of
 
 VOCAB = 41
 BEGIN, UNTIL, CALL = 40, 39, 38

@@ -13,11 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from weft.engine.base.config import EvictionName
+from weft.engine.base.pages import PageCopy
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.keys import ROOT_KEY, page_key, token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
-from weft.engine.scheduler.pages import PageCopy, RequestPages
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request
 

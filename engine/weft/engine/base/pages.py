@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,3 +32,10 @@ class StagingPages(Protocol):
     def __setitem__(self, index: Any, value: Any, /) -> None:
         """Changes bytes in place."""
         ...
+
+
+class PageCopy(NamedTuple):
+    """A page whose content is copied to another one before the next step."""
+
+    source: int
+    destination: int

@@ -9,22 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from weft.engine.base.arrays import NO_NUMBERS
 from weft.engine.base.device_copies import Fetched
+from weft.engine.base.drafts import DraftTree, LaterDrafts, parents_of
 from weft.engine.base.errors import InvalidRequest, WeftError
 from weft.engine.base.request import TokenLogprob
 from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
 from weft.engine.executor.runner import Drawable
-from weft.engine.scheduler.columns import NO_NUMBERS
-from weft.engine.scheduler.plan import (
-    DraftTree,
-    LaterDrafts,
-    Plan,
-    Run,
-    VerifyItem,
-    parents_of,
-)
+from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
 from weft.engine.scheduler.state import Request, end_of
 

@@ -11,9 +11,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import DeviceCopies, PinnedBuffer
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_sampling import RowsOnDevice
+from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.lora_columns import LoraColumns
 from weft.engine.executor.ragged_columns import (
     NOTHING,
@@ -21,15 +23,8 @@ from weft.engine.executor.ragged_columns import (
     requests_size,
     write_requests,
 )
-from weft.engine.executor.step import (
-    Int32Array,
-    Int64Array,
-    PageChanges,
-    PageTable,
-    StepArrays,
-    StepDecodes,
-    StepRequests,
-)
+from weft.engine.executor.step_input import StepInput
+from weft.engine.memory.page_table import PageChanges, PageTable
 from weft.engine.model.batch import ForwardBatch
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_requests import (
@@ -271,16 +266,16 @@ class DeviceInputs:
             self.verify_rows = views.verify_rows[: len(arrays.verify_rows)]
         self.step = _step_of(views)
 
-    def send_requests(self, requests: StepRequests, columns: RaggedColumns) -> None:
+    def send_requests(self, requests: StepInput, columns: RaggedColumns) -> None:
         """Sends a step given by its requests, as `send_ragged` does."""
-        self._send_lora(requests.token_adapter_slots(), columns.num_tokens)
+        self._send_lora(requests.row_adapters(), columns.num_tokens)
         views = self.ragged_views(columns)
         self.send_drafting(requests, columns.max_requests)
         self.drawing_slots = views.drawing_slots[: requests.num_rows]
         self.verify_rows = views.verify_rows[: len(requests.slots)]
         self.step = _step_of(views)
 
-    def send_drafting(self, requests: StepRequests, num_requests: int) -> None:
+    def send_drafting(self, requests: StepInput, num_requests: int) -> None:
         """Sends requests alone, to draft for: a step of its own that is sent next takes their
         place.
 

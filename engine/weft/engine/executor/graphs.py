@@ -24,10 +24,10 @@ from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.executor.step import StepArrays, StepDecodes, StepRequests
+from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
-from weft.engine.scheduler.plan import LaterDrafts, Plan
 from weft.kernels.attention import (
     MAX_TREE_ROWS,
     gains_by_cold_prompts,
@@ -254,21 +254,22 @@ class GraphBuckets:
             return bucket
         return bucket._replace(has_lora=True)
 
-    def of_decodes(self, plan: Plan) -> GraphBucket | None:
-        """The bucket that runs a plan of decodes alone, at positions that the host knows; None:
-        there is none, or the plan has more.
+    def of_decodes(self, step: StepInput) -> GraphBucket | None:
+        """The bucket that runs a step of decodes alone, at positions that the host knows; None:
+        there is none, or the step has more.
         """
-        count = len(plan.decodes)
-        if plan.is_late is not None or not 0 < count == len(plan) or count > len(self._decode):
+        if not step.is_decodes or step.num_decodes > len(self._decode):
             return None
-        bucket = self._decode[count - 1]
-        return bucket if plan.adapter_slots is None else bucket._replace(has_lora=True)
+        bucket = self._decode[step.num_decodes - 1]
+        return bucket if step.adapters is None else bucket._replace(has_lora=True)
 
-    def of_requests(self, requests: StepRequests) -> GraphBucket | None:
+    def of_requests(self, step: StepInput) -> GraphBucket | None:
         """The bucket that runs a step given by its requests; None: it must be given by rows."""
-        sizes = self._tree if requests.has_trees else self._verify
-        bucket = sizes.with_room(len(requests.slots), requests.max_count)
-        if bucket is None or requests.adapter_slots is None:
+        if not step.is_by_requests:
+            return None
+        sizes = self._tree if step.has_trees else self._verify
+        bucket = sizes.with_room(len(step.slots), step.max_count)
+        if bucket is None or step.adapters is None:
             return bucket
         return bucket._replace(has_lora=True)
 
@@ -376,17 +377,14 @@ class StepGraphs:
         self._inputs.send_decodes(decodes, bucket.tokens)
         return self._replay(bucket)[: len(decodes.slots)]
 
-    def forward_requests(
-        self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
-    ) -> torch.Tensor:
+    def forward_requests(self, step: StepInput, bucket: GraphBucket) -> torch.Tensor:
         """`forward` of a step given by its requests, ahead of which their drafts, if there are any,
         begin.
         """
-        self._inputs.send_requests(requests, bucket.columns)
-        if drafts is not None:
-            num_before = len(requests.slots) - len(drafts)
-            drafts.begin_within(bucket.requests, requests.adapter_slots, num_before)
-        return self._replay(bucket)[: requests.num_rows]
+        self._inputs.send_requests(step, bucket.columns)
+        if step.drafts is not None:
+            step.drafts.begin_within(bucket.requests, step.adapters, step.num_decodes)
+        return self._replay(bucket)[: step.num_rows]
 
     def _replay(self, bucket: GraphBucket) -> torch.Tensor:
         graph, hidden = self._graphs[bucket]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.runner import ModelRunner
-from weft.engine.executor.step import StepArrays
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.model.interface import Model

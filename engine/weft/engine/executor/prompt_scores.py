@@ -9,40 +9,14 @@ import torch
 from weft.engine.base.device_copies import Fetched
 from weft.engine.base.request import TokenLogprob
 from weft.engine.executor.logprobs import token_logprobs
-from weft.engine.executor.step import Int32Array
-from weft.engine.scheduler.plan import Plan, PlanItem, ScoredChunk
+from weft.engine.executor.step_input import ScoredRows
 
 ROWS_AT_ONCE = 64
 """Rows whose logits exist at a time: all of a chunk's are larger than its other states."""
 
 
-def scored_chunks(plan: Plan, cu_q_lens: Int32Array) -> list[ScoredChunk]:
-    """The chunks of a plan whose prompts want log-probabilities, without those that have no token
-    behind them.
-
-    Args:
-        plan: Its chunks come last in the step.
-        cu_q_lens: Start of each request's rows, [R + 1].
-    """
-    found, before = [], len(cu_q_lens) - 1 - len(plan.chunks)
-    for number, item in enumerate(plan.chunks, before):
-        num_top = item.request.prompt_logprobs
-        if num_top is not None and (count := _num_scored(item)) > 0:
-            row, first = int(cu_q_lens[number]) + item.has_lead, item.start + 1
-            tokens = item.request.tokens[first : first + count]
-            rows = np.arange(row, row + count)
-            found.append(ScoredChunk(item.request, num_top, rows, tokens, first))
-    return found
-
-
-def _num_scored(item: PlanItem) -> int:
-    """Number of a chunk's rows that are followed by a token of the prompt."""
-    last_scored = item.request.num_prompt_tokens - 1
-    return min(item.start + item.num_tokens, last_scored) - item.start
-
-
 class PromptScores:
-    """Implements `LaterScores`.
+    """Log-probabilities of a step's prompt tokens, which may still be computed.
 
     Args:
         chunks: At least one.
@@ -52,7 +26,7 @@ class PromptScores:
 
     def __init__(
         self,
-        chunks: Sequence[ScoredChunk],
+        chunks: Sequence[ScoredRows],
         hidden: torch.Tensor,
         logits_of: Callable[[int, int], torch.Tensor],
     ) -> None:
@@ -67,14 +41,14 @@ class PromptScores:
                 parts.append(_scores(logits_of(first, end), tokens[first:end], most))
             self._fetched = Fetched(torch.cat(parts))
 
-    def wait(self) -> list[tuple[ScoredChunk, list[TokenLogprob]]]:
-        """See `LaterScores.wait`."""
+    def wait(self) -> list[tuple[ScoredRows, list[TokenLogprob]]]:
+        """Waits for them: one of each chunk's tokens."""
         columns = self._fetched.wait().double().numpy()
         most = (columns.shape[1] - 1) // 2
         found, begin = [], 0
         for chunk in self._chunks:
-            own = columns[begin : begin + len(chunk.rows)]
-            begin += len(chunk.rows)
+            own = columns[begin : begin + len(chunk.tokens)]
+            begin += len(chunk.tokens)
             by_row = token_logprobs(
                 dict.fromkeys(range(len(own)), chunk.num_top),
                 np.array(chunk.tokens, np.int64),

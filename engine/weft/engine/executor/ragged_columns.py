@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from weft.engine.executor.step import ALL_BEFORE, StepArrays, StepRequests
+from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
+from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.kernels.step_requests import StepColumns
 
@@ -19,13 +20,13 @@ NOTHING = -1
 
 def requests_size(num_requests: int) -> int:
     """Length of the int64 column that gives a step by so many requests: whether it does, and four
-    rows of `StepRequests`.
+    rows of `StepInput`.
     """
     return 1 + 4 * num_requests
 
 
 def write_requests(
-    host: npt.NDArray[np.uint8], requests: StepRequests, num_requests: int, null_row: int
+    host: npt.NDArray[np.uint8], requests: StepInput, num_requests: int, null_row: int
 ) -> int:
     """Writes that column, padded to so many requests; returns the bytes used.
 
@@ -39,7 +40,9 @@ def write_requests(
     given = host[:used].view(np.int64)
     given[0] = 1
     columns = given[1:].reshape(4, num_requests)
-    for column, values in zip(columns, requests[:4], strict=True):
+    assert requests.limits is not None, "the host knows tokens of the step"
+    values_of = requests.slots, requests.starts, requests.counts, requests.limits
+    for column, values in zip(columns, values_of, strict=True):
         column[:count] = values
     if count < num_requests:
         columns[:, count:] = ((null_row,), (0,), (0,), (1,))

@@ -11,29 +11,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.pages import PageCopy
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
 from weft.engine.executor.draw_graphs import DrawGraphs
+from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.keeping import KeptStates, TokenKeeper
-from weft.engine.executor.prompt_scores import PromptScores, scored_chunks
-from weft.engine.executor.step import (
-    Int32Array,
-    Int64Array,
-    PageTable,
-    StepArrays,
-    StepDecodes,
-    StepRequests,
-)
+from weft.engine.executor.prompt_scores import PromptScores
+from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.page_table import PageTable
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.interface import Model
-from weft.engine.scheduler.pages import PageCopy
-from weft.engine.scheduler.plan import LaterDrafts, Plan, ScoredChunk
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.device_sampling import SlotTables
@@ -63,6 +58,17 @@ class Drawable(NamedTuple):
     """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
     None: the step verifies no drafts.
     """
+
+
+class Launched(NamedTuple):
+    """What becomes of a step that has begun."""
+
+    drawable: Drawable | None
+    """What tokens are drawn from: a row for each decode, then one for each row of the requests with
+    drafts, then one for each piece of a prompt that draws; None: nothing draws.
+    """
+    scores: PromptScores | None = None
+    """Log-probabilities of prompts; None: none are wanted."""
 
 
 class Verifying(NamedTuple):
@@ -117,7 +123,7 @@ class ModelRunner:
         self._model = model
         self._on_capture = on_capture
         self._lora = lora
-        self._page_size = layout.page_size
+        self.page_size = self._page_size = layout.page_size
         dtype = getattr(torch, layout.dtype)
         try:
             self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
@@ -209,47 +215,41 @@ class ModelRunner:
         """Clears the slot's page table row for its next request."""
         self._page_table.clear(slot)
 
-    def forward(self, plan: Plan) -> Drawable | None:
-        """Starts one step; on a GPU without waiting for it.
-
-        Returns:
-            What tokens are drawn from: a row for each decode, then one for each token of requests
-            with drafts, then one for each chunk that samples; None if there is none.
-        """
+    def launch(self, step: StepInput) -> Launched:
+        """Starts one step; on a GPU without waiting for it."""
         if self.graphs is not None:
-            if bucket := self.graphs.buckets.of_decodes(plan):
-                return self._forward_decodes(plan, bucket)
-            requests = StepRequests.of_plan(plan, self._page_table, self._page_size)
-            bucket = None if requests is None else self.graphs.buckets.of_requests(requests)
-            if requests is not None and bucket is not None:
-                drafts = plan.drafts if isinstance(plan.drafts, LaterDrafts) else None
-                return self._forward_requests(requests, drafts, bucket)
-        if isinstance(plan.drafts, LaterDrafts):
+            if bucket := self.graphs.buckets.of_decodes(step):
+                return Launched(self._launch_decodes(step, bucket))
+            if bucket := self.graphs.buckets.of_requests(step):
+                return Launched(self._launch_requests(step, bucket))
+        if step.drafts is not None:
             with torch.inference_mode():
-                plan.drafts.begin()
-        arrays = StepArrays.of_plan(plan, self._page_table, self._page_size)
-        chunks = scored_chunks(plan, arrays.cu_q_lens) if plan.chunks else []
-        if chunks:
-            hidden, bucket = self._scored(plan, chunks, arrays), None
+                step.drafts.begin()
+        if step.pages is not None:
+            new = np.flatnonzero(step.pages >= 0)
+            self._page_table.note(step.slots[new], step.bounds[new] // self._page_size)
+        arrays, scores = StepArrays.of_step(step, self._page_table, self._page_size), None
+        if step.scores:
+            (hidden, scores), bucket = self._scored(step.scores, arrays), None
         else:
             hidden, bucket = self._hidden(arrays)
         self._verifying = None
         if arrays.verify_rows is not None:
-            step, rows = self._step, torch.from_numpy(arrays.verify_rows)
+            rows_of, rows = self._step, torch.from_numpy(arrays.verify_rows)
             if self._inputs is not None:
-                step, rows = self._inputs.step, self._inputs.verify_rows
-            assert step is not None
+                rows_of, rows = self._inputs.step, self._inputs.verify_rows
+            assert rows_of is not None
             num_rows = int((arrays.verify_rows >= 0).sum())
-            self._verifying = Verifying(step, rows, num_rows)
+            self._verifying = Verifying(rows_of, rows, num_rows)
         if not hidden.shape[0]:
-            return None
+            return Launched(None, scores)
         on_device = None
         has_trees = arrays.ancestors is not None and len(arrays.sources) > arrays.num_decodes
         if self._inputs is not None:
             is_late = has_trees or arrays.owners.max(initial=-1) >= 0
             if is_late or arrays.is_decode:
                 on_device = partial(self._inputs.drawing_rows, arrays)
-        return Drawable(
+        drawable = Drawable(
             partial(self._logits, hidden, arrays),
             arrays.drawing_slots,
             arrays.drawing_positions,
@@ -257,38 +257,36 @@ class ModelRunner:
             captured=self._captured(arrays, bucket),
             rows=None if self._verifying is None else partial(_rows_of, self._verifying),
         )
+        return Launched(drawable, scores)
 
-    def _forward_decodes(self, plan: Plan, bucket: GraphBucket) -> Drawable:
-        """`forward` of a plan of decodes alone."""
+    def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Drawable:
+        """`launch` of a step of decodes alone."""
         assert self.graphs is not None
         assert self._inputs is not None
-        decodes = StepDecodes.of_plan(plan, self._page_table, self._page_size)
         with torch.inference_mode():
-            hidden = self.graphs.forward_decodes(decodes, bucket)
-        self._verifying, count = None, len(plan.decodes)
+            hidden = self.graphs.forward_decodes(StepDecodes.of_step(step), bucket)
+        self._verifying, count = None, step.num_decodes
         captured = None
         if self._draws is not None and self._draws.has(bucket, count):
             captured = partial(self._draws.begin, bucket, count)
-        logits = partial(self._logits_of, hidden, decodes.adapter_slots)
+        logits = partial(self._logits_of, hidden, step.adapters)
         on_device = partial(self._inputs.drawing_rows_of, count)
-        return Drawable(logits, plan.slots, plan.starts + 1, on_device, captured)
+        return Drawable(logits, step.slots, step.bounds + 1, on_device, captured)
 
-    def _forward_requests(
-        self, requests: StepRequests, drafts: LaterDrafts | None, bucket: GraphBucket
-    ) -> Drawable:
-        """`forward` of a step given by its requests."""
+    def _launch_requests(self, step: StepInput, bucket: GraphBucket) -> Drawable:
+        """`launch` of a step given by its requests."""
         assert self.graphs is not None
         assert self._inputs is not None
         with torch.inference_mode():
-            hidden = self.graphs.forward_requests(requests, drafts, bucket)
-        step, count = self._inputs.step, requests.num_rows
-        assert step is not None
-        self._verifying = Verifying(step, self._inputs.verify_rows, count)
+            hidden = self.graphs.forward_requests(step, bucket)
+        sent, count = self._inputs.step, step.num_rows
+        assert sent is not None
+        self._verifying = Verifying(sent, self._inputs.verify_rows, count)
         captured = None
         if self._draws is not None and self._draws.has(bucket, count):
             captured = partial(self._draws.begin, bucket, count)
-        slots, positions = requests.rows()
-        logits = partial(self._logits_of, hidden, requests.token_adapter_slots())
+        slots, positions = step.rows()
+        logits = partial(self._logits_of, hidden, step.row_adapters())
         on_device = partial(self._inputs.drawing_rows_of, count)
         rows = partial(_rows_of, self._verifying)
         return Drawable(logits, slots, positions + 1, on_device, captured, rows)
@@ -353,11 +351,14 @@ class ModelRunner:
             return self._model.forward(self._batch(arrays), self.pool), None
 
     def _scored(
-        self, plan: Plan, chunks: Sequence[ScoredChunk], arrays: StepArrays
-    ) -> torch.Tensor:
-        """`_hidden`, and the log-probabilities of these chunks, begun."""
+        self, scored: Sequence[ScoredRows], arrays: StepArrays
+    ) -> tuple[torch.Tensor, PromptScores]:
+        """`_hidden`, and the log-probabilities of these rows, begun."""
         count = len(arrays.logits_rows)
-        rows = np.concatenate([chunk.rows for chunk in chunks])
+        firsts = [int(arrays.cu_q_lens[one.request]) + one.first_row for one in scored]
+        rows = np.concatenate(
+            [first + np.arange(len(one.tokens)) for first, one in zip(firsts, scored, strict=True)]
+        )
         with torch.inference_mode():
             batch = self._batch(arrays)
             more = torch.from_numpy(rows).to(self.device)
@@ -369,8 +370,7 @@ class ModelRunner:
             own = None if slots is None else slots[first:end]
             return self._logits_of(hidden[count + first : count + end], own)
 
-        plan.scores = PromptScores(chunks, hidden[count:], logits)
-        return hidden[:count]
+        return hidden[:count], PromptScores(scored, hidden[count:], logits)
 
     def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
         token_slots = arrays.adapter_slots

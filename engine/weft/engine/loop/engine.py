@@ -440,7 +440,7 @@ class Engine:
         num_surplus = 0
         runs: Sequence[Run] = ()
         if plan.scores is not None:
-            self._new_tokens.take_prompt(plan.scores)
+            self._new_tokens.take_prompt(plan, plan.scores)
         if drawn is not None:
             num_surplus, runs = self._take_tokens(drawn, plan), drawn.runs
         self.stats.step(plan, duration_s, self.costs, num_surplus, runs)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.request import TokenLogprob
 from weft.engine.drawing.draws import Drawn
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.protocol.submits import TokenColumns, Tokens
-from weft.engine.scheduler.columns import Int64Array, RequestColumns
+from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.plan import LaterScores, Plan, Run
 from weft.engine.scheduler.running import RunningPlans
 from weft.engine.scheduler.state import Request, State, end_of
@@ -105,13 +106,14 @@ class NewTokens:
             num_surplus += self._take(others, drawn, positions[count:], count, ends)
         return ends, num_surplus
 
-    def take_prompt(self, scores: LaterScores) -> None:
-        """Emits the log-probabilities of prompts."""
-        for chunk, logprobs in scores.wait():
-            request = chunk.request
+    def take_prompt(self, plan: Plan, scores: LaterScores) -> None:
+        """Emits the log-probabilities of the prompts of a plan's chunks."""
+        before = len(plan.decodes) + len(plan.verifies)
+        for scored, logprobs in scores.wait():
+            request, start, *_ = plan.chunks[scored.request - before]
             if request.state is not State.FINISHED:
-                self._out.prompt_logprobs(request.key, chunk.first_position, logprobs)
-                if chunk.first_position + len(logprobs) == request.num_prompt_tokens:
+                self._out.prompt_logprobs(request.key, start + 1, logprobs)
+                if start + 1 + len(logprobs) == request.num_prompt_tokens:
                     request.prompt_logprobs = None
 
     def _take(

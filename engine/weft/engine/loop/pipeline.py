@@ -22,6 +22,7 @@ from weft.engine.base.clock import Clock
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.give_way import HostPriority
 from weft.engine.drawing.draws import Draw, Drawing, Drawn
+from weft.engine.drawing.encode import step_input
 from weft.engine.executor.runner import Drawable, ModelRunner
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.scheduler.plan import Plan
@@ -167,7 +168,10 @@ class StepPipeline:
                 began_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - began_at
-            step.drawable = self._runner.forward(plan)
+            launched = self._runner.launch(
+                step_input(plan, self._runner.page_table, self._runner.page_size)
+            )
+            step.drawable, plan.scores = launched
         except Exception as error:
             self._fail(step, error)
         return step

@@ -9,14 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+from weft.engine.base.arrays import BoolArray, Int64Array
 from weft.engine.scheduler.state import Request
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-NO_NUMBERS: Int64Array = np.zeros(0, np.int64)
-
 
 _MANY_END_TOKENS = 4096
 """Number of tokens that end requests from which on those of requests that are gone are dropped."""

@@ -18,19 +18,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from weft.engine.base.pages import PageCopy
 from weft.engine.memory.keys import token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import NO_MATCH, Match, Node, PrefixTree
 from weft.engine.scheduler.state import Request
-
-
-class PageCopy(NamedTuple):
-    """A page whose content is copied to another one before the next step."""
-
-    source: int
-    destination: int
 
 
 class RequestPages:

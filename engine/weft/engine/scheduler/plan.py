@@ -6,18 +6,14 @@ kept in columns, so that Python touches one of them only where something about i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, overload
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
+from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Int64Array
 from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.request import TokenLogprob
-from weft.engine.scheduler.columns import (
-    NO_NUMBERS,
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    RequestColumns,
-)
+from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.state import Request
 
 
@@ -62,105 +58,19 @@ class VerifyItem(NamedTuple):
         return self.request.num_verifying > (self.max_accepted > 0)
 
 
-class DraftTree(list[int]):
-    """Drafts of one request that form a tree, parents before children.
-
-    Row 0 of the request is its last token, row i + 1 its draft i.
-
-    Args:
-        tokens: Tokens of the drafts.
-        parents: For each draft, the row of its parent.
-    """
-
-    def __init__(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        super().__init__(tokens)
-        self.parents = parents
-
-
-def parents_of(drafts: Sequence[int]) -> Sequence[int]:
-    """For each draft of a request, the row of its parent."""
-    return drafts.parents if isinstance(drafts, DraftTree) else range(len(drafts))
-
-
-Fetch = Callable[[], list[list[int]]]
-"""Waits for the drafts of each request."""
-
-
-class LaterDrafts(Sequence[list[int]]):
-    """Drafts of requests that lie on the device, where they may still be computed.
-
-    Args:
-        counts: Number of drafts of each request.
-    """
-
-    def __init__(self, counts: Sequence[int]) -> None:
-        self.counts = counts
-        self._fetch: Fetch | None = None
-        self._fetched: list[list[int]] | None = None
-
-    def begin(self) -> None:
-        """Starts what has not begun, with inputs of its own; the device is told to run the step
-        afterwards.
-        """
-
-    def begin_within(
-        self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
-    ) -> None:
-        """Starts what has not begun, with the inputs of the step itself, which were sent just now.
-
-        Args:
-            num_requests: That the step is padded to.
-            adapter_slots: Adapter slots of the step's requests, [R]; None: none has an adapter.
-            num_before: Number of the step's requests before these.
-        """
-
-    def come_with(self, fetch: Fetch) -> None:
-        """Notes that they come to the host, as with the tokens of the step that verifies them;
-        `fetch` waits for them.
-        """
-        self._fetch = fetch
+class Scored(Protocol):
+    """Rows of a request whose prompt's log-probabilities were wanted."""
 
     @property
-    def is_coming(self) -> bool:
-        """Whether they come to the host, so that they can be asked for."""
-        return self._fetch is not None
-
-    def __len__(self) -> int:
-        """Number of requests."""
-        return len(self.counts)
-
-    @overload
-    def __getitem__(self, index: int) -> list[int]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[list[int]]: ...
-
-    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
-        """The drafts of a request; waits for all of them."""
-        if self._fetched is None:
-            assert self._fetch is not None, "the drafts are not on their way to the host"
-            self._fetched = self._fetch()
-        return self._fetched[index]
-
-
-class ScoredChunk(NamedTuple):
-    """Rows of a step behind each of which the next token of the prompt is known."""
-
-    request: Request
-    num_top: int
-    """Alternatives wanted for each token."""
-    rows: Int64Array
-    """Rows of the step."""
-    tokens: list[int]
-    """The prompt's token behind each of them."""
-    first_position: int
-    """Position of the first of these tokens."""
+    def request(self) -> int:
+        """Number of the request in the step."""
+        ...
 
 
 class LaterScores(Protocol):
     """Log-probabilities of a step's prompt tokens, which may still be computed."""
 
-    def wait(self) -> list[tuple[ScoredChunk, list[TokenLogprob]]]:
+    def wait(self) -> Sequence[tuple[Scored, list[TokenLogprob]]]:
         """Waits for them: one of each chunk's tokens."""
         ...
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from weft.engine.base.arrays import BoolArray
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
-from weft.engine.scheduler.columns import BoolArray, RequestColumns, RunningColumns
+from weft.engine.scheduler.columns import RequestColumns, RunningColumns
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, PlanItem, VerifyItem

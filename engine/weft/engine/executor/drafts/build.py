@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from weft.engine.base.config import HEAD_DRAFTERS, MAX_TREE_NODES, EngineConfig
@@ -12,7 +11,6 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows, DraftAdapterFiles
-from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.executor.graphs import TREE_REQUESTS, capturing
 from weft.engine.executor.runner import ModelRunner
@@ -59,40 +57,18 @@ def describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
     return [f"drafts: {who}{'; ' if head else ''}{head}"]
 
 
-def head_drafters(
-    config: EngineConfig,
-    drafted: DraftedModel,
-    runner: ModelRunner,
-    lora: LoraPool | None,
-    *,
-    draws_on_device: bool,
-) -> Callable[[DraftedModel], EagleDrafter]:
-    """Captures the graphs of a head's drafts where steps are captured.
-
-    Returns:
-        Makes the drafter of a head. If the first one is not on the device, which it is with graphs
-        of chains, each draft adapter needs a copy of the head and a drafter of its own.
+def head_graphs(
+    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
+) -> tuple[ChainGraphs | None, TreeGraphs | None]:
+    """Captures a head's chains and trees where steps are captured.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
     """
     if lora is not None and not lora.takes_drafts:
         lora = None  # Graphs with adapters would be as those without.
-    graphs = _chain_graphs(config, drafted, runner, lora)
-    trees = _tree_graphs(config, drafted, runner, lora)
-
-    def of(model: DraftedModel) -> EagleDrafter:
-        return EagleDrafter(
-            model,
-            runner.pool,
-            runner.page_table,
-            config.page_size,
-            graphs,
-            trees,
-            waits_for_trees=not draws_on_device,
-        )
-
-    return of
+    chains = _chain_graphs(config, drafted, runner, lora)
+    return chains, _tree_graphs(config, drafted, runner, lora)
 
 
 def _chain_graphs(

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import PinnedBuffers
-from weft.engine.executor.step import Int64Array
 
 
 class DevicePageTable(Protocol):

@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import NO_NUMBERS, Int32Array
 from weft.engine.base.device_copies import HostCopies
 from weft.engine.base.draft_shapes import depths_up_to
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.captured import Capture, capture_each
 from weft.engine.executor.drafts.draft_rows import AdapterRows
-from weft.engine.executor.step import Int32Array, PageTable, StepRequests
+from weft.engine.executor.step_input import StepInput
 from weft.engine.model.heads.drafted import DraftedModel
-from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
 from weft.kernels.draft_head import DraftChains
 from weft.kernels.slot_rows import take_rows
 from weft.kernels.step_rows import SlotTokens, chain_places
 
-_NOTHING = np.zeros(0, np.int64)
-_NO_REQUESTS = StepRequests(
-    _NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, 0, 0, None, has_trees=False
+_NO_REQUESTS = StepInput(
+    slots=NO_NUMBERS, starts=NO_NUMBERS, bounds=NO_NUMBERS, counts=NO_NUMBERS, limits=NO_NUMBERS
 )
 
 
@@ -92,10 +92,10 @@ class StaticChains:
             return False
         return self._adapters.are_used(adapter_slots)
 
-    def send(self, requests: StepRequests, shape: ChainShape) -> None:
+    def send(self, requests: StepInput, shape: ChainShape) -> None:
         """Sends inputs, padded to `shape`, without waiting."""
         self._inputs.send_drafting(requests, shape.requests)
-        self.send_adapters(requests.adapter_slots, shape)
+        self.send_adapters(requests.adapters, shape)
 
     def send_adapters(self, adapter_slots: Int32Array | None, shape: ChainShape) -> None:
         """Sends the part of `send` that a step does not bring: draft adapters, if `shape` has any.
@@ -170,13 +170,13 @@ class ChainGraphs:
             )
         return self._found[key]
 
-    def forward(self, requests: StepRequests, depth: int) -> torch.Tensor:
+    def forward(self, requests: StepInput, depth: int) -> torch.Tensor:
         """Starts chains of at least `depth` drafts.
 
         Returns:
             [depth or more, requests or more] int64: the drafts, until the next ones are made.
         """
-        has_lora = self._chains.needs_lora(requests.adapter_slots)
+        has_lora = self._chains.needs_lora(requests.adapters)
         shape = self.shape_of(depth, len(requests.slots), has_lora=has_lora)
         self._chains.send(requests, shape)
         return self._replay(shape)
@@ -210,33 +210,34 @@ class ChainGraphs:
 
 
 class LaterChains(LaterDrafts):
-    """Drafts of chains by graphs, which the runner begins.
-
-    Those of constrained requests come to the host before the step that verifies them has run, so
-    that masks are made in the meantime.
+    """Drafts of chains by graphs, which the executor begins.
 
     Args:
         graphs: Make them.
-        items: Requests to draft for, each its most.
-        table: Page numbers by slot; the requests' pages are entered.
-        page_size: Token positions a page.
+        counts: Number of drafts of each request.
+        requests: Gives the requests to draft for, where the step does not.
+        to_host: They come to the host before the step that verifies them has run, so that masks are
+            made in the meantime.
     """
 
     def __init__(
-        self, graphs: ChainGraphs, items: Sequence[VerifyItem], table: PageTable, page_size: int
+        self,
+        graphs: ChainGraphs,
+        counts: Sequence[int],
+        requests: Callable[[], StepInput],
+        *,
+        to_host: bool,
     ) -> None:
-        super().__init__([item.max_drafts for item in items])
+        super().__init__(counts)
         self._graphs = graphs
-        self._items = items
-        self._table = table
-        self._page_size = page_size
+        self._requests = requests
+        self._to_host = to_host
         self._depth = max(self.counts, default=0)
 
     def begin(self) -> None:
         """See `LaterDrafts.begin`."""
         if self._depth:
-            requests = StepRequests.of_items(self._items, self.counts, self._table, self._page_size)
-            self._fetch_if_needed(self._graphs.forward(requests, self._depth), 0)
+            self._fetch_if_needed(self._graphs.forward(self._requests(), self._depth), 0)
 
     def begin_within(
         self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
@@ -247,8 +248,8 @@ class LaterChains(LaterDrafts):
             self._fetch_if_needed(found, num_before)
 
     def _fetch_if_needed(self, found: torch.Tensor, first: int) -> None:
-        """Begins to copy the drafts to the host, if it needs any; `first` is the items' column."""
-        if any(item.request.params.constraint is not None for item in self._items):
+        """Begins to copy the drafts to the host, if it needs any; `first` is their first column."""
+        if self._to_host:
             wait_for_drafts = self._graphs.fetch(found)
             self.come_with(lambda: self._chains_in(wait_for_drafts(), first))
 

@@ -14,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import PinnedBuffers
 from weft.engine.base.errors import AdapterError
 from weft.engine.checkpoint.adapters.projections import Projection
 from weft.engine.executor.lora_columns import LoraColumns
-from weft.engine.executor.step import Int32Array, Int64Array
 from weft.engine.model.adapters.adapter import LoraPair
 from weft.engine.model.adapters.draft_adapter import MODULES, read_draft_pairs
 from weft.kernels.lora import LoraSegments, LoraStep

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.executor.drafts.captured import (
     Capture,
@@ -16,10 +17,8 @@ from weft.engine.executor.drafts.captured import (
     capture_each,
 )
 from weft.engine.executor.drafts.draft_rows import AdapterRows
-from weft.engine.executor.step import LATE, Int64Array, PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.engine.scheduler.plan import VerifyItem
 from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.slot_rows import take_rows
 from weft.kernels.step_rows import SlotTokens, chain_places
@@ -38,18 +37,6 @@ class TreeArrays(NamedTuple):
     """Most drafts that may be accepted at once, [R]."""
     adapter_slots: Int64Array
     """Slots of their adapters, [R]; 0: none."""
-
-    @classmethod
-    def of_items(cls, items: Sequence[VerifyItem], table: PageTable, page_size: int) -> TreeArrays:
-        """Builds the arrays; enters the requests' pages into the table."""
-        columns: list[tuple[int, int, int, int, int]] = []
-        for item in items:
-            request = item.request
-            table.extend(request.slot, request.pages)
-            start = LATE if item.starts_late else item.start
-            limit = len(request.pages) * page_size
-            columns.append((request.slot, start, limit, item.max_accepted, request.adapter_slot))
-        return cls(*np.array(columns, np.int64).reshape(-1, 5).T)
 
 
 class TreeBucket(NamedTuple):

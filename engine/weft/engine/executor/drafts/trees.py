@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import DeviceCopies
 from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.executor.step import PageTable
+from weft.engine.base.drafts import DraftTree
+from weft.engine.executor.drafts.eager_chains import LastTokens
+from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.heads.eagle3 import Eagle3Head
-from weft.engine.scheduler.plan import DraftTree, VerifyItem
 from weft.kernels.draft_tree import DraftTrees
 from weft.kernels.tree_rows import parent_of
 
@@ -26,21 +28,13 @@ def tree_of(tokens: Sequence[int], words: Sequence[int]) -> DraftTree:
     return DraftTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
 
 
-def step_shape(items: Sequence[VerifyItem]) -> DraftShape:
-    """Shape of a step's trees: the nodes and levels of the largest one."""
-    shapes = [item.tree for item in items if item.tree is not None]
-    width, depth = shapes[0].width, max(shape.depth for shape in shapes)
-    shape = DraftShape(max(item.max_drafts for item in items), depth, width)
-    return shape._replace(num_drafts=min(shape.num_drafts, shape.num_grown))
-
-
 class EagerTrees:
     """Grows trees for steps whose start the host knows.
 
     Args:
         model: Target and head.
         pool: The target's.
-        table: Page numbers by slot; the requests' pages are entered.
+        table: Page numbers by slot.
         page_size: Token positions a page.
     """
 
@@ -53,28 +47,22 @@ class EagerTrees:
         self._page_size = page_size
         self._copies = DeviceCopies(pool.device)
 
-    def draft(self, items: Sequence[VerifyItem]) -> list[list[int]]:
-        """See `Drafter.draft`; waits for them."""
-        drafts: list[list[int]] = [[] for _ in items]
-        wanted = [index for index, item in enumerate(items) if item.max_drafts > 0]
-        if wanted:
-            tokens, words = self._run([items[index] for index in wanted])
-            columns = zip(tokens.t().tolist(), words.t().tolist(), strict=True)
-            for index, (own_tokens, own_words) in zip(wanted, columns, strict=True):
-                count = items[index].max_drafts
-                drafts[index] = tree_of(own_tokens[:count], own_words[:count])
-        return drafts
+    def grow(
+        self, lasts: LastTokens, limits: Int64Array, depths: Int64Array, shape: DraftShape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Grows trees behind last tokens, and waits for them.
 
-    def _run(self, items: Sequence[VerifyItem]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Grows the trees; returns tokens and ancestor words [nodes, R], on the host."""
-        shape, size = step_shape(items), self._page_size
-        for item in items:
-            self._table.extend(item.request.slot, item.request.pages)
-        slots = np.array([item.request.slot for item in items], np.int64)
-        starts = np.array([item.start for item in items], np.int64)
-        tokens = np.array([item.request.tokens[item.start] for item in items], np.int64)
-        depths = np.array([item.tree.depth if item.tree else 0 for item in items], np.int64)
-        limits = np.array([len(item.request.pages) * size for item in items], np.int64)
+        Args:
+            lasts: The requests.
+            limits: Positions from which on each has no pages, [R].
+            depths: Levels of each one's tree, [R].
+            shape: Of the largest one.
+
+        Returns:
+            Tokens and ancestor words, [nodes, R], on the host.
+        """
+        (slots, starts, tokens), size = lasts, self._page_size
+        count = len(slots)
         num_places = 1 + shape.width * (shape.depth - 1)
         wanted = starts[:, None] + np.arange(num_places)
         is_there = wanted < limits[:, None]
@@ -83,10 +71,10 @@ class EagerTrees:
         places = np.where(is_there, places * size + positions % size, 0)
         # Trees without places of their own have rows in the null page.
         num_pages = max(int(positions.max()), num_places) // size + 1
-        pages = np.zeros((len(items), num_pages), np.int32)
+        pages = np.zeros((count, num_pages), np.int32)
         known = self._table.pages[slots, :num_pages]
         pages[:, : known.shape[1]] = known
-        each = np.arange(len(items) + 1, dtype=np.int32)
+        each = np.arange(count + 1, dtype=np.int32)
         columns = (slots, tokens, starts, depths, places.T, limits, each, pages)
         sent = self._copies.send(columns)
         device_slots, token_ids, device_starts, max_depths, device_places, ends, *rest = sent
@@ -95,10 +83,10 @@ class EagerTrees:
             depth=shape.depth,
             num_nodes=shape.num_drafts,
             starts=device_starts,
-            slots=device_places.view(num_places, len(items)),
+            slots=device_places.view(num_places, count),
             is_whole=device_starts + num_places <= ends,
             max_depths=max_depths,
-            page_table=rest[1].view(len(items), num_pages),
+            page_table=rest[1].view(count, num_pages),
             cu_q_lens=rest[0],
             max_kv_len=num_pages * size,
         )

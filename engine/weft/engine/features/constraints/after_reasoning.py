@@ -16,8 +16,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from weft.engine.base.drafts import DraftTree, parents_of
 from weft.engine.base.request import Reasoning
-from weft.engine.scheduler.plan import DraftTree, parents_of
 from weft.engine.scheduler.ports import Mask, Masks
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 from weft.engine.base.cores import num_cores
+from weft.engine.base.drafts import parents_of
 from weft.engine.base.errors import Internal, InvalidRequest, WeftError
 from weft.engine.features.constraints.constraints import TOO_SLOW
-from weft.engine.scheduler.plan import parents_of
 from weft.engine.scheduler.ports import Made, MaskRows, Masks
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
-from weft.engine.executor.drafts.build import head_drafters
+from weft.engine.executor.drafts.build import head_graphs
 from weft.engine.executor.runner import ModelRunner
 from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.features.speculative.gate import MeasuredGate
 from weft.engine.features.speculative.ngram import NgramDrafter
@@ -42,10 +43,23 @@ def make_drafter(
         return NgramDrafter()
     if drafted is None or config.drafter not in HEAD_DRAFTERS:
         return None
-    of = head_drafters(config, drafted, runner, lora, draws_on_device=draws_on_device)
+    graphs, trees = head_graphs(config, drafted, runner, lora)
+
+    def of(model: DraftedModel) -> EagleDrafter:
+        return EagleDrafter(
+            model,
+            runner.pool,
+            runner.page_table,
+            config.page_size,
+            graphs,
+            trees,
+            waits_for_trees=not draws_on_device,
+        )
+
     plain = of(drafted)
     if plain.is_on_device or not config.enable_lora:
         return plain
+    # Each draft adapter needs a copy of the head and a drafter of its own.
     return AdaptedDrafter(
         plain, lambda folder: of(drafted.adapted(folder)), drafted.head.layer_bytes, wake
     )

@@ -8,6 +8,7 @@ from math import sqrt
 
 from weft.engine.base.config import MAX_TREE_REQUESTS
 from weft.engine.base.draft_shapes import DraftShape, depths_up_to, tree_shapes
+from weft.engine.base.drafts import parents_of
 from weft.engine.features.speculative.step_times import (
     MEASURED_WEIGHT,
     StepTaken,
@@ -15,7 +16,7 @@ from weft.engine.features.speculative.step_times import (
     size_class,
 )
 from weft.engine.scheduler.acceptance import Acceptance
-from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem, parents_of
+from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int64Array
+from weft.engine.executor.encodings import DRAWN, StepArrays
 from weft.engine.executor.runner import ModelRunner
-from weft.engine.executor.step import DRAWN, Int64Array, StepArrays
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter

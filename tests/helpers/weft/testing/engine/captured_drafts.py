@@ -9,12 +9,12 @@ from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows
-from weft.engine.executor.drafts.eagle import EagleDrafter
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.executor.runner import ModelRunner
-from weft.engine.executor.step import PageTable
 from weft.engine.features.speculative.adapted import AdaptedDrafter
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
+from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 
 

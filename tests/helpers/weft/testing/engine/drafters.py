@@ -12,8 +12,8 @@ from weft.engine.base.device_copies import Fetched
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.drawing.draws import Drawn
 from weft.engine.drawing.sampler import derive_seed
-from weft.engine.executor.drafts.eagle import EagleDrafter
-from weft.engine.executor.step import LATE, StepRequests
+from weft.engine.executor.encodings import LATE, StepRequests
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample
 from weft.engine.scheduler.plan import NO_DRAFTS, Plan, Run, VerifyItem

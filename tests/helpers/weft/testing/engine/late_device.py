@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.sampler import SampleOutput, Sampler
 from weft.engine.executor.runner import Drawable
-from weft.engine.executor.step import StepArrays
+from weft.engine.executor.encodings import StepArrays
 from weft.engine.loop.engine import Engine
 from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.scheduler.pages import PageCopy
 from weft.engine.scheduler.plan import Plan
 
 

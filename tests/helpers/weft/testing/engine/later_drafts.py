@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.engine.base.drafts import LaterDrafts
 from weft.engine.executor.drafts.trees import tree_of
-from weft.engine.scheduler.plan import LaterDrafts, VerifyItem
+from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
 from weft.kernels.step_rows import SlotTokens
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.executor.drafts.eagle import EagleDrafter
+from weft.engine.base.drafts import DraftTree
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
-from weft.engine.executor.step import LATE
+from weft.engine.executor.encodings import LATE
+from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.memory.keys import PageKeys
-from weft.engine.scheduler.plan import DraftTree, VerifyItem
+from weft.engine.scheduler.plan import VerifyItem
 from weft.testing.engine.drafters import KnownDrafter, RandomGate, speculate
 from weft.testing.engine.eagle3_cases import HeadReference
 from weft.testing.engine.later_drafts import fetched

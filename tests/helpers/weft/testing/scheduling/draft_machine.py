@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.engine.base.draft_shapes import DraftShape
-from weft.engine.scheduler.plan import DraftTree, Plan, PlanItem, Run, VerifyItem
+from weft.engine.base.drafts import DraftTree
+from weft.engine.scheduler.plan import Plan, PlanItem, Run, VerifyItem
 from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
 from weft.testing.scheduling.bare_request import bare_request

@@ -19,6 +19,7 @@ import numpy as np
 from weft.engine.base import faults
 from weft.engine.base.config import EvictionName
 from weft.engine.base.faults import FaultSpec
+from weft.engine.base.pages import PageCopy
 from weft.engine.loop.chats import Sessions
 from weft.engine.memory.chat_pins import SessionPins
 from weft.engine.memory.eviction import EVICTION_POLICIES
@@ -36,7 +37,7 @@ from weft.engine.protocol.store import (
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import PageCopy, RequestPages
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler

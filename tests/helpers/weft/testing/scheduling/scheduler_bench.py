@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from weft.engine.base.config import PolicyName
+from weft.engine.base.pages import PageCopy
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.limits import SchedulerLimits
-from weft.engine.scheduler.pages import PageCopy, RequestPages
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler

@@ -1,0 +1,200 @@
+"""From a plan to the input of a step: the last code that sees both requests and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.engine.base.drafts import LaterDrafts, parents_of
+from weft.engine.executor.step_input import LATE, ScoredRows, StepInput
+from weft.engine.memory.page_table import PageTable
+from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
+
+
+def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
+    """The input of a started plan, whose drafts are known or being made; enters its requests' new
+    pages into the table.
+    """
+    if not (plan.verifies or plan.chunks) and plan.is_late is None:
+        return _decodes(plan, table, page_size)
+    _enter_pages(plan, table, page_size)
+    starts = plan.starts if plan.is_late is None else np.where(plan.is_late, LATE, plan.starts)
+    ones, drafts = np.ones_like(plan.starts), None
+    verified: tuple[Int64Array, ...] = (NO_NUMBERS,) * 5
+    words, tokens = None, list[int]()
+    if isinstance(plan.drafts, LaterDrafts):
+        drafts = plan.drafts
+        if plan.verifies:
+            found = verified_input(plan.verifies, drafts.counts, table, page_size)
+            assert found.limits is not None
+            verified = found.slots, found.starts, found.bounds, found.counts, found.limits
+    elif plan.verifies:
+        *columns, tokens, words = _known_verifies(plan, table)
+        verified = (*columns, NO_NUMBERS)
+    pieces = _pieces(plan.chunks, table, tokens)
+    groups = (
+        (plan.slots, starts, plan.starts, ones),
+        verified[:4],
+        (pieces[0], pieces[1], pieces[1], pieces[2]),
+    )
+    slots, all_starts, bounds, counts = map(np.concatenate, zip(*groups, strict=True))
+    limits = None
+    if not plan.chunks and (drafts is not None or not plan.verifies):
+        limits = np.concatenate([ones, verified[4]])
+    return StepInput(
+        slots=slots,
+        starts=all_starts,
+        bounds=bounds,
+        counts=counts,
+        num_decodes=len(plan.decodes),
+        num_verified=len(plan.verifies),
+        draws=pieces[3],
+        leads=pieces[4],
+        tokens=np.array(tokens, np.int64),
+        words=words,
+        has_trees=plan.has_trees,
+        limits=limits,
+        adapters=_adapters(plan),
+        drafts=drafts,
+        scores=_scores(plan) if plan.chunks else (),
+    )
+
+
+def verified_input(
+    items: Sequence[VerifyItem], counts: Sequence[int], table: PageTable, page_size: int
+) -> StepInput:
+    """Requests with these numbers of drafts, which are on the device or to be made there; their new
+    pages are entered into the table.
+    """
+    requests = [item.request for item in items]
+    lasts = [request.num_prompt_tokens + request.max_tokens for request in requests]
+    found = (
+        [request.slot for request in requests],
+        [len(request.pages) for request in requests],
+        [item.start for item in items],
+        [item.starts_late for item in items],
+        [last if count else 1 for last, count in zip(lasts, counts, strict=True)],
+        counts,
+    )
+    slots, num_pages, bounds, is_late, limits, num_drafts = np.array(found, np.int64)
+    for index in table.is_short(slots, num_pages - 1).nonzero()[0].tolist():
+        table.extend(requests[index].slot, requests[index].pages)
+    adapters = [request.adapter_slot for request in requests]
+    return StepInput(
+        slots=slots,
+        starts=np.where(is_late, LATE, bounds),
+        bounds=bounds,
+        counts=1 + num_drafts,
+        num_verified=len(items),
+        has_trees=items[0].tree is not None,
+        limits=np.minimum(limits, num_pages * page_size),
+        adapters=np.array(adapters, np.int32) if any(adapters) else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _ones(count: int) -> Int64Array:
+    ones = np.ones(count, np.int64)
+    ones.flags.writeable = False
+    return ones
+
+
+def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
+    """A plan of decodes alone, at positions that the host knows."""
+    slots, columns = plan.slots, plan.starts // page_size
+    pages = None
+    if table.is_short(slots, columns).any():
+        rows = np.flatnonzero(table.ends_at(slots, columns))
+        pages, own = np.full(len(columns), -1, np.int64), columns[rows]
+        pages[rows] = [
+            plan.decodes[row].pages[column]
+            for row, column in zip(rows.tolist(), own.tolist(), strict=True)
+        ]
+        table.append(slots[rows], own, pages[rows])
+        _enter_pages(plan, table, page_size)  # Of rows that lack more than one.
+    adapters = plan.adapter_slots
+    return StepInput(
+        slots=slots,
+        starts=plan.starts,
+        bounds=plan.starts,
+        counts=_ones(len(slots)),
+        num_decodes=len(slots),
+        pages=pages,
+        adapters=None if adapters is None else adapters.astype(np.int32),
+    )
+
+
+def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
+    """Enters new pages of a plan's decodes into the table."""
+    for index in np.flatnonzero(table.is_short(plan.slots, plan.starts // page_size)).tolist():
+        table.extend(int(plan.slots[index]), plan.decodes[index].pages)
+
+
+def _known_verifies(
+    plan: Plan, table: PageTable
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, list[int], Int64Array | None]:
+    """Slots, starts (twice) and rows of the requests whose drafts the host has; the tokens of their
+    rows, and their words where they form trees. Enters their pages into the table.
+    """
+    columns, tokens = [], list[int]()
+    words = list[int]()
+    for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
+        request = item.request
+        columns.append((request.slot, item.start, 1 + len(drafts)))
+        tokens += [request.tokens[item.start], *drafts]
+        table.extend(request.slot, request.pages)
+        if plan.has_trees:
+            own = [1]
+            for row, parent in enumerate(parents_of(drafts), 1):
+                own.append(own[parent] | 1 << row)
+            words += own
+    slots, starts, counts = np.array(columns, np.int64).T
+    of_trees = np.array(words, np.int64) if plan.has_trees else None
+    return slots, starts, starts, counts, tokens, of_trees
+
+
+def _pieces(chunks: Sequence[PlanItem], table: PageTable, tokens: list[int]) -> Int64Array:
+    """[5, C]: slot, first position, rows, drawing rows and leading rows of each chunk. Appends
+    their tokens, and enters their pages into the table.
+    """
+    pieces = []
+    for request, start, num_tokens, samples, has_lead in chunks:
+        first, count = start - has_lead, num_tokens + has_lead
+        pieces.append((request.slot, first, count, int(samples), int(has_lead)))
+        tokens += request.tokens[first : start + num_tokens]
+        table.extend(request.slot, request.pages)
+    return np.array(pieces, np.int64).reshape(-1, 5).T
+
+
+def _adapters(plan: Plan) -> Int32Array | None:
+    """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
+    of_pieces = [item.request.adapter_slot for item in plan.verifies]
+    of_pieces += [item.request.adapter_slot for item in plan.chunks]
+    of_decodes = plan.adapter_slots
+    if of_decodes is None:
+        if not any(of_pieces):
+            return None
+        of_decodes = np.zeros(len(plan.decodes), np.int64)
+    return np.concatenate([of_decodes, np.array(of_pieces, np.int64)]).astype(np.int32)
+
+
+def _scores(plan: Plan) -> list[ScoredRows]:
+    """The chunks whose prompts want log-probabilities, without those that have no token behind
+    them.
+    """
+    found = []
+    for number, item in enumerate(plan.chunks, len(plan.decodes) + len(plan.verifies)):
+        num_top, first = item.request.prompt_logprobs, item.start + 1
+        count = _num_scored(item)
+        if num_top is not None and count > 0:
+            tokens = item.request.tokens[first : first + count]
+            found.append(ScoredRows(number, num_top, int(item.has_lead), tokens))
+    return found
+
+
+def _num_scored(item: PlanItem) -> int:
+    """Number of a chunk's rows that are followed by a token of the prompt."""
+    last_scored = item.request.num_prompt_tokens - 1
+    return min(item.start + item.num_tokens, last_scored) - item.start

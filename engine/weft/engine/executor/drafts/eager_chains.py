@@ -1,0 +1,82 @@
+"""Chains of drafts by single launches, for steps whose start the host knows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from weft.engine.base.arrays import Int64Array
+from weft.engine.base.device_copies import DeviceCopies
+from weft.engine.memory.page_table import PageTable
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.kernels.draft_head import DraftChains
+
+
+class LastTokens(NamedTuple):
+    """Requests to draft for, whose last tokens the host knows; their pages are in the table."""
+
+    slots: Int64Array
+    """Slots of the requests, [R]."""
+    starts: Int64Array
+    """Positions of the last tokens, [R]."""
+    tokens: Int64Array
+    """The last tokens, [R]."""
+
+
+class EagerChains:
+    """Runs a head once for each draft, for many requests at once.
+
+    The first draft goes on from what the target's last step kept of a request; the later ones from
+    the head's own states. Their entries in the pages are written anew by the target's step.
+
+    Args:
+        model: Target and head.
+        pool: The target's.
+        table: Page numbers by slot.
+        page_size: Token positions a page.
+    """
+
+    def __init__(
+        self, model: DraftedModel, pool: torch.Tensor, table: PageTable, page_size: int
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._table = table
+        self._page_size = page_size
+        self._copies = DeviceCopies(pool.device)
+
+    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
+        """Makes the chains.
+
+        Args:
+            lasts: The requests.
+            counts: Number of drafts of each, [R], descending: who has enough leaves the batch from
+                its end.
+
+        Returns:
+            [D, R] on the device; a request's column is valid as far as its count.
+        """
+        slots, starts, tokens = lasts
+        depth, rows = int(counts[0]), len(slots)
+        # Those behind what a request gets are not run: they repeat its last one.
+        positions = starts + np.minimum(np.arange(depth)[:, None], counts - 1)
+        num_pages = int(positions.max()) // self._page_size + 1
+        pages = self._table.pages[slots, :num_pages]
+        places = pages[np.arange(rows), positions // self._page_size].astype(np.int64)
+        places = places * self._page_size + positions % self._page_size
+        lengths, each = (positions + 1).astype(np.int32), np.arange(rows + 1, dtype=np.int32)
+        columns = (slots, tokens, positions, places, lengths, each, pages)
+        device_slots, token_ids, *sent, one_row_each, page_table = self._copies.send(columns)
+        device_positions, device_places, kv_lens = (column.view(depth, rows) for column in sent)
+        chains = DraftChains(
+            positions=device_positions,
+            slots=device_places,
+            kv_lens=kv_lens,
+            counts=[int((counts > done).sum()) for done in range(depth)],
+            page_table=page_table.view(rows, num_pages),
+            one_row_each=one_row_each,
+            max_kv_len=num_pages * self._page_size,
+        )
+        state = self._model.kept.index_select(0, device_slots)
+        return self._model.head.chain(state, token_ids, chains, self._pool)

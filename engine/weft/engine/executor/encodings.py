@@ -1,0 +1,233 @@
+"""Encodings of a step: what its `StepInput` becomes before it is copied to the device.
+
+Which one a step takes follows from its bucket: decodes by column, requests of few rows by request
+(`ragged_columns.write_requests`), all others by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.executor.step_input import LATE, StepInput
+from weft.engine.memory.page_memory import NULL_PAGE
+from weft.engine.memory.page_table import PageTable
+
+DRAWN = -1
+"""Placeholder for a token that the previous step draws for the slot and the host does not know yet.
+"""
+
+ALL_BEFORE = -1
+"""Word of `ancestors` for a row that sees all earlier rows of its request, as outside trees."""
+
+
+def _nothing() -> Int64Array:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepArrays:
+    """The input of a step on the host, before it becomes a `ForwardBatch`. T, R and L as there."""
+
+    token_ids: Int64Array
+    """Token ids, [T]; DRAWN where only the device knows them (see `sources`)."""
+    positions: Int64Array
+    """Absolute positions, [T]."""
+    slots: Int64Array
+    """[T]: page * page_size + offset."""
+    rows: Int64Array
+    """[R]: each request's row of the page table."""
+    cu_q_lens: Int32Array
+    """Start of each request's rows, [R + 1]."""
+    kv_lens: Int32Array
+    """Length of each request's context, [R]."""
+    logits_rows: Int64Array
+    """Rows of T whose logits are wanted, [L]; for a request with drafts all of its rows."""
+    max_q_len: int
+    max_kv_len: int
+    num_decodes: int = 0
+    drawing_slots: Int64Array = field(default_factory=_nothing)
+    """Slot of each row of the logits, [L]; empty if no token is drawn."""
+    drawing_positions: Int64Array = field(default_factory=_nothing)
+    """Positions of the tokens to be drawn, [L]."""
+    verify_rows: Int64Array | None = None
+    """[V, 1 + longest drafts]: rows of T of each request that is no prompt, decodes first; -1
+    behind its last row. None: none has drafts.
+    """
+    sources: Int64Array = field(default_factory=_nothing)
+    """[N]: location on the device of the token of each of the first rows: decodes, and drafts made
+    on the device (`weft.kernels.step_rows.resolve_rows`).
+    """
+    owners: Int64Array = field(default_factory=_nothing)
+    """[N]: the request of each such row if it starts late, else -1."""
+    adapter_slots: Int32Array | None = None
+    """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
+    ancestors: Int64Array | None = None
+    """[T]: `ForwardBatch.ancestors`; None: there are no trees. For trees known only to the device,
+    the device writes them into `DeviceInputs.step` before the step runs.
+    """
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request brings one token, at a position that the host knows, and wants its
+        logits.
+        """
+        is_single = self.max_q_len == 1 and len(self.logits_rows) == len(self.token_ids)
+        are_known = self.owners.max(initial=-1) < 0
+        return is_single and are_known and len(self.sources) == self.num_decodes
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether requests of several rows have nothing before the step."""
+        q_lens = np.diff(self.cu_q_lens)
+        return bool(((q_lens <= 1) | (q_lens == self.kv_lens)).all())
+
+    @property
+    def has_no_prompts(self) -> bool:
+        """Whether each request of a step with drafts is among those of `verify_rows`."""
+        return self.verify_rows is not None and len(self.verify_rows) == len(self.rows)
+
+    @classmethod
+    def of_step(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
+        """Flattens a step."""
+        if step.is_decodes:
+            return cls._of_decodes(step, table, page_size)
+        num_decodes, num_requests = step.num_decodes, len(step.slots)
+        num_behind = num_decodes + step.num_verified
+        q_lens, one_each = step.counts, np.ones(num_decodes, np.int64)
+        token_ids, num_kept = step.tokens, num_decodes
+        if step.drafts is not None:
+            num_kept = num_behind
+        kept = slice(num_kept)
+        num_late = int(q_lens[kept].sum())
+        token_ids = np.concatenate([np.full(num_late, DRAWN), token_ids])
+        sources, owners = _kept_rows(step, num_kept, table.null_row + 1)
+        num_drawing = np.concatenate([one_each, q_lens[num_decodes:num_behind], step.draws])
+        cu_q_lens = np.zeros(num_requests + 1, np.int32)
+        np.cumsum(q_lens, out=cu_q_lens[1:])
+        request_of = np.repeat(np.arange(num_requests), q_lens)
+        positions = np.arange(len(token_ids)) + (step.bounds - cu_q_lens[:-1])[request_of]
+        row_of_token = step.slots[request_of]
+        places = _places(table, row_of_token, positions, page_size)
+        ancestors = None
+        if step.has_trees:
+            ancestors = np.full(len(token_ids), ALL_BEFORE, np.int64)
+            if step.words is not None:
+                # A tree's rows are where a chain's would be, at positions given by their depths.
+                rows = slice(int(cu_q_lens[num_decodes]), int(cu_q_lens[num_behind]))
+                ancestors[rows] = step.words
+                roots = np.repeat(
+                    step.bounds[num_decodes:num_behind], q_lens[num_decodes:num_behind]
+                )
+                positions[rows] = roots + np.bitwise_count(step.words) - 1
+        for index in np.flatnonzero(step.leads).tolist():
+            # Its page may be shared; what it would write is there.
+            first = int(cu_q_lens[num_behind + index])
+            places[first : first + int(step.leads[index])] = NULL_PAGE * page_size
+        kv_lens = step.bounds + q_lens
+        # The last rows of each request draw: one, or of drafts all.
+        before = np.repeat(cu_q_lens[1:] - np.cumsum(num_drawing), num_drawing)
+        logits_rows = (before + np.arange(len(before))).astype(np.int64)
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            slots=places,
+            rows=step.slots,
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens.astype(np.int32),
+            logits_rows=logits_rows,
+            drawing_slots=row_of_token[logits_rows],
+            drawing_positions=positions[logits_rows] + 1,
+            num_decodes=num_decodes,
+            verify_rows=_verify_rows(cu_q_lens, num_behind) if step.num_verified else None,
+            sources=sources,
+            owners=owners,
+            adapter_slots=step.row_adapters(),
+            ancestors=ancestors,
+            max_q_len=int(q_lens.max()),
+            max_kv_len=int(kv_lens.max()),
+        )
+
+    @classmethod
+    def _of_decodes(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
+        """`of_step` of one row each, without what follows for longer ones."""
+        num_rows, drawing_positions = len(step.slots), step.bounds + 1
+        return cls(
+            token_ids=np.full(num_rows, DRAWN, np.int64),
+            positions=step.bounds,
+            slots=_places(table, step.slots, step.bounds, page_size),
+            rows=step.slots,
+            cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
+            kv_lens=drawing_positions.astype(np.int32),
+            logits_rows=np.arange(num_rows),
+            max_q_len=1,
+            max_kv_len=int(drawing_positions.max()),
+            num_decodes=num_rows,
+            drawing_slots=step.slots,
+            drawing_positions=drawing_positions,
+            sources=step.slots,
+            owners=np.full(num_rows, -1, np.int64),
+            adapter_slots=step.adapters,
+        )
+
+
+class StepDecodes(NamedTuple):
+    """A step of requests that bring one token each, at positions that the host knows."""
+
+    slots: Int64Array
+    """[R]."""
+    starts: Int64Array
+    """[R]: positions of the tokens."""
+    tokens: Int64Array | int
+    """[R], or the same for all: `StepArrays.token_ids`."""
+    pages: Int64Array | int
+    """[R], or the same for all: the page of each position, where the device's page table lacks it;
+    elsewhere -1.
+    """
+    adapter_slots: Int32Array | None
+    """[R]: each request's slot of the LoRA tables; None: none has an adapter."""
+
+    @classmethod
+    def of_step(cls, step: StepInput) -> StepDecodes:
+        """A step for which `StepInput.is_decodes`."""
+        pages = -1 if step.pages is None else step.pages
+        return cls(step.slots, step.bounds, DRAWN, pages, step.adapters)
+
+    @classmethod
+    def of_arrays(cls, arrays: StepArrays) -> StepDecodes:
+        """A step for which `StepArrays.is_decode`; its pages are in the table."""
+        return cls(arrays.rows, arrays.positions, arrays.token_ids, -1, arrays.adapter_slots)
+
+
+def _places(
+    table: PageTable, rows: Int64Array, positions: Int64Array, page_size: int
+) -> Int64Array:
+    """[T]: `StepArrays.slots` of tokens at these positions of these rows of the table."""
+    pages = table.pages[rows, positions // page_size].astype(np.int64)
+    return pages * page_size + positions % page_size
+
+
+def _kept_rows(step: StepInput, num_kept: int, num_slots: int) -> tuple[Int64Array, Int64Array]:
+    """`StepArrays.sources` and `owners` of the first requests, whose tokens the device has.
+
+    Args:
+        step: The step.
+        num_kept: Number of these requests.
+        num_slots: Rows of the page table.
+    """
+    slots, counts = step.slots[:num_kept], step.counts[:num_kept]
+    owners = np.where(step.starts[:num_kept] == LATE, np.arange(num_kept), -1)
+    if num_kept == step.num_decodes:
+        return slots, owners
+    firsts = np.cumsum(counts) - counts
+    behind = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
+    return np.repeat(slots, counts) + behind * num_slots, np.repeat(owners, counts)
+
+
+def _verify_rows(cu_q_lens: Int32Array, end: int) -> Int64Array:
+    """`StepArrays.verify_rows` of the first `end` requests."""
+    firsts, ends = cu_q_lens[:end, None], cu_q_lens[1 : end + 1, None]
+    rows = firsts + np.arange(int((ends - firsts).max()))
+    return np.where(rows < ends, rows, -1).astype(np.int64)

@@ -1,0 +1,116 @@
+"""What a step is, as an executor is told: numbers alone, by request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
+from weft.engine.base.drafts import LaterDrafts
+
+LATE = -1
+"""Start position that only the device knows: the end of the step under way."""
+
+
+class ScoredRows(NamedTuple):
+    """Rows of a request behind each of which the next token of its prompt is known."""
+
+    request: int
+    """Number of the request in the step."""
+    num_top: int
+    """Alternatives wanted for each token."""
+    first_row: int
+    """The first of these rows, counted from the request's own first one."""
+    tokens: list[int]
+    """The prompt's token behind each of them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInput:
+    """The requests of a step: decodes first, then those that are verified, then pieces of prompts.
+
+    R = requests. A request brings rows at consecutive positions, or its last token and a tree of
+    drafts behind it. Its pages are in the page table.
+    """
+
+    slots: Int64Array
+    """Slot of each request, [R]."""
+    starts: Int64Array
+    """Position of each request's first row, [R]; LATE: only the device knows it."""
+    bounds: Int64Array
+    """The largest that `starts` can be, [R]; it is `starts` itself where nothing is late."""
+    counts: Int64Array
+    """Rows of each request, [R]."""
+    num_decodes: int = 0
+    """Requests that bring the one token that they drew last, which the device keeps."""
+    num_verified: int = 0
+    """Requests that bring their last token and drafts; all of their rows draw."""
+    draws: Int64Array = NO_NUMBERS
+    """[R - decodes - verified]: whether the last row of each piece of a prompt draws, 0 or 1."""
+    leads: Int64Array = NO_NUMBERS
+    """[R - decodes - verified]: first rows of each piece that are run again, as a draft needs their
+    states, and write no K and V.
+    """
+    tokens: Int64Array = NO_NUMBERS
+    """Tokens of the rows that the host knows, in order: of verified requests unless `drafts` are on
+    the device, and of pieces.
+    """
+    words: Int64Array | None = None
+    """Which rows of its request each row of a verified one sees, where the host knows the trees
+    (`weft.kernels.attention.paged_attention`). None: chains, or the device knows the trees.
+    """
+    has_trees: bool = False
+    """Whether drafts form trees."""
+    limits: Int64Array | None = None
+    """[R]: positions from which on a chain of drafts has no pages; 1, the least: it has none, since
+    no drafts are wanted. None: no drafts are made on the device.
+    """
+    pages: Int64Array | None = None
+    """[R] of a step of decodes alone: the page of each position, where the device's page table may
+    lack it, else -1. None: it lacks none.
+    """
+    adapters: Int32Array | None = None
+    """Each request's slot of the LoRA tables, [R]; None: no request has an adapter."""
+    drafts: LaterDrafts | None = None
+    """Drafts on the device, of the verified requests; None: they are in `tokens`."""
+    scores: Sequence[ScoredRows] = ()
+    """Pieces of prompts whose log-probabilities are wanted."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.counts.sum())
+
+    @property
+    def max_count(self) -> int:
+        """Most rows of a request."""
+        return int(self.counts.max(initial=0))
+
+    @property
+    def is_decodes(self) -> bool:
+        """Whether each request brings one token, at a position that the host knows."""
+        count = len(self.slots)
+        return 0 < self.num_decodes == count and (self.starts is self.bounds or not self.is_late)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether only the device knows where some request begins."""
+        return self.starts is not self.bounds and bool((self.starts == LATE).any())
+
+    @property
+    def is_by_requests(self) -> bool:
+        """Whether requests alone give the step: the device has the tokens of all rows."""
+        return self.limits is not None
+
+    def row_adapters(self) -> Int32Array | None:
+        """The adapter slot of each row, [T]."""
+        return None if self.adapters is None else np.repeat(self.adapters, self.counts)
+
+    def rows(self) -> tuple[Int64Array, Int64Array]:
+        """[T]: slots, and the largest positions that there may be, of chains."""
+        behind = np.arange(self.num_rows)
+        firsts = np.cumsum(self.counts) - self.counts
+        positions = behind + np.repeat(self.bounds - firsts, self.counts)
+        return np.repeat(self.slots, self.counts), positions

@@ -1,0 +1,85 @@
+"""The page table of the requests that have a slot, as every step reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.memory.page_memory import NULL_PAGE
+
+
+class PageChanges(NamedTuple):
+    """Changed entries of the page table."""
+
+    indices: Int64Array
+    """Indices into the flattened table."""
+    pages: Int32Array
+
+
+_NO_CHANGES = PageChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
+
+
+class PageTable:
+    """Page numbers by slot. The row after the last slot contains only the null page.
+
+    Args:
+        max_requests: slots.
+        max_pages: pages of the longest request.
+        keeps_changes: remember what was set for `take_changes`, which must then be called.
+    """
+
+    def __init__(self, max_requests: int, max_pages: int, *, keeps_changes: bool) -> None:
+        self.pages: Int32Array = np.full((max_requests + 1, max_pages), NULL_PAGE, np.int32)
+        """[max_requests + 1, max_pages]; entries beyond a request's pages are stale."""
+        self.null_row = max_requests
+        self._num_set = np.zeros(max_requests, np.int64)
+        self._changed: list[tuple[int, int, int]] | None = [] if keeps_changes else None
+
+    def clear(self, slot: int) -> None:
+        """Clears the slot's row for its next request."""
+        self._num_set[slot] = 0
+
+    def is_short(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
+        """For each slot, whether its row lacks the page of this index."""
+        return self._num_set[slots] <= indices
+
+    def ends_at(self, slots: Int64Array, indices: Int64Array) -> npt.NDArray[np.bool_]:
+        """For each slot, whether this index follows the last page of its row."""
+        ends: npt.NDArray[np.bool_] = self._num_set[slots] == indices
+        return ends
+
+    def extend(self, slot: int, pages: Sequence[int]) -> None:
+        """Sets the slot's row to `pages`, of which it already has the first ones."""
+        known, count = int(self._num_set[slot]), len(pages)
+        if known < count:
+            self.pages[slot, known:count] = pages[known:]
+            self._num_set[slot] = count
+            if self._changed is not None:
+                self._changed.append((slot, known, count))
+
+    def append(self, slots: Int64Array, indices: Int64Array, pages: Int64Array) -> None:
+        """Sets one page of each of some slots' rows, behind all that they have. A step of decodes
+        brings these to the device itself: `take_changes` omits them unless they are noted.
+        """
+        self.pages[slots, indices] = pages
+        self._num_set[slots] = indices + 1
+
+    def note(self, slots: Int64Array, indices: Int64Array) -> None:
+        """Has `take_changes` bring appended pages, since the step does not."""
+        if self._changed is not None:
+            columns = zip(slots.tolist(), indices.tolist(), strict=True)
+            self._changed += [(slot, index, index + 1) for slot, index in columns]
+
+    def take_changes(self) -> PageChanges:
+        """The entries set since the last call."""
+        assert self._changed is not None
+        if not self._changed:
+            return _NO_CHANGES
+        changed, self._changed = self._changed, []
+        width = self.pages.shape[1]
+        runs = [np.arange(slot * width + a, slot * width + b) for slot, a, b in changed]
+        indices = np.concatenate(runs)
+        return PageChanges(indices, self.pages.reshape(-1)[indices])
