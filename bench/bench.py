@@ -170,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     ledger = Ledger()
     with ExitStack() as stack:
-        runner: asyncio.Runner = stack.enter_context(new_runner())
-        systems = open_systems(stack, arguments, model_dir, dtype, runner)
+        executor: asyncio.Runner = stack.enter_context(new_runner())
+        systems = open_systems(stack, arguments, model_dir, dtype, executor)
         prompts = Prompts(tokenizer, arguments.seed)
         others = measure(
             ledger, build_sections(ledger, systems, prompts, arguments), arguments.turns

@@ -45,7 +45,7 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
-from weft.engine.executor.encodings import StepRequests
+from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
@@ -219,9 +219,8 @@ def drafting_s(drafter: EagleDrafter, batch: int, drafts: DraftShape) -> float:
     starts = np.full(batch, PROMPT_TOKENS)
     ends = starts + drafts.num_places + 1
     depths, count = np.full(batch, drafts.depth), 1 + drafts.num_drafts
-    counts = np.full(batch, count)
-    requests = StepRequests(
-        slots, starts, counts, ends, starts, batch * count, count, None, has_trees=False
+    requests = StepInput(
+        slots=slots, starts=starts, bounds=starts, counts=np.full(batch, count), limits=ends
     )
 
     def draft() -> None:

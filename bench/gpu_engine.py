@@ -230,11 +230,11 @@ def run_requests(
 
 def device_ms(llm: LLM, batch: int) -> float:
     """Time on the device of one decode step of a batch, done again and again in mid-run."""
-    runner = llm.engine._runner
-    known, inputs = runner.known.tokens, runner.inputs
-    assert runner.graphs is not None
+    executor = llm.engine._executor
+    known, inputs = executor.known.tokens, executor.inputs
+    assert executor.graphs is not None
     assert inputs is not None
-    graph, hidden = runner.graphs._graphs[GraphBucket(batch, batch, "decode")]
+    graph, hidden = executor.graphs._graphs[GraphBucket(batch, batch, "decode")]
     times: list[float] = []
 
     @torch.inference_mode()
@@ -250,7 +250,7 @@ def device_ms(llm: LLM, batch: int) -> float:
         begin.record()
         for _ in range(10):
             graph.replay()
-            greedy_rows(runner._model.logits(hidden))
+            greedy_rows(executor._model.logits(hidden))
         end.record()
         known.copy_(drawn)
         end.synchronize()
@@ -286,7 +286,7 @@ def bench_decode(
     )
     step_s = best.seconds / best.num_steps
     host_median, host_p90 = (1e3 * np.quantile(best.host_s, share) for share in (0.5, 0.9))
-    graphs = llm.engine._runner.graphs is not None
+    graphs = llm.engine._executor.graphs is not None
     context = PROMPT_TOKENS + new_tokens - best.num_steps / 2
     roof = batch / decode_work(config, batch, context).seconds(rates)
     tokens_per_s = batch / step_s
@@ -365,20 +365,20 @@ def fixed_step(llm: LLM) -> FixedStep:
 
 def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list[list[int]]]:
     """[prompts, vocab]: logits of prompts' last tokens; and what the engine generates."""
-    runner, seen = llm.engine._runner, []
-    forward = runner.forward
+    executor, seen = llm.engine._executor, []
+    launch = executor.launch
 
-    def noted(plan: Any) -> Any:
-        drawable = forward(plan)
-        if drawable is not None:
-            seen.append(drawable.logits().float().clone())
-        return drawable
+    def noted(step: Any) -> Any:
+        launched = launch(step)
+        if launched.drawable is not None:
+            seen.append(launched.drawable.logits().float().clone())
+        return launched
 
-    runner.forward = noted  # type: ignore[method-assign]
+    executor.launch = noted  # type: ignore[method-assign]
     try:
         run = run_requests(llm, prompts, [32] * len(prompts), GREEDY)
     finally:
-        runner.forward = forward  # type: ignore[method-assign]
+        executor.launch = launch  # type: ignore[method-assign]
     rows = torch.cat(seen)[: len(prompts)]
     assert len(rows) == len(prompts)
     return rows, run.tokens
@@ -386,7 +386,7 @@ def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list
 
 def change_a_tile(llm: LLM) -> None:
     """Changes one tile of the second layer's last projection."""
-    layer = llm.engine._runner._model.model.layers[1]  # type: ignore[attr-defined]
+    layer = llm.engine._executor._model.model.layers[1]  # type: ignore[attr-defined]
     if isinstance(layer.mlp, SparseMLP):
         layer.mlp.weight.experts.stacked[1][:, :256, :256].add_(0.5)
     else:
@@ -423,7 +423,7 @@ def bench_model(
             del llm
             release()
         with LLM(model_dir, **settings) as llm:
-            graphs = llm.engine._runner.graphs
+            graphs = llm.engine._executor.graphs
             assert graphs is not None
             gc.collect()
             gc.freeze()  # As workers do.

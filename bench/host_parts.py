@@ -94,7 +94,7 @@ class Parts:
 def watch_engine(llm: LLM) -> Parts:
     """Wraps the parts of a step."""
     engine, parts = llm.engine, Parts()
-    pipeline, runner = engine.pipeline, engine._runner
+    pipeline, executor = engine.pipeline, engine._executor
     plan_step = engine.scheduler.plan
 
     def plan(*arguments: Any) -> Any:
@@ -115,20 +115,20 @@ def watch_engine(llm: LLM) -> Parts:
     parts.wrap(engine._drawing._constraints, "take_masks", "draw: masks")
     parts.wrap(engine._drawing._sampler, "begin", "draw: sampler")
     parts.wrap(engine._drawing._sampler, "begin_captured", "draw: sampler")
-    parts.wrap(runner, "forward", "forward: arrays")
-    parts.wrap(runner, "_hidden", "forward: graph")
-    parts.wrap(runner, "_forward_decodes", "forward: graph")
-    parts.wrap(runner, "_forward_requests", "forward: graph")
-    parts.wrap(runner, "_logits_of", "draw: logits")
-    parts.wrap(runner, "keep", "draw: keep")
-    if runner._draws is not None:
-        parts.wrap(runner._draws, "begin", "draw: graph")
-    if runner.graphs is not None:
-        assert runner.inputs is not None
-        parts.wrap(runner.inputs, "send_decodes", "forward: send")
-        parts.wrap(runner.inputs, "send_ragged", "forward: send")
-        parts.wrap(runner.inputs, "send_requests", "forward: send")
-        parts.wrap(runner.inputs, "send_drafting", "forward: send")
+    parts.wrap(executor, "launch", "launch: arrays")
+    parts.wrap(executor, "_hidden", "forward: graph")
+    parts.wrap(executor, "_forward_decodes", "forward: graph")
+    parts.wrap(executor, "_forward_requests", "forward: graph")
+    parts.wrap(executor, "_logits_of", "draw: logits")
+    parts.wrap(executor, "keep", "draw: keep")
+    if executor._draws is not None:
+        parts.wrap(executor._draws, "begin", "draw: graph")
+    if executor.graphs is not None:
+        assert executor.inputs is not None
+        parts.wrap(executor.inputs, "send_decodes", "forward: send")
+        parts.wrap(executor.inputs, "send_ragged", "forward: send")
+        parts.wrap(executor.inputs, "send_requests", "forward: send")
+        parts.wrap(executor.inputs, "send_drafting", "forward: send")
     drafter = engine.drafting.drafter
     if drafter is not None:
         parts.wrap(drafter, "draft", "drafts")

@@ -36,7 +36,7 @@ from weft.common.worker.frames import HEADER, FromEngine, frame, parse_from_engi
 from weft.decode.events import batch_to_proto
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.loop.build import EngineParts
 from weft.engine.loop.engine import Engine
@@ -226,7 +226,7 @@ class Bench:
             inbox = None
 
     def _parts(self, config: EngineConfig, num_pages: int) -> EngineParts:
-        runner = ModelRunner(
+        executor = LocalExecutor(
             self.model,
             LAYOUT,
             num_pages,
@@ -237,7 +237,7 @@ class Bench:
         )
         digest = bytes(32)
         prefixes = PrefixTree(PAGE_SIZE)
-        plane = Transport(config, DirectExchange(runner.pool_bytes), lambda: None)
+        plane = Transport(config, DirectExchange(executor.pool_bytes), lambda: None)
         info = EngineInfo(
             epoch=1,
             model_digest=digest,
@@ -257,7 +257,7 @@ class Bench:
             engine_pid=0,
         )
         return EngineParts(
-            runner=runner,
+            executor=executor,
             layout=LAYOUT,
             memory=PageMemory(num_pages, prefixes),
             prefixes=prefixes,

@@ -24,20 +24,20 @@ class GrpcClient:
 
     Args:
         address: host:port.
-        runner: Where the channel lives.
+        executor: Where the channel lives.
     """
 
-    def __init__(self, address: str, runner: asyncio.Runner) -> None:
-        self._runner = runner
-        self._channel = runner.run(_open(address))
+    def __init__(self, address: str, executor: asyncio.Runner) -> None:
+        self._executor = executor
+        self._channel = executor.run(_open(address))
         self._complete: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = (
             self._channel.unary_stream(COMPLETE)
         )
-        self._model = runner.run(self._first_model())
+        self._model = executor.run(self._first_model())
 
     def close(self) -> None:
         """Closes the channel."""
-        self._runner.run(self._channel.close())
+        self._executor.run(self._channel.close())
 
     def encode(self, prompt: list[int], num_tokens: int) -> bytes:
         """See `Client.encode`."""

@@ -78,13 +78,13 @@ class LoadSystem:
     Args:
         name: In tables.
         client: How to talk to it.
-        runner: Where its connections live.
+        executor: Where its connections live.
     """
 
-    def __init__(self, name: str, client: Client, runner: asyncio.Runner) -> None:
+    def __init__(self, name: str, client: Client, executor: asyncio.Runner) -> None:
         self.name = name
         self._client = client
-        self._runner = runner
+        self._executor = executor
         self.cpu_s = 0.0
         """CPU seconds of this process while it waited for answers."""
         self.wall_s = 0.0
@@ -159,7 +159,7 @@ class LoadSystem:
         gc.disable()
         cpu_s, started_s = time.process_time(), time.perf_counter()
         try:
-            self._runner.run(bounded())
+            self._executor.run(bounded())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         finally:

@@ -191,13 +191,13 @@ def test_a_long_prompt_is_taken_in_by_chunks(target_dir: Path) -> None:
     rows: list[int] = []
     with llm(target_dir, drafter="model", draft_dir=target_dir) as drafting:
         drafter = drafter_of(drafting, (3,))
-        run = drafter._runner.run
+        run = drafter._executor.run
 
         def watched(arrays: StepArrays) -> torch.Tensor | None:
             rows.append(len(arrays.token_ids))
             return run(arrays)
 
-        drafter._runner.run = watched  # type: ignore[method-assign]
+        drafter._executor.run = watched  # type: ignore[method-assign]
         samples = drafting.generate([short, long], GREEDY, STOP)
     assert CHUNK < max(rows) <= CHUNK + 2 * STEADY_TOKENS
     for sample, at_least in zip(samples, (NUM_NEW // 2, 1), strict=True):

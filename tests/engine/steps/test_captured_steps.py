@@ -16,8 +16,9 @@ from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.drawing.draws import Draw
 from weft.engine.drawing.sampler import SampleRow, SamplesUnderWay
 from weft.engine.executor import graphs
-from weft.engine.executor.runner import Drawable
 from weft.engine.executor.encodings import StepArrays
+from weft.engine.executor.port import Drawable, Launched
+from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.fixed_gate import FixedGate
 from weft.engine.loop.llm import LLM
 from weft.engine.protocol.submits import Submit
@@ -78,7 +79,7 @@ def test_graphs_change_no_token(
             assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
         kinds = {"ragged", "decode" if drafter == "none" else "verify"}
         assert kinds <= set(steps.num_replays)
-        draws = engine._runner._draws
+        draws = engine._executor._draws
         assert draws is not None
         assert kinds <= {
             key.bucket.kind for key, (graph, _) in draws._graphs.items() if graph.num_own
@@ -224,7 +225,7 @@ def test_constrained_requests_are_drafted_for(
             for submit, outcome in zip(submits, expected, strict=True)
         }
         known = KnownGraphs(engine, texts, VOCAB, 0.7)
-        draws = engine._runner._draws
+        draws = engine._executor._draws
         assert draws is not None
         sent = list[bool]()
         send = draws._send_slots
@@ -368,16 +369,16 @@ def test_what_is_drawn_beside_short_prompts_is_captured(
         engine.drafting.gate = plans.gate = FixedGate(DRAFTS)
         captured.generate(prompts, None, stop)
         steps: list[tuple[bool, int]] = []
-        forward = engine._runner.forward
+        launch = engine._executor.launch
 
-        def noted(plan: Plan) -> Drawable | None:
-            drawable = forward(plan)
-            if plan.chunks and drawable is not None:
-                num_drafts = sum(item.max_drafts for item in plan.verifies)
-                steps.append((drawable.captured is not None, num_drafts))
-            return drawable
+        def noted(step: StepInput) -> Launched:
+            launched = launch(step)
+            if len(step.draws) and launched.drawable is not None:
+                num_drafts = 0 if step.drafts is None else sum(step.drafts.counts)
+                steps.append((launched.drawable.captured is not None, num_drafts))
+            return launched
 
-        monkeypatch.setattr(engine._runner, "forward", noted)
+        monkeypatch.setattr(engine._executor, "launch", noted)
         found = captured.generate(prompts, None, stop, max_at_once=MAX_REQUESTS)
     assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
     assert steps

@@ -13,10 +13,11 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.drawing.encode import step_input
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device_inputs import DeviceInputs
-from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
+from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
@@ -160,8 +161,12 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         plan, tokens, positions = bench.plan(slots, num_decodes)
         # Their new pages come with the step itself; the host's table has them then.
         is_plain = kind == "decode" and random.random() < 0.8
-        decodes = StepDecodes.of_plan(plan, bench.table, PAGE) if is_plain else None
-        arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        given = step_input(plan, bench.table, PAGE)
+        decodes = StepDecodes.of_step(given) if is_plain else None
+        if given.pages is not None and not is_plain:
+            new = np.flatnonzero(given.pages >= 0)
+            bench.table.note(given.slots[new], given.bounds[new] // PAGE)
+        arrays = StepArrays.of_step(given, bench.table, PAGE)
         copies_before = bench.num_copies
         last = [int(end) for end in np.cumsum([item.num_tokens for item in plan])]
         wanted = [item.start + item.num_tokens for item in plan if item.samples]
@@ -208,7 +213,7 @@ def test_a_page_that_a_step_brings_is_sent_once() -> None:
     for step in range(2 * PAGE):
         for request, own, start in zip(chosen, pages, starts.tolist(), strict=True):
             request.pages = own[: start // PAGE + 1]  # As requests grow.
-        decodes = StepDecodes.of_plan(Plan(chosen, slots, starts), bench.table, PAGE)
+        decodes = StepDecodes.of_step(step_input(Plan(chosen, slots, starts), bench.table, PAGE))
         is_new = (starts % PAGE == 0) & (starts // PAGE > 0) & (step > 0)
         brought = np.broadcast_to(np.array(decodes.pages), starts.shape)
         assert (brought[is_new] >= 0).all()
@@ -252,7 +257,7 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
                 for row in range(1 + count)
             ]
         plan.verifies, plan.drafts = verifies, LaterDrafts(counts)
-        arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        arrays = StepArrays.of_step(step_input(plan, bench.table, PAGE), bench.table, PAGE)
         if kind == "ragged":
             bench.inputs.send_ragged(arrays, columns)
             batch = bench.inputs.ragged_batch(columns)
@@ -287,7 +292,7 @@ def test_words_of_trees_come_with_the_step(kind: str) -> None:
     bench.inputs.keep_ragged(RaggedColumns(most, NUM_SLOTS, most, has_trees=True).num_bytes)
     for has_trees in (True, False, True):
         plan, tokens, positions = bench.plan(random.sample(range(NUM_SLOTS), 3), 1)
-        arrays = StepArrays.of_plan(plan, bench.table, PAGE)
+        arrays = StepArrays.of_step(step_input(plan, bench.table, PAGE), bench.table, PAGE)
         words = np.random.randint(-(1 << 62), 1 << 62, len(tokens))
         arrays.ancestors = words if has_trees else None
         copies_before = bench.num_copies

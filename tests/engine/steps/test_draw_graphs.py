@@ -15,13 +15,15 @@ import torch
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.drawing.encode import step_input
 from weft.engine.drawing.sampler import Sampler, SampleRow
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way
 from weft.engine.executor.draw_graphs import DrawGraphs
+from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.executor.keeping import TokenKeeper
-from weft.engine.executor.encodings import StepArrays, StepDecodes, StepRequests
+from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
@@ -82,7 +84,7 @@ class Desk:
         yield from self.hidden.items()
 
     def _send_nothing(self, bucket: GraphBucket) -> None:
-        arrays = StepArrays.of_plan(self.plan(1, 0), self.table, PAGE)
+        arrays = StepArrays.of_step(step_input(self.plan(1, 0), self.table, PAGE), self.table, PAGE)
         if bucket.kind == "decode":
             self.inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
         else:
@@ -140,8 +142,9 @@ def ways() -> Iterator[tuple[str, Callable[[], SamplingParams]]]:
     )
 
 
-def check_limits(requests: StepRequests, plan: Plan) -> None:
+def check_limits(requests: StepInput, plan: Plan) -> None:
     """Chains end where their requests do; those that nobody wants have no room at all."""
+    assert requests.limits is not None
     limits = requests.limits.tolist()
     assert limits[: len(plan.decodes)] == [1] * len(plan.decodes)
     for item, limit in zip(plan.verifies, limits[len(plan.decodes) :], strict=True):
@@ -174,14 +177,15 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             if kind == "tree":
                 for slot in range(SLOTS):
                     desk.known.words[:, slot] = torch.tensor(words_of(random_parents(1 + DRAFTS)))
-            arrays = StepArrays.of_plan(plan, desk.table, PAGE)
+            given = step_input(plan, desk.table, PAGE)
+            arrays = StepArrays.of_step(given, desk.table, PAGE)
             if kind == "decode":
                 desk.inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
                 desk.inputs.decode_batch(bucket.tokens)
             else:
                 if kind == "tree":
                     arrays.ancestors = np.full(len(arrays.token_ids), -1)
-                requests = StepRequests.of_plan(plan, desk.table, PAGE)
+                requests = given if given.is_by_requests else None
                 assert (requests is not None) == (kind != "ragged")
                 if requests is not None:
                     check_limits(requests, plan)

@@ -13,7 +13,7 @@ from weft.engine.checkpoint.adapters.plan import DENSE
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.drawing.draws import Draw, Drawn
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.loop.llm import LLM
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import host_weights
@@ -28,9 +28,9 @@ def test_the_host_rests_while_it_waits_for_the_device(
 ) -> None:
     """Where the device is the engine's own thread, nobody waits for it."""
     model_dir = make_tiny("llama", tmp_path, 1)
-    wait, forward = Draw.wait, ModelRunner.forward
+    wait, forward = Draw.wait, LocalExecutor.forward
     waited, computed = list[bool](), list[bool]()
-    monkeypatch.setattr(ModelRunner, "is_asynchronous", is_asynchronous)
+    monkeypatch.setattr(LocalExecutor, "is_asynchronous", is_asynchronous)
     with LLM(model_dir, dtype="float32", num_pages=64, num_threads=1, overlap="on") as llm:
         host = llm.engine.parts.host
 
@@ -38,12 +38,12 @@ def test_the_host_rests_while_it_waits_for_the_device(
             waited.append(host._rests.is_set())
             return wait(draw)
 
-        def noted_forward(runner: ModelRunner, plan: Plan) -> object:
+        def noted_forward(executor: LocalExecutor, plan: Plan) -> object:
             computed.append(host._rests.is_set())
-            return forward(runner, plan)
+            return forward(executor, plan)
 
         monkeypatch.setattr(Draw, "wait", noted_wait)
-        monkeypatch.setattr(ModelRunner, "forward", noted_forward)
+        monkeypatch.setattr(LocalExecutor, "forward", noted_forward)
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0), StopCriteria(max_tokens=4))
         assert host._rests.is_set()
     assert waited

@@ -179,7 +179,7 @@ def test_a_host_that_stalls_changes_no_token(
             (engine.scheduler, "plan"),
             (engine.scheduler, "commit"),
             (engine._drawing, "prepare"),
-            (engine._runner, "forward"),
+            (engine._executor, "forward"),
             (engine, "step_done"),
         ):
             stalling(owner, name)
@@ -223,17 +223,17 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(
         stop = StopCriteria(max_tokens=20, ignore_eos=True)
         prompts = [random_prompt(20) for _ in range(3)]
         expected = [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
-        runner, num_calls = llm.engine._runner, 0
-        forward = runner.forward
+        executor, num_calls = llm.engine._executor, 0
+        launch = executor.launch
 
         def failing(*args: object) -> object:
             nonlocal num_calls
             num_calls += 1
             if num_calls == 8:
                 raise RuntimeError("a kernel could not be launched")
-            return forward(*args)  # type: ignore[arg-type]
+            return launch(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(runner, "forward", failing)
+        monkeypatch.setattr(executor, "launch", failing)
         with pytest.raises(Exception, match="a step failed: RuntimeError"):
             llm.generate(prompts, stop=stop)
         assert [sample.token_ids for sample in llm.generate(prompts, stop=stop)] == expected

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.executor import graphs
+from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.executor.graphs import (
     MAX_RAGGED_TOKENS,
     GraphBucket,
@@ -18,7 +19,6 @@ from weft.engine.executor.graphs import (
     step_buckets,
 )
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.loader import load_model

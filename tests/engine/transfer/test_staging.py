@@ -273,11 +273,11 @@ class Order:
         self.moves: list[Moved] = []
         self.num_committed = 0
         """Orders of which the engine knows that they are over."""
-        runner, scheduler = engine._runner, engine.scheduler
+        executor, scheduler = engine._executor, engine.scheduler
         mover = engine.parts.plane._window._mover  # type: ignore[attr-defined]
         for name, pages_of in (("zero", set), ("poison", set), ("forward", self._pages_named)):
-            noted = self._noted(name, getattr(runner, name), pages_of)
-            monkeypatch.setattr(runner, name, noted)
+            noted = self._noted(name, getattr(executor, name), pages_of)
+            monkeypatch.setattr(executor, name, noted)
         self._move_in, self._move_out, self._commit = (
             mover.move_in,
             mover.move_out,

@@ -25,7 +25,7 @@ from weft.engine.base.faults import FaultPoint, FaultSpec
 from weft.engine.base.pages import Page
 from weft.engine.executor import device_pool
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.keys import PageKeys
 from weft.engine.protocol.submits import Cancel
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
@@ -105,10 +105,12 @@ def armed(point: FaultPoint, kind: str, **values: Any) -> Iterator[None]:
 def play(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
     """Pages come and go as those of a pool in such memory."""
     if "device" in pool:
-        monkeypatch.setattr(ModelRunner, "page_pool", lambda runner: DevicePool(runner.pool))
+        monkeypatch.setattr(LocalExecutor, "page_pool", lambda executor: DevicePool(executor.pool))
     if "pinned" in pool:
         monkeypatch.setattr(device_pool, "register", lambda memory: 0)
-        monkeypatch.setattr(ModelRunner, "pin", lambda runner, rows: PinnedRows(rows, runner.pool))
+        monkeypatch.setattr(
+            LocalExecutor, "pin", lambda executor, rows: PinnedRows(rows, executor.pool)
+        )
 
 
 @pytest.mark.parametrize("pool", ["host", "device", "device and pinned"])

@@ -134,15 +134,15 @@ def test_bfloat16_distributions_are_as_near_to_float32_as_transformers(tiny: Pat
 def note_logits(llm: LLM) -> list[torch.Tensor]:
     """What tokens will be drawn from, as steps come: [rows, vocab] float32."""
     seen: list[torch.Tensor] = []
-    forward = llm.engine._runner.forward
+    launch = llm.engine._executor.launch
 
-    def noted(plan: Any) -> Any:
-        drawable = forward(plan)
-        if drawable is not None:
-            seen.append(drawable.logits().float().clone())
-        return drawable
+    def noted(step: Any) -> Any:
+        launched = launch(step)
+        if launched.drawable is not None:
+            seen.append(launched.drawable.logits().float().clone())
+        return launched
 
-    llm.engine._runner.forward = noted  # type: ignore[method-assign]
+    llm.engine._executor.launch = noted  # type: ignore[method-assign]
     return seen
 
 
@@ -238,19 +238,19 @@ def test_mixed_sampling_draws_what_the_cpu_draws(tmp_path: Path) -> None:
 def test_a_decode_step_never_waits_for_the_device(kind: str, dtype: str, tmp_path: Path) -> None:
     path = make_tiny(kind, tmp_path / "model", head_dim=64)
     with make_llm(path, dtype=dtype) as llm:
-        assert llm.engine._runner.graphs is not None
-        forward = llm.engine._runner.forward
+        assert llm.engine._executor.graphs is not None
+        launch = llm.engine._executor.launch
 
-        def checked(plan: Any) -> Any:
+        def checked(step: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return forward(plan)
+                return launch(step)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
         stop = StopCriteria(max_tokens=30, ignore_eos=True)
         llm.generate(random_prompts((40, 3)), stop=stop)
-        llm.engine._runner.forward = checked  # type: ignore[method-assign]
+        llm.engine._executor.launch = checked  # type: ignore[method-assign]
         llm.generate(random_prompts((40, 3, 70, 8)), stop=stop)
 
 
@@ -261,7 +261,7 @@ def test_capturing_shows_how_far_it_is(tmp_path: Path) -> None:
     sizes |= {"max_step_tokens": 64, "prefill_chunk_tokens": 32}
     config = EngineConfig(model_dir=path, device="cuda", **sizes)
     parts = load_parts(config, progress=lambda *call: calls.append(call))
-    graphs = parts.runner.graphs
+    graphs = parts.executor.graphs
     assert graphs is not None
     captures = [call for call in calls if call[2].startswith("capturing graphs: ")]
     assert calls[: len(calls) - len(captures)]

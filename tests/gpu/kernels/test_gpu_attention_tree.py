@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.executor.runner import ModelRunner
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.model.loader import load_model
 from weft.kernels.attention import paged_attention
 from weft.testing.kernels import tree_cases
@@ -174,7 +174,7 @@ class Steps:
         )
         self.peer = load_model(path, "float32", "cpu").model
         model = load_model(path, "float32", CUDA).model
-        self.runner = ModelRunner(
+        self.executor = LocalExecutor(
             model,
             model.kv_layout(PAGE),
             100,
@@ -189,7 +189,7 @@ class Steps:
         self.prompts = [[random.randrange(VOCAB) for _ in range(n)] for n in (40, 77, 16)]
         self.pages = np.random.permutation(np.arange(1, 31)).reshape(3, 10)
         for slot, pages in enumerate(self.pages.tolist()):
-            self.runner.page_table.extend(slot, pages)
+            self.executor.page_table.extend(slot, pages)
 
     def arrays(self, slots: list[int], starts: list[int], tokens: list[list[int]]) -> StepArrays:
         """Of chains."""
@@ -215,7 +215,7 @@ class Steps:
         for slot, prompt in enumerate(self.prompts):
             arrays = self.arrays([slot], [0], [prompt])
             arrays.logits_rows = arrays.logits_rows[-1:]
-            self.runner.run(arrays)
+            self.executor.run(arrays)
 
     def tree_step(self, sizes: list[int]) -> tuple[StepArrays, list[list[int]]]:
         """Of the first requests, and their trees."""
@@ -255,11 +255,11 @@ def test_each_path_is_as_the_same_chain(kind: str, cuda_graphs: bool, tmp_path: 
     steps.prefill()
     for sizes in ([32], [7], [16, 9], [1, 25, 14], [5]):
         arrays, trees = steps.tree_step(sizes)
-        if steps.runner.graphs is not None:
-            bucket = steps.runner.graphs.bucket_of(arrays)
+        if steps.executor.graphs is not None:
+            bucket = steps.executor.graphs.bucket_of(arrays)
             assert bucket is not None
             assert bucket.kind == "tree"
-        logits = steps.runner.run(arrays)
+        logits = steps.executor.run(arrays)
         assert logits is not None
         steps.check(logits, arrays, trees)
 
@@ -271,7 +271,7 @@ def test_a_captured_step_follows_what_the_device_wrote(
     """Positions and words that the host does not know when it sends the step."""
     steps = Steps("llama", tmp_path, cuda_graphs=True)
     steps.prefill()
-    inputs = steps.runner.inputs
+    inputs = steps.executor.inputs
     assert inputs is not None
     arrays, trees = steps.tree_step(sizes)
     positions, words = arrays.positions, arrays.ancestors
@@ -287,6 +287,6 @@ def test_a_captured_step_follows_what_the_device_wrote(
         inputs.step.ancestors[: len(words)] = torch.from_numpy(words).to(CUDA)
 
     monkeypatch.setattr(inputs, "send_ragged", send_and_write)
-    logits = steps.runner.run(arrays)
+    logits = steps.executor.run(arrays)
     assert logits is not None
     steps.check(logits, arrays, trees)

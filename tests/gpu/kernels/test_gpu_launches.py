@@ -84,7 +84,7 @@ def nodes_by_batch(
         prefill_chunk_tokens=max(BATCHES),
     )
     with kept_graphs(monkeypatch):
-        graphs = load_parts(config).runner.graphs
+        graphs = load_parts(config).executor.graphs
     assert graphs is not None
     counts = {}
     for batch in BATCHES:

@@ -80,7 +80,7 @@ def test_both_pools_are_sized_by_what_is_free(tmp_path: Path) -> None:
     with make_llm(target, num_pages=None, drafter="model", draft_dir=draft) as drafting:
         info, drafter = drafting.engine.info, drafting.engine.drafting.drafter
         assert isinstance(drafter, ModelDrafter)
-        pools = info.num_pages * info.page_bytes + drafter._runner.pool.nbytes
+        pools = info.num_pages * info.page_bytes + drafter._executor.pool.nbytes
         assert 0.9 * free < pools < free
         assert any("KV of the draft model" in notice for notice in info.notices)
         samples = drafting.generate(prompts, stop=STOP)

@@ -285,17 +285,17 @@ def test_decode_steps_beside_landing_pages_never_wait(
     expected = alone(model_dir, prompts, 30)
     warm = new_prompt(3)
     pair.finish(pair.submit(warm, max_tokens=4))
-    runner = pair.owner._runner
-    forward = runner.forward
+    executor = pair.owner._executor
+    launch = executor.launch
 
-    def checked(items: Any) -> torch.Tensor | None:
+    def checked(step: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return forward(items)
+            return launch(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(runner, "forward", checked)
+    monkeypatch.setattr(executor, "launch", checked)
     ids = [pair.submit(prompt, max_tokens=30) for prompt in prompts]
     assert pair.finish(*ids) == expected
     check_idle(pair)

@@ -11,8 +11,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.ragged_columns import RaggedColumns, requests_size, write_requests
-from weft.engine.executor.encodings import StepArrays, StepRequests
+from weft.engine.executor.step_input import StepInput
 from weft.kernels import step_requests
 from weft.kernels.gpu import step_requests as gpu_step_requests
 from weft.kernels.step_requests import DecodeColumns
@@ -25,11 +26,12 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 SLOTS, PAGES_EACH = 20, 8
 
 
-def laid_out(requests: StepRequests, table: np.ndarray, page_size: int) -> StepArrays:
+def laid_out(requests: StepInput, table: np.ndarray, page_size: int) -> StepArrays:
     """The rows of these requests; what only the device knows is zero."""
     columns: list[list[int]] = [[] for _ in range(5)]
     verify_rows = np.full((len(requests.slots), int(requests.counts.max())), -1)
-    for index, (slot, start, count) in enumerate(zip(*requests[:3], strict=True)):
+    given = zip(requests.slots, requests.starts, requests.counts, strict=True)
+    for index, (slot, start, count) in enumerate(given):
         for behind in range(count):
             position = behind + max(0, int(start))
             page = int(table[slot, position // page_size])
@@ -72,9 +74,14 @@ def test_a_step_is_what_the_host_would_lay_out(module: ModuleType) -> None:
         starts = np.where(np.random.rand(count) < 0.5, -1, bounds)
         num_rows, has_trees = int(counts.sum()), drafts == 31
         limits = np.random.randint(1, page_size * PAGES_EACH, count)
-        columns_of = (slots, starts, counts, limits, bounds)
-        most_rows = int(counts.max())
-        requests = StepRequests(*columns_of, num_rows, most_rows, None, has_trees)
+        requests = StepInput(
+            slots=slots,
+            starts=starts,
+            bounds=bounds,
+            counts=counts,
+            limits=limits,
+            has_trees=has_trees,
+        )
         table = np.random.permutation(np.arange(1, 1 + SLOTS * PAGES_EACH)).astype(np.int32)
         table = np.concatenate([table.reshape(SLOTS, -1), np.zeros((1, PAGES_EACH), np.int32)])
         rows, most = num_rows + random.randint(0, 150), count + random.randint(0, 5)

@@ -17,7 +17,7 @@ from weft.engine.base.request import TokenLogprob
 from weft.engine.drawing.sampler import SampleOutput, Sampler, SampleRow, SamplesUnderWay
 from weft.engine.executor.device_sampling import RowsBehindDrafts
 from weft.engine.executor.drafts.trees import tree_of
-from weft.engine.executor.runner import Drawable
+from weft.engine.executor.port import Drawable
 from weft.engine.scheduler.plan import Plan, Run, VerifyItem
 from weft.engine.scheduler.ports import Masks, MaskSource
 from weft.engine.scheduler.state import Request, end_of
@@ -65,7 +65,7 @@ class Draw(NamedTuple):
 
     @property
     def are_kept(self) -> bool:
-        """Whether the device has kept the tokens for later steps (`ModelRunner.keep`)."""
+        """Whether the device has kept the tokens for later steps (`LocalExecutor.keep`)."""
         return self.samples.are_kept
 
     def wait(self) -> Drawn:

@@ -13,7 +13,7 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.model.interface import Model
@@ -142,13 +142,13 @@ def measure_needs(
         share: Largest share of the device's memory for this process.
         lora: Adapters on the device, which are there already; steps are measured with them.
         max_drafts: Most drafts of a request in a step, whose logits are all wanted.
-        tree_rows: See `ModelRunner`.
+        tree_rows: See `LocalExecutor`.
 
     Raises:
         ConfigError: The step or the graphs do not fit, even without a pool.
     """
     weights = torch.cuda.memory_allocated(device)
-    runner = ModelRunner(
+    executor = LocalExecutor(
         model,
         layout,
         _PROBE_PAGES,
@@ -166,21 +166,21 @@ def measure_needs(
     if lora is not None:
         # Of all adapters, as they take most.
         step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
-    step_bytes = _measure_step(runner, step, device)
+    step_bytes = _measure_step(executor, step, device)
     graphs = 0
     if cuda_graphs:
         has_lora = lora is not None
         buckets = step_buckets(
             model.config,
-            runner.pool.dtype,
+            executor.pool.dtype,
             max_requests,
             max_step_tokens,
             has_lora=has_lora,
             max_drafts=max_drafts,
             tree_rows=tree_rows,
         )
-        graphs = _measure_graphs(runner, buckets)
-    del runner
+        graphs = _measure_graphs(executor, buckets)
+    del executor
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -208,12 +208,12 @@ def free_of_share(free: int, total: int, own: int, share: float) -> int:
     return free if share == 1 else min(free, int(share * total) - own)
 
 
-def _measure_step(runner: ModelRunner, step: StepArrays, device: torch.device) -> int:
+def _measure_step(executor: LocalExecutor, step: StepArrays, device: torch.device) -> int:
     """Runs a step; returns the bytes that it took meanwhile."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        runner.run(step)
+        executor.run(step)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         num_tokens = len(step.token_ids)
@@ -226,7 +226,7 @@ def _measure_step(runner: ModelRunner, step: StepArrays, device: torch.device) -
     return step_bytes
 
 
-def _measure_graphs(runner: ModelRunner, buckets: Sequence[GraphBucket]) -> int:
+def _measure_graphs(executor: LocalExecutor, buckets: Sequence[GraphBucket]) -> int:
     """Estimates the bytes of all graphs from the largest two of each kind: the first one includes
     what all share, and each further one adds about as much as the second.
     """
@@ -236,7 +236,7 @@ def _measure_graphs(runner: ModelRunner, buckets: Sequence[GraphBucket]) -> int:
         bound = bucket.requests if bucket.kind in ("ragged", "prompts") else 0
         by_kind.setdefault((bucket.kind, bound, bucket.has_lora), []).append(bucket)
     probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
-    taken = dict(zip(probes, runner.capture(probes), strict=True))
+    taken = dict(zip(probes, executor.capture(probes), strict=True))
     total = taken.pop(probes[0])
     for kind in by_kind.values():
         each = max((taken[bucket] for bucket in kind[:2] if bucket in taken), default=0)
@@ -270,7 +270,7 @@ def largest_step(
 
 
 def time_token(
-    runner: ModelRunner,
+    executor: LocalExecutor,
     layout: PlaneLayout,
     max_requests: int,
     max_step_tokens: int,
@@ -279,7 +279,7 @@ def time_token(
     """Seconds a token of a step with a few, the faster of two: no less than in larger ones.
 
     Args:
-        runner: Nothing is under way.
+        executor: Nothing is under way.
         layout: Shape of a page.
         max_requests: Requests of a step.
         max_step_tokens: New tokens of a step.
@@ -290,7 +290,7 @@ def time_token(
     times = []
     for _ in range(2):
         began = time.perf_counter()
-        logits = runner.run(step)
+        logits = executor.run(step)
         assert logits is not None
         logits[0, 0].item()  # Waits for the device.
         times.append(time.perf_counter() - began)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,10 @@ from weft.engine.base.drafts import LaterDrafts
 
 LATE = -1
 """Start position that only the device knows: the end of the step under way."""
+
+
+def _nothing() -> Int64Array:
+    return NO_NUMBERS
 
 
 class ScoredRows(NamedTuple):
@@ -47,13 +51,13 @@ class StepInput:
     """Requests that bring the one token that they drew last, which the device keeps."""
     num_verified: int = 0
     """Requests that bring their last token and drafts; all of their rows draw."""
-    draws: Int64Array = NO_NUMBERS
+    draws: Int64Array = field(default_factory=_nothing)
     """[R - decodes - verified]: whether the last row of each piece of a prompt draws, 0 or 1."""
-    leads: Int64Array = NO_NUMBERS
+    leads: Int64Array = field(default_factory=_nothing)
     """[R - decodes - verified]: first rows of each piece that are run again, as a draft needs their
     states, and write no K and V.
     """
-    tokens: Int64Array = NO_NUMBERS
+    tokens: Int64Array = field(default_factory=_nothing)
     """Tokens of the rows that the host knows, in order: of verified requests unless `drafts` are on
     the device, and of pieces.
     """

@@ -34,6 +34,7 @@ from weft.engine.executor.drafts.build import (
     tree_rows,
 )
 from weft.engine.executor.graphs import Progress
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
     check_pool_fits,
@@ -42,7 +43,6 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     time_token,
 )
-from weft.engine.executor.runner import ModelRunner
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
@@ -81,7 +81,7 @@ would else be up to 5 ms late while another one reads an adapter or makes masks.
 class EngineParts:
     """The components that `Engine` wires together."""
 
-    runner: ModelRunner
+    executor: LocalExecutor
     layout: PlaneLayout
     memory: PageMemory
     prefixes: PrefixTree | None
@@ -185,7 +185,7 @@ def _load_parts(
     lora = _lora_pool(config, models, device)
     pools = _size_pools(config, models, device, lora)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
-    runner = _make_runner(config, models, pools, max_tokens, device, lora, progress)
+    executor = _make_executor(config, models, pools, max_tokens, device, lora, progress)
     draws_on, faults = sampling_device(vocab_size, device)
     # Before any thread beside this one may use the device: graphs are captured.
     drafter: Drafter | None
@@ -193,7 +193,7 @@ def _load_parts(
         drafter = models.draft.drafter(pools.num_draft_pages, max_tokens, device, progress)
     else:
         drafter = make_drafter(
-            config, models.drafted, runner, lora, wake, draws_on_device=draws_on is not None
+            config, models.drafted, executor, lora, wake, draws_on_device=draws_on is not None
         )
     sampler = Sampler(
         vocab_size,
@@ -201,16 +201,16 @@ def _load_parts(
         device=draws_on,
         max_masked_rows=max_drafts_of_a_step(config),
     )
-    runner.capture_draws(sampler.plain_tables)
-    window: PageExchange = DirectExchange(runner.pool_bytes)
+    executor.capture_draws(sampler.plain_tables)
+    window: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
-        window = staged_exchange(config, runner.pool, staging, lanes)
+        window = staged_exchange(config, executor.pool, staging, lanes)
     plane = Transport(config, window, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
     intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens, adapted)
     constraints = Constraints(config, vocab_size, ends, wake)
-    tiers = load_tiers(config, layout.page_bytes, runner.page_pool, runner.pin, wake)
+    tiers = load_tiers(config, layout.page_bytes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
         *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
@@ -221,7 +221,7 @@ def _load_parts(
         prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
     host = HostPriority()
     return EngineParts(
-        runner=runner,
+        executor=executor,
         layout=layout,
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
         prefixes=prefixes,
@@ -235,7 +235,7 @@ def _load_parts(
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         token_s=time_token(
-            runner, layout, config.max_running_requests, config.max_step_tokens, max_tokens
+            executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
         ),
         host=host,
     )
@@ -334,7 +334,7 @@ def _size_pools(
     return _Pools(num_pages, num_draft_pages, plan)
 
 
-def _make_runner(
+def _make_executor(
     config: EngineConfig,
     models: _Models,
     pools: _Pools,
@@ -342,9 +342,9 @@ def _make_runner(
     device: torch.device,
     lora: LoraPool | None,
     progress: Progress,
-) -> ModelRunner:
+) -> LocalExecutor:
     """Allocates the pool and captures the steps."""
-    return ModelRunner(
+    return LocalExecutor(
         models.loaded.model,
         models.layout,
         pools.num_pages,

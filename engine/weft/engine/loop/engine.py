@@ -69,7 +69,7 @@ class Engine:
         self.config = config
         self._clock = clock
         self.parts = parts
-        self._runner = parts.runner
+        self._executor = parts.executor
         self._intake = parts.intake
         self.memory: PageMemory = parts.memory
         self.info = parts.info
@@ -96,7 +96,7 @@ class Engine:
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config, parts.runner.step_sizes),
+            SchedulerLimits.of(config, parts.executor.step_sizes),
             pages,
             waiting,
             fills,
@@ -120,7 +120,7 @@ class Engine:
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
-            self.audit = PageAudit(parts.runner.page_digests, parts.memory)
+            self.audit = PageAudit(parts.executor.page_digests, parts.memory)
             self.fills.audit = self.audit
         most = config.max_running_requests
         sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
@@ -131,7 +131,7 @@ class Engine:
         )
         self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
         self.pipeline = StepPipeline(
-            parts.runner,
+            parts.executor,
             self._drawing,
             self.scheduler,
             self,
@@ -238,9 +238,9 @@ class Engine:
         if self.tiers is not None:
             self.tiers.tick()
         if self.config.poison_free_pages:
-            self._runner.poison(self.memory.take_freed())
+            self._executor.poison(self.memory.take_freed())
             if self.tiers is not None:
-                self._runner.mark().wait()  # Loads wait for no step.
+                self._executor.mark().wait()  # Loads wait for no step.
         if now >= self._report_at or (inbox is not None and wants_report(inbox)):
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
@@ -422,10 +422,10 @@ class Engine:
         if self.tiers is not None:
             self.tiers.write_back()
         if wipes := self.memory.take_wipes():
-            self._runner.zero(wipes)
+            self._executor.zero(wipes)
             is_written_by_fills = self.fills.num_open and self.parts.plane.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
-                self._runner.mark().wait()  # Others may write there from now on.
+                self._executor.mark().wait()  # Others may write there from now on.
         if self.tiers is not None:
             self.tiers.begin_loads()
 
@@ -559,7 +559,7 @@ class Engine:
         self._constraints.end(request, is_last=request.key not in self._groups)
 
     def _on_slot_free(self, slot: int) -> None:
-        self._runner.reset_slot(slot)
+        self._executor.reset_slot(slot)
         self._drawing.free(slot)
         self.drafting.forget(slot)
 

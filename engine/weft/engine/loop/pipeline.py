@@ -23,7 +23,7 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.base.give_way import HostPriority
 from weft.engine.drawing.draws import Draw, Drawing, Drawn
 from weft.engine.drawing.encode import step_input
-from weft.engine.executor.runner import Drawable, ModelRunner
+from weft.engine.executor.port import Drawable, Executor
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.ports import Drafter
@@ -71,7 +71,7 @@ class StepPipeline:
     """Runs plans, with at most one step enqueued behind another.
 
     Args:
-        runner: The device.
+        executor: The device.
         drawing: Tokens.
         scheduler: Made the plans.
         owner: Is told the outcomes.
@@ -83,7 +83,7 @@ class StepPipeline:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         drawing: Drawing,
         scheduler: Scheduler,
         owner: StepOwner,
@@ -94,7 +94,7 @@ class StepPipeline:
         host: HostPriority,
     ) -> None:
         self._drafter = drafter
-        self._runner = runner
+        self._executor = executor
         self._drawing = drawing
         self._scheduler = scheduler
         self._owner = owner
@@ -115,7 +115,7 @@ class StepPipeline:
 
     def host_goes_on(self) -> None:
         """Other threads give way to this one; not where it computes the steps itself, on a CPU."""
-        if self._runner.is_asynchronous:
+        if self._executor.is_asynchronous:
             self._host.begin()
 
     def host_rests(self) -> None:
@@ -162,14 +162,14 @@ class StepPipeline:
                 faults.ENGINE_STEP.fire()
             if is_ready:
                 self._drawing.prepare(plan, drawing)
-            self._scheduler.pages.make_copies(self._runner.copy)
+            self._scheduler.pages.make_copies(self._executor.copy)
             if plan.verifies:
                 assert self._drafter is not None
                 began_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - began_at
-            launched = self._runner.launch(
-                step_input(plan, self._runner.page_table, self._runner.page_size)
+            launched = self._executor.launch(
+                step_input(plan, self._executor.page_table, self._executor.page_size)
             )
             step.drawable, plan.scores = launched
         except Exception as error:
@@ -180,7 +180,7 @@ class StepPipeline:
         """Enqueues the drawing of tokens; all earlier steps are committed."""
         try:
             if step.drawable is None:
-                step.mark = step.mark or self._runner.mark()
+                step.mark = step.mark or self._executor.mark()
             else:
                 if not is_ready:
                     plan, slots = step.plan, None
@@ -191,10 +191,10 @@ class StepPipeline:
                 step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 if not step.draw.are_kept:
-                    self._runner.keep(step.draw.tokens)
+                    self._executor.keep(step.draw.tokens)
                 if step.plan.has_trees:
                     # K and V of accepted drafts move behind the drawing.
-                    step.mark = self._runner.mark()
+                    step.mark = self._executor.mark()
         except Exception as error:
             self._fail(step, error)
         step.ended_at = self._clock()
@@ -212,7 +212,7 @@ class StepPipeline:
             self._fail(step, error)
         self.host_goes_on()
         self._scheduler.commit(step.number, step.plan)
-        if self._runner.is_asynchronous:
+        if self._executor.is_asynchronous:
             step.ended_at = self._clock()
         # What somebody's grammar cost is no measure of steps: neither of what the next ones take,
         # nor of how long one may before the engine counts as stalled.
@@ -229,6 +229,6 @@ class StepPipeline:
         step.drawable = step.draw = None
         self._owner.step_failed(plan, error)
         try:
-            step.mark = self._runner.mark()
+            step.mark = self._executor.mark()
         except RuntimeError:
             logger.exception("the device takes no more work")

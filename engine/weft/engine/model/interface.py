@@ -1,4 +1,4 @@
-"""The interface that every model offers to the runner."""
+"""The interface that every model offers to the executor."""
 
 from __future__ import annotations
 

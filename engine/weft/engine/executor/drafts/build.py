@@ -13,7 +13,7 @@ from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_
 from weft.engine.executor.drafts.draft_rows import AdapterRows, DraftAdapterFiles
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.executor.graphs import TREE_REQUESTS, capturing
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
@@ -58,7 +58,7 @@ def describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
 
 
 def head_graphs(
-    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
+    config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> tuple[ChainGraphs | None, TreeGraphs | None]:
     """Captures a head's chains and trees where steps are captured.
 
@@ -67,43 +67,49 @@ def head_graphs(
     """
     if lora is not None and not lora.takes_drafts:
         lora = None  # Graphs with adapters would be as those without.
-    chains = _chain_graphs(config, drafted, runner, lora)
-    return chains, _tree_graphs(config, drafted, runner, lora)
+    chains = _chain_graphs(config, drafted, executor, lora)
+    return chains, _tree_graphs(config, drafted, executor, lora)
 
 
 def _chain_graphs(
-    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
+    config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> ChainGraphs | None:
-    if runner.graphs is None or runner.inputs is None or drafted.head.kind != "eagle3":
+    if executor.graphs is None or executor.inputs is None or drafted.head.kind != "eagle3":
         return None
     most = config.max_running_requests
-    adapters = None if lora is None else AdapterRows(lora, runner.pool.device, most, [1])
+    adapters = None if lora is None else AdapterRows(lora, executor.pool.device, most, [1])
     shapes = chain_shapes(config.max_draft_tokens, most, has_lora=lora is not None)
     chains = StaticChains(
-        drafted, runner.pool, runner.known, runner.inputs, config.page_size, max(shapes), adapters
+        drafted,
+        executor.pool,
+        executor.known,
+        executor.inputs,
+        config.page_size,
+        max(shapes),
+        adapters,
     )
     with capturing("drafts"):
-        return ChainGraphs(chains, shapes, runner.graphs.capture)
+        return ChainGraphs(chains, shapes, executor.graphs.capture)
 
 
 def _tree_graphs(
-    config: EngineConfig, drafted: DraftedModel, runner: ModelRunner, lora: LoraPool | None
+    config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> TreeGraphs | None:
     shapes = tree_shapes(config.draft_width)
-    if not shapes or runner.graphs is None or runner.inputs is None:
+    if not shapes or executor.graphs is None or executor.inputs is None:
         return None
     most = min(max(TREE_REQUESTS), config.max_running_requests)
     sizes = sorted({min(size, most) for size in TREE_REQUESTS})
     adapters = None
     if lora is not None:
-        adapters = AdapterRows(lora, runner.pool.device, most, [1, config.draft_width])
+        adapters = AdapterRows(lora, executor.pool.device, most, [1, config.draft_width])
     trees = StaticTrees(
-        drafted, runner.pool, runner.known, runner.inputs, config.page_size, most, adapters
+        drafted, executor.pool, executor.known, executor.inputs, config.page_size, most, adapters
     )
     kinds = (False,) if lora is None else (False, True)
     buckets = [TreeBucket(*of) for of in itertools.product(shapes, sizes, kinds)]
     with capturing("trees of drafts"):
-        return TreeGraphs(trees, buckets, runner.graphs.capture)
+        return TreeGraphs(trees, buckets, executor.graphs.capture)
 
 
 def max_drafts(config: EngineConfig) -> int:

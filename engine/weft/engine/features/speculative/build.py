@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.drafts.build import head_graphs
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.features.speculative.fixed_gate import FixedGate
@@ -20,7 +20,7 @@ from weft.engine.scheduler.ports import Drafter, DraftGate
 def make_drafter(
     config: EngineConfig,
     drafted: DraftedModel | None,
-    runner: ModelRunner,
+    executor: LocalExecutor,
     lora: LoraPool | None,
     wake: Callable[[], None],
     *,
@@ -31,7 +31,7 @@ def make_drafter(
     Args:
         config: Settings of the engine.
         drafted: The model with its head; None: it has none.
-        runner: Runs the model.
+        executor: Runs the model.
         lora: Rows of adapters on the device; None: none are served.
         wake: Called from another thread when a draft adapter was read.
         draws_on_device: Tokens are drawn where the logits are.
@@ -43,13 +43,13 @@ def make_drafter(
         return NgramDrafter()
     if drafted is None or config.drafter not in HEAD_DRAFTERS:
         return None
-    graphs, trees = head_graphs(config, drafted, runner, lora)
+    graphs, trees = head_graphs(config, drafted, executor, lora)
 
     def of(model: DraftedModel) -> EagleDrafter:
         return EagleDrafter(
             model,
-            runner.pool,
-            runner.page_table,
+            executor.pool,
+            executor.page_table,
             config.page_size,
             graphs,
             trees,

@@ -14,8 +14,8 @@ from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.vocabularies import check_same_vocabulary
 from weft.engine.executor.graphs import Progress
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import MIN_PAGES, MemoryNeeds, measure_needs
-from weft.engine.executor.runner import ModelRunner
 from weft.engine.features.speculative.model_drafter import STEADY_TOKENS, ModelDrafter
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.model.loader import LoadedModel, load_model
@@ -133,7 +133,7 @@ class DraftModel:
             ConfigError: There is not enough memory.
         """
         longest = self._longest(max_context_tokens)
-        runner = ModelRunner(
+        executor = LocalExecutor(
             self._loaded.model,
             self.layout,
             num_pages,
@@ -146,7 +146,7 @@ class DraftModel:
         )
         memory = PageMemory(num_pages, None)
         chunk_tokens = self._config.prefill_chunk_tokens
-        return ModelDrafter(runner, memory, self.layout.page_size, longest, chunk_tokens)
+        return ModelDrafter(executor, memory, self.layout.page_size, longest, chunk_tokens)
 
     def describe(self, num_pages: int) -> str:
         """Describes the size of its pool."""

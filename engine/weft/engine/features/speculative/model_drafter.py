@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from weft.engine.base.arrays import Int64Array
 from weft.engine.executor.encodings import DRAWN, StepArrays
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.page_memory import OutOfPages, PageMemory
 from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
@@ -32,7 +32,7 @@ class ModelDrafter(Drafter):
     chunk a step.
 
     Args:
-        runner: The draft model with its pool.
+        executor: The draft model with its pool.
         memory: Owner of that pool's pages.
         page_size: Token positions a page.
         max_tokens: Positions that the draft model has; a request beyond them gets no drafts.
@@ -41,13 +41,13 @@ class ModelDrafter(Drafter):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: LocalExecutor,
         memory: PageMemory,
         page_size: int,
         max_tokens: int,
         chunk_tokens: int,
     ) -> None:
-        self._runner = runner
+        self._executor = executor
         self._page_size = page_size
         self._max_tokens = max_tokens
         self._chunk_tokens = chunk_tokens
@@ -73,7 +73,7 @@ class ModelDrafter(Drafter):
         text = self._texts.pop(slot, None)
         if text is not None:
             self.memory.release(text.pages)
-            self._runner.reset_slot(slot)
+            self._executor.reset_slot(slot)
 
     def sizes(self) -> dict[str, int]:
         """Number of requests that have pages, and of pages."""
@@ -124,7 +124,7 @@ class ModelDrafter(Drafter):
             except OutOfPages:
                 self.forget(slot)
                 return None
-            self._runner.page_table.extend(slot, text.pages)
+            self._executor.page_table.extend(slot, text.pages)
         return text
 
     def _run(self, pieces: Sequence[_Piece]) -> list[list[int]]:
@@ -173,7 +173,7 @@ class ModelDrafter(Drafter):
         np.cumsum(lengths, out=cu_q_lens[1:])
         request_of = np.repeat(np.arange(len(slots)), lengths)
         positions = np.arange(len(request_of)) + (starts - cu_q_lens[:-1])[request_of]
-        pages = self._runner.page_table.pages[slots[request_of], positions // self._page_size]
+        pages = self._executor.page_table.pages[slots[request_of], positions // self._page_size]
         places = pages.astype(np.int64) * self._page_size + positions % self._page_size
         sources = slots if tokens is None else slots[:0]
         drawing = slots[:num_drawing]
@@ -193,11 +193,11 @@ class ModelDrafter(Drafter):
             sources=sources,
             owners=np.full(len(sources), -1, np.int64),
         )
-        logits = self._runner.run(arrays)
+        logits = self._executor.run(arrays)
         if logits is None:
-            return torch.zeros(0, dtype=torch.int64, device=self._runner.device)
+            return torch.zeros(0, dtype=torch.int64, device=self._executor.device)
         drawn = logits.argmax(dim=-1)
-        self._runner.keep(drawn)
+        self._executor.keep(drawn)
         return drawn
 
 

@@ -10,7 +10,7 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.drafts.chains import ChainGraphs, StaticChains, chain_shapes
 from weft.engine.executor.drafts.draft_rows import AdapterRows
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
-from weft.engine.executor.runner import ModelRunner
+from weft.engine.executor.local import LocalExecutor
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
@@ -56,13 +56,13 @@ def capture_chains(engine: Engine, max_drafts: int) -> ChainGraphs:
     """Gives an engine's drafter what it has on a GPU; behind `RecordedSteps`, chains run with the
     inputs of these.
     """
-    drafter, model, runner = _parts_of(engine)
+    drafter, model, executor = _parts_of(engine)
     most = engine.config.max_running_requests
-    lora = runner._lora
-    adapters = None if lora is None else AdapterRows(lora, runner.device, most, [1])
+    lora = executor._lora
+    adapters = None if lora is None else AdapterRows(lora, executor.device, most, [1])
     shapes = chain_shapes(max_drafts, most, has_lora=lora is not None)
-    inputs, size = runner.inputs or _host_inputs(engine), engine.config.page_size
-    static = StaticChains(model, runner.pool, runner.known, inputs, size, max(shapes), adapters)
+    inputs, size = executor.inputs or _host_inputs(engine), engine.config.page_size
+    static = StaticChains(model, executor.pool, executor.known, inputs, size, max(shapes), adapters)
     with torch.inference_mode():
         graphs = drafter._graphs = ChainGraphs(static, shapes, capture)
     return graphs
@@ -70,13 +70,13 @@ def capture_chains(engine: Engine, max_drafts: int) -> ChainGraphs:
 
 def capture_trees(engine: Engine, shapes: Sequence[DraftShape], max_requests: int) -> TreeGraphs:
     """The same for trees."""
-    drafter, model, runner = _parts_of(engine)
-    lora, rows_each = runner._lora, [1, shapes[0].width]
+    drafter, model, executor = _parts_of(engine)
+    lora, rows_each = executor._lora, [1, shapes[0].width]
     adapters = None
     if lora is not None:
-        adapters = AdapterRows(lora, runner.device, max_requests, rows_each)
-    pages, size = HostPages(runner.page_table), engine.config.page_size
-    static = StaticTrees(model, runner.pool, runner.known, pages, size, max_requests, adapters)
+        adapters = AdapterRows(lora, executor.device, max_requests, rows_each)
+    pages, size = HostPages(executor.page_table), engine.config.page_size
+    static = StaticTrees(model, executor.pool, executor.known, pages, size, max_requests, adapters)
     sizes = {size for size in (1, 2) if size < max_requests} | {max_requests}
     buckets = [TreeBucket(shape, size) for shape in shapes for size in sorted(sizes)]
     if lora is not None:
@@ -94,21 +94,21 @@ def num_replays(graphs: ChainGraphs | TreeGraphs, *, has_lora: bool) -> int:
 
 def _host_inputs(engine: Engine) -> DeviceInputs:
     """Inputs of chains alone, of an engine whose steps run without any."""
-    _, _, runner = _parts_of(engine)
-    runner.page_table._changed = []
+    _, _, executor = _parts_of(engine)
+    executor.page_table._changed = []
     most, size = engine.config.max_running_requests, engine.config.page_size
-    inputs = DeviceInputs(runner.page_table, size, most, runner.known)
+    inputs = DeviceInputs(executor.page_table, size, most, executor.known)
     inputs.keep_ragged(0)
     return inputs
 
 
-def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, ModelRunner]:
-    drafter, runner = engine.drafting.drafter, engine.pipeline._runner
+def _parts_of(engine: Engine) -> tuple[EagleDrafter, DraftedModel, LocalExecutor]:
+    drafter, executor = engine.drafting.drafter, engine.pipeline._executor
     if isinstance(drafter, AdaptedDrafter):  # Where drafts are captured there is none.
         drafter.close()
         engine.drafting.drafter = engine.pipeline._drafter = drafter = drafter._plain
         assert isinstance(drafter, EagleDrafter)
         drafter.waits_for_trees = True
     assert isinstance(drafter, EagleDrafter)
-    assert isinstance(runner._model, DraftedModel)
-    return drafter, runner._model, runner
+    assert isinstance(executor._model, DraftedModel)
+    return drafter, executor._model, executor

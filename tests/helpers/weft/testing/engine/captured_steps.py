@@ -15,37 +15,37 @@ from weft.testing.engine.drafters import KnownGraphs
 
 
 class RecordedSteps(StepGraphs):
-    """Captured steps of a runner on a CPU.
+    """Captured steps of a executor on a CPU.
 
     Args:
         engine: Its model has no native operations, which refuse rows of padding.
         max_drafts: Of a request.
-        tree_rows: See `ModelRunner`.
+        tree_rows: See `LocalExecutor`.
     """
 
     def __init__(self, engine: Engine, max_drafts: int, tree_rows: tuple[int, ...] = ()) -> None:
-        runner, config = engine._runner, engine.config
-        runner.page_table._changed = []
+        executor, config = engine._executor, engine.config
+        executor.page_table._changed = []
         most, tokens = config.max_running_requests, config.max_step_tokens + config.decodes_beside
-        table, page_size = runner.page_table, config.page_size
-        inputs = DeviceInputs(table, page_size, most, runner.known, runner._lora, tokens)
+        table, page_size = executor.page_table, config.page_size
+        inputs = DeviceInputs(table, page_size, most, executor.known, executor._lora, tokens)
         inputs._table = inputs._table.clone()  # Else the host's pages are seen before they come.
         buckets = step_buckets(
-            runner._model.config,
-            runner.pool.dtype,
+            executor._model.config,
+            executor.pool.dtype,
             most,
             tokens,
             max_drafts=max_drafts,
             tree_rows=tree_rows,
         )
-        self._model, self._pool, self._inputs = runner._model, runner.pool, inputs
-        self.buckets = GraphBuckets(runner._model.config, buckets)
+        self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
+        self.buckets = GraphBuckets(executor._model.config, buckets)
         self._engine = engine
         self.num_replays: dict[str, int] = {}
         """Number of steps run, by kind of bucket."""
         inputs.keep_ragged(max(bucket.columns.num_bytes for bucket in buckets))
         self._graphs = {bucket: self._capture(bucket) for bucket in sorted(buckets, reverse=True)}
-        runner._inputs, runner.graphs = inputs, self
+        executor._inputs, executor.graphs = inputs, self
         sampler = Sampler(
             engine.info.vocab_size,
             most,
@@ -53,7 +53,7 @@ class RecordedSteps(StepGraphs):
             max_masked_rows=most * max_drafts,
         )
         engine._drawing._sampler = sampler
-        runner.capture_draws(sampler.plain_tables)
+        executor.capture_draws(sampler.plain_tables)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple:  # type: ignore[type-arg]
         """See `StepGraphs.capture`."""

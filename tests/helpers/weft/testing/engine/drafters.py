@@ -12,7 +12,7 @@ from weft.engine.base.device_copies import Fetched
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.drawing.draws import Drawn
 from weft.engine.drawing.sampler import derive_seed
-from weft.engine.executor.encodings import LATE, StepRequests
+from weft.engine.executor.step_input import LATE, StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import GeneratedSample
@@ -132,8 +132,8 @@ class KnownGraphs:
         self._vocab_size = vocab_size
         self._chance = chance
         self._running = engine.scheduler.running
-        self._runner = engine.pipeline._runner
-        self._known = self._runner.known
+        self._executor = engine.pipeline._executor
+        self._known = self._executor.known
         self.num_late = 0
         """Chains whose begin the host did not know."""
         self.last = torch.zeros(0, dtype=torch.int64)
@@ -145,7 +145,7 @@ class KnownGraphs:
         plans.drafts_on_device = True
         engine.drafting.gate = plans.gate = RandomGate((0, 1, 2, 3, 5))
 
-    def forward(self, requests: StepRequests, depth: int) -> torch.Tensor:
+    def forward(self, requests: StepInput, depth: int) -> torch.Tensor:
         """See `ChainGraphs.forward`."""
         return self._draft(requests.slots.tolist(), requests.starts.tolist(), depth)
 
@@ -153,8 +153,8 @@ class KnownGraphs:
         self, depth: int, num_requests: int, adapter_slots: npt.NDArray[np.int32] | None
     ) -> torch.Tensor:
         """See `ChainGraphs.forward_sent`."""
-        assert self._runner.inputs is not None
-        slots, starts, _, limits = self._runner.inputs.request_rows(num_requests)
+        assert self._executor.inputs is not None
+        slots, starts, _, limits = self._executor.inputs.request_rows(num_requests)
         are_drafted = limits > 1
         drafts = self._draft(slots[are_drafted].tolist(), starts[are_drafted].tolist(), depth)
         found = drafts.new_zeros((depth, num_requests))

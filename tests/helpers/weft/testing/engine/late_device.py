@@ -1,6 +1,6 @@
 """A device that is as late as it can be, made of an engine on a CPU.
 
-What the engine's runner and sampler are told to do is put into a queue, as a GPU would. The queue
+What the engine's executor and sampler are told to do is put into a queue, as a GPU would. The queue
 is worked off when somebody waits for its results, and at random moments before. Meanwhile pages
 that became free are filled with NaN at once: so does a filler that is given such a page.
 """
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.sampler import SampleOutput, Sampler
-from weft.engine.executor.runner import Drawable
 from weft.engine.executor.encodings import StepArrays
+from weft.engine.executor.port import Drawable, Launched
+from weft.engine.executor.step_input import StepInput
 from weft.engine.loop.engine import Engine
 from weft.engine.protocol.messages import Inbox, Outbox
-from weft.engine.scheduler.plan import Plan
 
 
 class _Later:
@@ -72,10 +72,10 @@ class LateDevice:
         self._queue: deque[Callable[[], None]] = deque()
         self._memory = engine.memory
         self._sampler = engine._drawing._sampler
-        self._runner = runner = engine._runner
-        self._pool = runner.pool
-        self._run, self._keep = runner.run, runner.keep
-        self._copy, self._zero = runner.copy, runner.zero
+        self._executor = executor = engine._executor
+        self._pool = executor.pool
+        self._run, self._keep = executor.run, executor.keep
+        self._copy, self._zero = executor.copy, executor.zero
         self._set_free = engine.memory._set_free
         self.num_told = self.num_done = 0
         """Number of pieces of work enqueued."""
@@ -85,9 +85,9 @@ class LateDevice:
         if window.staging is not None:
             window._mover.mark = self.mark  # type: ignore[attr-defined]
             engine.turn = self.turn  # type: ignore[method-assign]
-        for name in ("forward", "keep", "copy", "zero", "mark"):
-            setattr(runner, name, getattr(self, name))
-        runner.poison = lambda pages: None  # type: ignore[method-assign]
+        for name in ("launch", "keep", "copy", "zero", "mark"):
+            setattr(executor, name, getattr(self, name))
+        executor.poison = lambda pages: None  # type: ignore[method-assign]
         self._sampler.begin = self.begin  # type: ignore[method-assign, assignment]
         engine.memory._set_free = self._fill_free  # type: ignore[method-assign]
         evict, self._evicting = engine.memory._evict, False
@@ -106,10 +106,10 @@ class LateDevice:
 
     # -- what it is told -------------------------------------------------------------------------
 
-    def forward(self, plan: Plan) -> Drawable | None:
-        """See `ModelRunner.forward`; what the host knows is taken along."""
-        table = self._runner._page_table
-        arrays = StepArrays.of_plan(plan, table, self._runner._page_size)
+    def launch(self, step: StepInput) -> Launched:
+        """See `Executor.launch`; what the host knows is taken along."""
+        table = self._executor._page_table
+        arrays = StepArrays.of_step(step, table, self._executor._page_size)
         pages = table.pages.copy()
         logits = _Later()
 
@@ -124,9 +124,10 @@ class LateDevice:
 
         self._enqueue(run)
         if not len(arrays.logits_rows):
-            return None
+            return Launched(None)
         later: Any = logits
-        return Drawable(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
+        drawable = Drawable(lambda: later, arrays.drawing_slots, arrays.drawing_positions)
+        return Launched(drawable)
 
     def begin(
         self,
@@ -153,19 +154,19 @@ class LateDevice:
         return _Samples(self, tokens, outputs)
 
     def keep(self, tokens: _Later) -> None:
-        """See `ModelRunner.keep`."""
+        """See `LocalExecutor.keep`."""
         self._enqueue(lambda: self._keep(tokens.value))
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """See `ModelRunner.copy`."""
+        """See `LocalExecutor.copy`."""
         self._enqueue(lambda: self._copy(copies))
 
     def zero(self, pages: Sequence[int]) -> None:
-        """See `ModelRunner.zero`."""
+        """See `LocalExecutor.zero`."""
         self._enqueue(lambda: self._zero(pages))
 
     def mark(self) -> _Mark:
-        """See `ModelRunner.mark`."""
+        """See `LocalExecutor.mark`."""
         return _Mark(self)
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:

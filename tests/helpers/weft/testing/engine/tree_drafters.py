@@ -10,7 +10,7 @@ import torch
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.drafts import DraftTree
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
-from weft.engine.executor.encodings import LATE
+from weft.engine.executor.step_input import LATE
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.engine import Engine
 from weft.engine.memory.keys import PageKeys
@@ -115,7 +115,7 @@ class WatchedTrees:
     ) -> None:
         assert engine.drafting.drafter is not None
         self._drafter, self._known = engine.drafting.drafter, known
-        self._tokens = engine.pipeline._runner.known
+        self._tokens = engine.pipeline._executor.known
         self.trees: list[tuple[list[int], VerifyItem, DraftTree]] = []
         """Tokens so far, what was asked for, and what came."""
         self._page_size = engine.config.page_size
@@ -180,7 +180,7 @@ class PublishedPages:
         found = [self.pages.get(key) for key in keys.upto(list(tokens), num_pages)]
         if None in found:
             return None
-        pages = self._engine._runner.pool[found].clone()
+        pages = self._engine._executor.pool[found].clone()
         if self._engine.parts.layout.draft:
             pages[0, :, -1, :, 0] = 0.0
         return pages
@@ -210,7 +210,7 @@ class KnownTreeGraphs:
         self._vocab_size = vocab_size
         self._chance = chance
         self._running = engine.scheduler.running
-        self._known = engine.pipeline._runner.known
+        self._known = engine.pipeline._executor.known
         self.num_late = 0
         """Trees whose begin the host did not know."""
         drafter = engine.drafting.drafter

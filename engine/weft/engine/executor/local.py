@@ -4,25 +4,26 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.base.arrays import Int32Array
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
-from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
+from weft.engine.executor.device_sampling import CapturedDraw
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.keeping import KeptStates, TokenKeeper
+from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.layout import PlaneLayout
@@ -39,38 +40,6 @@ from weft.kernels.page_ops import copy_pages, page_index
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 
-class Drawable(NamedTuple):
-    """What tokens are drawn from, and the requests and positions that it belongs to."""
-
-    logits: Callable[[], torch.Tensor]
-    """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
-    slots: Int64Array
-    """The slot of each row that draws, [L]."""
-    positions: Int64Array
-    """Positions of the tokens to be drawn, [L]; for requests that start late the largest possible
-    ones.
-    """
-    on_device: Callable[..., RowsOnDevice] | None = None
-    """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
-    captured: CapturedDraw | None = None
-    """Draws by a graph, and keeps the tokens; None: there is none for this step."""
-    rows: Callable[[], torch.Tensor] | None = None
-    """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
-    None: the step verifies no drafts.
-    """
-
-
-class Launched(NamedTuple):
-    """What becomes of a step that has begun."""
-
-    drawable: Drawable | None
-    """What tokens are drawn from: a row for each decode, then one for each row of the requests with
-    drafts, then one for each piece of a prompt that draws; None: nothing draws.
-    """
-    scores: PromptScores | None = None
-    """Log-probabilities of prompts; None: none are wanted."""
-
-
 class Verifying(NamedTuple):
     """The part of a step that verifies drafts: its first rows."""
 
@@ -81,7 +50,7 @@ class Verifying(NamedTuple):
     """Number of rows."""
 
 
-class ModelRunner:
+class LocalExecutor:
     """Owns the KV pool and runs plans as forward passes.
 
     Args:

@@ -1,0 +1,111 @@
+"""What a loop asks of the device that computes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from weft.engine.base.arrays import Int64Array
+from weft.engine.base.device_copies import Mark
+from weft.engine.base.pages import PageCopy
+from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
+from weft.engine.executor.prompt_scores import PromptScores
+from weft.engine.executor.step_input import StepInput
+from weft.engine.memory.page_table import PageTable
+
+
+class Drawable(NamedTuple):
+    """What tokens are drawn from, and the requests and positions that it belongs to."""
+
+    logits: Callable[[], torch.Tensor]
+    """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
+    slots: Int64Array
+    """The slot of each row that draws, [L]."""
+    positions: Int64Array
+    """Positions of the tokens to be drawn, [L]; for requests that start late the largest possible
+    ones.
+    """
+    on_device: Callable[..., RowsOnDevice] | None = None
+    """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
+    captured: CapturedDraw | None = None
+    """Draws by a graph, and keeps the tokens; None: there is none for this step."""
+    rows: Callable[[], torch.Tensor] | None = None
+    """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
+    None: the step verifies no drafts.
+    """
+
+
+class Launched(NamedTuple):
+    """What becomes of a step that has begun."""
+
+    drawable: Drawable | None
+    """What tokens are drawn from: a row for each decode, then one for each row of the requests with
+    drafts, then one for each piece of a prompt that draws; None: nothing draws.
+    """
+    scores: PromptScores | None = None
+    """Log-probabilities of prompts; None: none are wanted."""
+
+
+class Executor(Protocol):
+    """Computes the steps of one engine, in the order in which they are launched.
+
+    No call waits for the device unless it says so.
+    """
+
+    @property
+    def page_table(self) -> PageTable:
+        """The page table on the host; changes reach the device with the next step."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Token positions a page."""
+        ...
+
+    @property
+    def step_sizes(self) -> Sequence[int]:
+        """Token counts that steps with prompts are padded to; empty without graphs."""
+        ...
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device works while the host goes on."""
+        ...
+
+    def launch(self, step: StepInput) -> Launched:
+        """Starts one step."""
+        ...
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Keeps the drawn tokens on the device as input of later steps.
+
+        Args:
+            tokens: [L] int64, by row of the logits; negative where there is none. Of a request
+                with drafts those up to the first that differs from its draft count.
+        """
+        ...
+
+    def mark(self) -> Mark:
+        """A mark of the device's work so far."""
+        ...
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages, none of which may be both source and destination."""
+        ...
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Zeroes pages of the pool."""
+        ...
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fills free pages with NaN, so that reading one is noticed."""
+        ...
+
+    def page_digests(self, pages: Sequence[int]) -> list[int]:
+        """Digests of pages as they are in the pool now; waits for them."""
+        ...
+
+    def reset_slot(self, slot: int) -> None:
+        """Clears the slot's page table row for its next request."""
+        ...
