@@ -179,7 +179,7 @@ def test_a_host_that_stalls_changes_no_token(
             (engine.scheduler, "plan"),
             (engine.scheduler, "commit"),
             (engine._drawing, "prepare"),
-            (engine._executor, "forward"),
+            (engine._executor, "launch"),
             (engine, "step_done"),
         ):
             stalling(owner, name)

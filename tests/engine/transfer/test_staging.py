@@ -275,9 +275,13 @@ class Order:
         """Orders of which the engine knows that they are over."""
         executor, scheduler = engine._executor, engine.scheduler
         mover = engine.parts.plane._window._mover  # type: ignore[attr-defined]
-        for name, pages_of in (("zero", set), ("poison", set), ("forward", self._pages_named)):
-            noted = self._noted(name, getattr(executor, name), pages_of)
-            monkeypatch.setattr(executor, name, noted)
+        for owner, name, pages_of in (
+            (executor, "zero", set),
+            (executor, "poison", set),
+            (scheduler, "launch", self._pages_named),
+        ):
+            noted = self._noted(name, getattr(owner, name), pages_of)
+            monkeypatch.setattr(owner, name, noted)
         self._move_in, self._move_out, self._commit = (
             mover.move_in,
             mover.move_out,
@@ -295,7 +299,7 @@ class Order:
         def noted(what: Any) -> Any:
             if len(what):
                 self.orders.append((name, pages_of(what)))
-                if name == "forward":
+                if name == "launch":
                     self._ends[id(what)] = len(self.orders)
             return call(what)
 
@@ -352,7 +356,7 @@ def test_copies_come_behind_what_uses_the_pages(
         pair.finish(pair.submit(new_prompt(10), cache_salt=f"tenant {number % 3}"))
     pair.settle()
     for order in (landed, shipped):
-        assert {name for name, _ in order.orders} >= {"zero", "forward"}
+        assert {name for name, _ in order.orders} >= {"zero", "launch"}
         assert order.moves
     wiped_before = 0
     for move in landed.moves:
@@ -363,8 +367,8 @@ def test_copies_come_behind_what_uses_the_pages(
     assert wiped_before
     for move in shipped.moves:
         later = shipped.orders[move.begin : move.end]
-        assert not [name for name, pages in later if name != "forward" and pages & move.pages]
-        computed = [pages for name, pages in shipped.orders[: move.begin] if name == "forward"]
+        assert not [name for name, pages in later if name != "launch" and pages & move.pages]
+        computed = [pages for name, pages in shipped.orders[: move.begin] if name == "launch"]
         assert move.pages <= set().union(*computed)
 
 
