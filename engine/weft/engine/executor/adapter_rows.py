@@ -36,6 +36,7 @@ from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights
 from weft.engine.model.weights.checkpoint import Checkpoint
+from weft.engine.model.weights.reader import TensorSlice
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
 from weft.kernels.memory import huge_zeros
@@ -326,11 +327,12 @@ class LoraPool:
         size = (self._model.num_embeddings, self._model.hidden_size)
         own = torch.zeros(size, dtype=self._dtype)
         try:
-            with Checkpoint(self._model_dir, self._dtype, torch.device("cpu"), None) as base:
+            with Checkpoint(self._model_dir) as base:
                 tensor = f"{name}.weight"
                 if name == EMBED_TOKENS or not base.has(tensor):
                     tensor = "model.embed_tokens.weight"
-                base.read_into(tensor, own[: self._model.vocab_size])
+                rows = own[: self._model.vocab_size]
+                base.read_into(TensorSlice(tensor, tuple(rows.shape)), rows)
         except ModelError:  # There is no checkpoint.
             return None
         return own

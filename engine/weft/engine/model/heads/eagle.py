@@ -20,6 +20,7 @@ from weft.engine.model.layers.linear import GateUp, Linear
 from weft.engine.model.layers.norm import RMSNorm
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.draft_head import DraftChains, DraftRows
 from weft.kernels.eagle_head import EagleHeadWeight, eagle_chain, eagle_entries
@@ -31,7 +32,7 @@ class EagleHead:
 
     kind: HeadKind = "eagle"
 
-    def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> None:
+    def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
         """Reads all parameters of the head."""
         self.hidden_size = config.hidden_size
         self.layer = target.config.num_layers
@@ -66,8 +67,7 @@ def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
     """Loads an EAGLE-1 or EAGLE-2 head in the published layout; see `load_draft_head`."""
     config = EagleConfig.load(draft_dir)
     config.check_target(target.config, draft_dir)
-    device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
+    with Checkpoint(draft_dir, unused=is_rotary_buffer) as file:
         _check_fc(file, config, draft_dir)
         head = EagleHead(config, target, file)
         file.finish()
@@ -75,10 +75,12 @@ def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
     return head
 
 
-def _read_weight(config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> EagleHeadWeight:
+def _read_weight(
+    config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader
+) -> EagleHeadWeight:
     hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
     q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    top = Weights(file)
+    top = Weights(file, target.dtype, target.model.embed_tokens.device)
     layer = top.at("layers").at(0)
     attention, mlp, qkv = layer.at("self_attn"), layer.at("mlp"), FUSED["qkv_proj"]
     sizes = (q_size, kv_size, kv_size)
@@ -115,9 +117,9 @@ def _read_weight(config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -
     )
 
 
-def _check_fc(file: Checkpoint, config: EagleConfig, where: Path) -> None:
-    name = "fc.weight"
-    if file.has(name) and (shape := file.shape_of(name))[1] == 3 * config.hidden_size:
+def _check_fc(file: CheckpointReader, config: EagleConfig, where: Path) -> None:
+    shape = file.shape_of(name := "fc.weight")
+    if shape is not None and shape[1] == 3 * config.hidden_size:
         raise ModelError(
             f"{where}: {name} {shape} joins three states: a head of EAGLE-3, whose config.json "
             "names LlamaForCausalLMEagle3 and has a draft_vocab_size"

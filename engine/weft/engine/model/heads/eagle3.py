@@ -20,8 +20,10 @@ from weft.engine.model.decoder_only import FUSED, DecoderOnlyLM
 from weft.engine.model.layers.linear import GateUp, Linear
 from weft.engine.model.layers.norm import RMSNorm
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.weights.changed_weights import ChangedWeights
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
-from weft.engine.model.weights.weights import ChangedWeights, Weights
+from weft.engine.model.weights.reader import CheckpointReader
+from weft.engine.model.weights.weights import Weights
 from weft.kernels.decoder_layer import Taps
 from weft.kernels.draft_head import (
     DraftChains,
@@ -118,10 +120,11 @@ def adapt_eagle3(
         ValueError: A change does not fit.
     """
     device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device) as file:
-        name = _Names(file, head.config, draft_dir).layer_name
+    with Checkpoint(draft_dir) as file:
+        name = _Names(file, head.config, target, draft_dir).layer_name
         added = {f"{name}.{module}.weight": change for module, change in changes.items()}
-        layer = Weights(ChangedWeights(file, added), arena=WeightArena(0)).at(name)
+        changed = ChangedWeights(file, added)
+        layer = Weights(changed, target.dtype, device, arena=WeightArena(0)).at(name)
         adapted = copy(head)
         adapted.weight = replace_layer(head.weight, **_read_layer(head.config, layer))
     return adapted
@@ -204,9 +207,11 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
 class _Names:
     """Parameter names of a head's file: writers name its one layer differently."""
 
-    def __init__(self, file: Checkpoint, config: Eagle3Config, where: Path) -> None:
+    def __init__(
+        self, file: CheckpointReader, config: Eagle3Config, target: DecoderOnlyLM, where: Path
+    ) -> None:
         self._file, self._where = file, where
-        top = Weights(file)
+        self._top = top = Weights(file, target.dtype, target.model.embed_tokens.device)
         self._prefix = "model." if file.has("model.fc.weight") else ""
         self.base = top.at("model") if self._prefix else top
         is_numbered = self.base.has("layers.0.hidden_norm.weight")
@@ -234,7 +239,7 @@ class _Names:
         offsets, flags = (self._table(name) for name in ("d2t", "t2d"))
         ids = torch.arange(size)
         if offsets is not None:
-            ids = ids + self._file.whole_numbers(offsets, size)
+            ids = ids + self._top.table(offsets, size)
         elif size != vocab_size:
             raise ModelError(
                 f"{self._where} lacks tensors: d2t, which maps the head's {size} tokens to the "
@@ -248,7 +253,7 @@ class _Names:
         if len(set(ids.tolist())) < size:
             raise ModelError(f"{self._where}: d2t maps several of the head's tokens to one")
         if flags is not None:
-            marked = self._file.whole_numbers(flags, vocab_size).bool()
+            marked = self._top.table(flags, vocab_size).bool()
             if int(marked.sum()) != size or not bool(marked[ids].all()):
                 raise ModelError(f"{self._where}: t2d and d2t name different tokens")
         return ids
@@ -259,9 +264,7 @@ class _Names:
 
     def _check_fc(self, config: Eagle3Config) -> None:
         name = f"{self._prefix}fc.weight"
-        if not self._file.has(name):
-            return  # Reported with what else is missing.
-        shape = self._file.shape_of(name)
+        shape = self._file.shape_of(name)  # What is missing is reported with all else.
         if shape == (config.hidden_size, 2 * config.hidden_size):
             raise ModelError(
                 f"{self._where}: {name} {shape} joins one state and one embedding: a head of "
@@ -282,9 +285,8 @@ def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
     """
     config = Eagle3Config.load(draft_dir)
     config.check_target(target.config, draft_dir)
-    device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
-        head = Eagle3Head(config, target, _Names(file, config, draft_dir))
+    with Checkpoint(draft_dir, unused=is_rotary_buffer) as file:
+        head = Eagle3Head(config, target, _Names(file, config, target, draft_dir))
         file.finish()
     head.digest = head_digest(config.fingerprint(), str(target.dtype), draft_dir)
     return head
