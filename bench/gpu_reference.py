@@ -14,6 +14,7 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 
 BF16_ULPS = 4
@@ -93,7 +94,7 @@ def check_tokens(
     """
     where = torch.device(device)
     kept = KeptWeights(where)
-    model_class(config.architecture)(config, Weights(kept, torch.bfloat16, where))
+    model_class(config.architecture)(config, Weights(kept, PlainScheme(), torch.bfloat16, where))
     model = reference_model(model_dir, kept.take(), where)
     found = Agreement()
     by_length = sorted(answers, key=lambda answer: len(answer.prompt))

@@ -1,12 +1,27 @@
-"""Loading of layer parameters: looked up by Hugging Face name, converted and fused on the way."""
+"""A model's parameters by their Hugging Face names, in the form that layers compute with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Protocol
 
 import torch
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
+from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.memory import WeightArena
+from weft.kernels.moe import ExpertWeights
+
+
+class Scheme(Protocol):
+    """How a checkpoint keeps the weights of products, and what they become."""
+
+    def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
+        """Reads, fuses and packs the shard of a product whose parameters lie below `weights`."""
+
+    def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
+        """The same for experts, one after another."""
 
 
 class Weights:
@@ -15,73 +30,87 @@ class Weights:
     def __init__(
         self,
         reader: CheckpointReader,
+        scheme: Scheme,
         dtype: torch.dtype,
         device: torch.device,
         *,
+        shard: Shard = Shard(),  # noqa: B008 - frozen
         arena: WeightArena | None = None,
-        prefix: str = "",
     ) -> None:
-        """Parameters as layers get them.
+        """All parameters of a checkpoint.
 
         Args:
-            reader: The checkpoint.
+            reader: Reads them.
+            scheme: Makes products of them.
             dtype: What the layers compute in.
             device: Where the layers live.
+            shard: What of each divided product is wanted.
             arena: See `Weights.arena`; None: one of its own.
-            prefix: Names begin with.
         """
-        self._reader = reader
-        self._prefix = prefix
         self.dtype = dtype
         self.device = device
+        self.shard = shard
         self.arena = arena or WeightArena()
-        """Arena for the weights that layers pack; one for the whole model."""
+        """Arena for the weights that are packed; one for the whole model."""
+        self._reader = reader
+        self._scheme = scheme
+        self._prefix = ""
 
     def at(self, name: str | int) -> Weights:
         """The parameters of the submodule `name`."""
-        prefix = f"{self._prefix}{name}."
-        return Weights(self._reader, self.dtype, self.device, arena=self.arena, prefix=prefix)
+        below = copy(self)
+        below._prefix = f"{self._prefix}{name}."
+        return below
 
     def has(self, name: str) -> bool:
         """Whether there is a parameter of this name."""
         return self._reader.has(self._prefix + name)
 
-    def part(self, name: str, index: int, count: int, *shape: int) -> torch.Tensor:
-        """Entry `index` of a parameter of shape [count, *shape]."""
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._read(TensorSlice(name, (count, *shape), (index,)), out)
+    def linear(self, spec: LinearSpec) -> LinearWeight:
+        """The projections of a product, packed as one."""
+        return self._scheme.linear(spec, self)
+
+    def experts(self, spec: ExpertSpec) -> ExpertWeights:
+        """All experts of a layer, packed."""
+        return self._scheme.experts(spec, self)
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """The weight [size] of the norm `name`."""
+        return self.read([TensorSlice(f"{name}.weight", (size,))])
+
+    def vocabulary(self, name: str, rows: int, width: int, num_zeros: int = 0) -> torch.Tensor:
+        """The matrix [rows + num_zeros, width] of an embedding or LM head, whole on every rank;
+        zeros are last.
+        """
+        return self.read([TensorSlice(f"{name}.weight", (rows, width))], num_zeros)
+
+    def packed(self, matrix: torch.Tensor) -> LinearWeight:
+        """An LM head of a matrix [vocab, hidden], which may also be an embedding's."""
+        return pack_linear(matrix, arena=self.arena)
+
+    def table(self, name: str, count: int) -> torch.Tensor:
+        """Whole numbers: [count] int64 on the host; true counts as 1."""
+        out = torch.zeros(count, dtype=torch.int64)
+        self._read(TensorSlice(name, (count,)), out)
         return out
 
-    def tensor(self, name: str, *shape: int, num_zeros: int = 0) -> torch.Tensor:
-        """Reads one parameter of the given shape; `num_zeros` rows of zeros follow."""
-        return self.fused((name,), shape[:1], *shape[1:], num_zeros=num_zeros)
-
-    def fused(
-        self, names: Sequence[str], rows: Sequence[int], *rest: int, num_zeros: int = 0
-    ) -> torch.Tensor:
-        """Several parameters stacked along their first axis, each copied into its place.
+    def read(self, parts: Sequence[TensorSlice], num_zeros: int = 0) -> torch.Tensor:
+        """Parts of tensors stacked along their first axis, each copied into its place.
 
         Args:
-            names: Parameters, in the order in which they are stacked.
-            rows: First axis of each.
-            rest: Their other axes.
+            parts: By their names below the prefix; alike but for their first axes.
             num_zeros: Rows of zeros behind them.
 
         Returns:
-            [sum(rows) + num_zeros, *rest] of the model's dtype, on its device.
+            [rows of all parts + num_zeros, ...] of the model's dtype, on its device.
         """
+        rows, rest = [part.size[0] for part in parts], parts[0].size[1:]
         size = (sum(rows) + num_zeros, *rest)
         out = torch.empty(size, dtype=self.dtype, device=self.device)
-        *parts, zeros = torch.split(out, [*rows, num_zeros])
-        for name, part in zip(names, parts, strict=True):
-            self._read(TensorSlice(name, tuple(part.shape)), part)
+        *places, zeros = torch.split(out, [*rows, num_zeros])
+        for part, place in zip(parts, places, strict=True):
+            self._read(part, place)
         zeros.zero_()
-        return out
-
-    def table(self, name: str, count: int) -> torch.Tensor:
-        """Reads whole numbers: [count] int64 on the host; true counts as 1."""
-        out = torch.zeros(count, dtype=torch.int64)
-        self._read(TensorSlice(name, (count,)), out)
         return out
 
     def _read(self, part: TensorSlice, out: torch.Tensor) -> None:
