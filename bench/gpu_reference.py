@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.archs.registry import model_class
-from weft.engine.model.weights.checkpoint import RandomWeights
+from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 
 BF16_ULPS = 4
@@ -53,13 +55,13 @@ class KeptWeights(RandomWeights):
     """The made-up weights once more, by transformers' names."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.bfloat16, device)
+        super().__init__(device)
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Like `RandomWeights`, but keeps the tensor."""
-        super().read_into(name, out)
-        self.tensors[name] = out
+        super().read_into(part, out)
+        self.tensors[part.name] = out
 
     def take(self) -> dict[str, torch.Tensor]:
         """Returns all tensors, once; those of experts stacked as in transformers."""
@@ -92,7 +94,7 @@ def check_tokens(
     """
     where = torch.device(device)
     kept = KeptWeights(where)
-    model_class(config.architecture)(config, Weights(kept))
+    model_class(config.architecture)(config, Weights(kept, PlainScheme(), torch.bfloat16, where))
     model = reference_model(model_dir, kept.take(), where)
     found = Agreement()
     by_length = sorted(answers, key=lambda answer: len(answer.prompt))

@@ -36,6 +36,8 @@ from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights
 from weft.engine.model.weights.checkpoint import Checkpoint
+from weft.engine.model.weights.schemes.plain import PlainScheme
+from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, packed_sizes
 from weft.kernels.memory import huge_zeros
@@ -323,17 +325,16 @@ class LoraPool:
 
     def _own_weight(self, name: str) -> torch.Tensor | None:
         """See `OwnWeight`."""
-        size = (self._model.num_embeddings, self._model.hidden_size)
-        own = torch.zeros(size, dtype=self._dtype)
+        model = self._model
+        size = (model.vocab_size, model.hidden_size, model.num_added_tokens)
         try:
-            with Checkpoint(self._model_dir, self._dtype, torch.device("cpu"), None) as base:
-                tensor = f"{name}.weight"
-                if name == EMBED_TOKENS or not base.has(tensor):
-                    tensor = "model.embed_tokens.weight"
-                base.read_into(tensor, own[: self._model.vocab_size])
+            with Checkpoint(self._model_dir) as base:
+                weights = Weights(base, PlainScheme(), self._dtype, torch.device("cpu"))
+                if name == EMBED_TOKENS or not weights.has(f"{name}.weight"):
+                    return weights.at("model").vocabulary(EMBED_TOKENS, *size)
+                return weights.vocabulary(name, *size)
         except ModelError:  # There is no checkpoint.
             return None
-        return own
 
     @property
     def _parts(self) -> set[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import PlaneLayout
 from weft.engine.model.batch import ForwardBatch
-from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.decoder import DecoderLayer, DecoderStack
 from weft.engine.model.layers.linear import Linear, LMHead
 from weft.engine.model.layers.mlp import GatedMLP
@@ -20,13 +20,6 @@ from weft.kernels.decoder_layer import Taps
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
 
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Fused parameter -> the checkpoint's modules, in the order in which they are stacked."""
-
-
 BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below
 `model.layers.<layer>.self_attn` and the table of cosines and sines."""
@@ -37,7 +30,7 @@ BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
 
 def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
     """The one gated MLP of a dense layer."""
-    return GatedMLP(config, weights, FUSED["gate_up_proj"])
+    return GatedMLP(config, weights)
 
 
 class DecoderOnlyLM:
@@ -56,8 +49,8 @@ class DecoderOnlyLM:
         self.model = _build_stack(config, weights.at("model"), attention, mlp)
         head = self.model.embed_tokens
         if not config.tie_word_embeddings:
-            head = _vocabulary_matrix(config, weights.at("lm_head"))
-        self.lm_head = LMHead(head, weights.arena)
+            head = weights.vocabulary("lm_head", *_vocabulary_size(config))
+        self.lm_head = LMHead(weights.packed(head))
 
     def kv_layout(self, page_size: int) -> PlaneLayout:
         """The shape of one page of this model's KV."""
@@ -98,21 +91,19 @@ class DecoderOnlyLM:
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:
     """The fused projection of q, k and v of all heads."""
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = (q_size, kv_size, kv_size)
-    return Linear(weights, FUSED["qkv_proj"], config.hidden_size, rows, config.qkv_bias)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return Linear(weights.linear(qkv_spec(config.hidden_size, *heads, bias=config.qkv_bias)))
 
 
 def o_projection(config: ModelConfig, weights: Weights) -> Linear:
     """The projection of all heads back to the hidden size."""
-    q_size = config.num_heads * config.head_dim
-    return Linear(weights, ("o_proj",), q_size, (config.hidden_size,), config.o_bias)
+    size = (config.hidden_size, config.num_heads, config.head_dim)
+    return Linear(weights.linear(o_spec(*size, bias=config.o_bias)))
 
 
-def _vocabulary_matrix(config: ModelConfig, weights: Weights) -> torch.Tensor:
-    """The embedding or the LM head, [num_embeddings, hidden]."""
-    size, num_zeros = (config.vocab_size, config.hidden_size), config.num_added_tokens
-    return weights.tensor("weight", *size, num_zeros=num_zeros)
+def _vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
+    """Rows, columns and rows of zeros of the embedding and the LM head."""
+    return config.vocab_size, config.hidden_size, config.num_added_tokens
 
 
 def _build_stack(
@@ -120,17 +111,17 @@ def _build_stack(
 ) -> DecoderStack:
     cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
-    embed_tokens = _vocabulary_matrix(config, weights.at("embed_tokens"))
+    embed_tokens = weights.vocabulary("embed_tokens", *_vocabulary_size(config))
     size, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
         layer = weights.at("layers").at(index)
         layers.append(
             DecoderLayer(
-                RMSNorm(layer.at("input_layernorm"), size, eps),
+                RMSNorm(layer.norm("input_layernorm", size), eps),
                 attention(config, index, layer.at("self_attn"), cos_sin),
-                RMSNorm(layer.at("post_attention_layernorm"), size, eps),
+                RMSNorm(layer.norm("post_attention_layernorm", size), eps),
                 mlp(config, index, layer.at("mlp")),
             )
         )
-    return DecoderStack(embed_tokens, layers, RMSNorm(weights.at("norm"), size, eps))
+    return DecoderStack(embed_tokens, layers, RMSNorm(weights.norm("norm", size), eps))

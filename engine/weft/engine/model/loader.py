@@ -13,7 +13,9 @@ from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.files import Progress, weight_files
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.interface import Model
-from weft.engine.model.weights.checkpoint import Checkpoint, RandomWeights, is_rotary_buffer
+from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
 
@@ -66,15 +68,17 @@ def load_model(
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
     if dummy:
-        model = build(config, Weights(RandomWeights(torch_dtype, target), arena=arena))
+        model = build(
+            config, Weights(RandomWeights(target), PlainScheme(), torch_dtype, target, arena=arena)
+        )
         digest = model_digest(config, f"dummy-{computed}", ())
         return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
     with Checkpoint(
-        model_dir, torch_dtype, target, progress, unused=lambda name: _is_unused(name, config)
+        model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
         if config.tie_word_embeddings:
             checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
-        model = build(config, Weights(checkpoint, arena=arena))
+        model = build(config, Weights(checkpoint, PlainScheme(), torch_dtype, target, arena=arena))
         checkpoint.finish()
     try:
         digest = model_digest(config, computed, weight_files(model_dir))

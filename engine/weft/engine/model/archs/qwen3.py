@@ -20,8 +20,8 @@ def qwen3_attention(
         cos_sin,
         qkv_proj=qkv_projection(config, weights),
         o_proj=o_projection(config, weights),
-        q_norm=RMSNorm(weights.at("q_norm"), config.head_dim, config.rms_norm_eps),
-        k_norm=RMSNorm(weights.at("k_norm"), config.head_dim, config.rms_norm_eps),
+        q_norm=RMSNorm(weights.norm("q_norm", config.head_dim), config.rms_norm_eps),
+        k_norm=RMSNorm(weights.norm("k_norm", config.head_dim), config.rms_norm_eps),
     )
 
 

@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,15 +16,18 @@ from weft.engine.checkpoint.digest import head_digest
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.checkpoint.eagle_config import EagleConfig
 from weft.engine.model.batch import ForwardBatch
-from weft.engine.model.decoder_only import FUSED, DecoderOnlyLM
-from weft.engine.model.layers.linear import GateUp, Linear
-from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.layers.attention import o_spec, qkv_spec
+from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.reader import CheckpointReader
+from weft.engine.model.weights.schemes.plain import PlainScheme
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.draft_head import DraftChains, DraftRows
 from weft.kernels.eagle_head import EagleHeadWeight, eagle_chain, eagle_entries
-from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.linear import LinearWeight
 
 
 class EagleHead:
@@ -31,7 +35,7 @@ class EagleHead:
 
     kind: HeadKind = "eagle"
 
-    def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> None:
+    def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
         """Reads all parameters of the head."""
         self.hidden_size = config.hidden_size
         self.layer = target.config.num_layers
@@ -66,8 +70,7 @@ def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
     """Loads an EAGLE-1 or EAGLE-2 head in the published layout; see `load_draft_head`."""
     config = EagleConfig.load(draft_dir)
     config.check_target(target.config, draft_dir)
-    device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
+    with Checkpoint(draft_dir, unused=is_rotary_buffer) as file:
         _check_fc(file, config, draft_dir)
         head = EagleHead(config, target, file)
         file.finish()
@@ -75,39 +78,37 @@ def load_eagle(draft_dir: Path, target: DecoderOnlyLM) -> EagleHead:
     return head
 
 
-def _read_weight(config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -> EagleHeadWeight:
+def _read_weight(
+    config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader
+) -> EagleHeadWeight:
     hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    top = Weights(file)
+    top = Weights(file, PlainScheme(), target.dtype, target.model.embed_tokens.device)
     layer = top.at("layers").at(0)
-    attention, mlp, qkv = layer.at("self_attn"), layer.at("mlp"), FUSED["qkv_proj"]
-    sizes = (q_size, kv_size, kv_size)
+    attention, mlp = layer.at("self_attn"), layer.at("mlp")
+    qkv = qkv_spec(hidden, config.num_heads, config.num_kv_heads, config.head_dim)
 
-    def product(weights: Weights, names: tuple[str, ...], width: int, *rows: int) -> LinearWeight:
+    def product(weights: Weights, spec: LinearSpec) -> LinearWeight:
         # Whether there are biases differs from head to head, and config.json seldom says.
-        bias = weights.at(names[-1]).has("bias")
-        return Linear(weights, names, width, rows, bias=bias).weight
+        return weights.linear(replace(spec, bias=weights.has(f"{spec.names[-1]}.bias")))
 
     embedding, lm_head = target.model.embed_tokens, target.lm_head.weight
     if top.has("embed_tokens.weight"):
-        added = target.config.num_added_tokens
         size = (config.vocab_size, hidden)
-        embedding = top.at("embed_tokens").tensor("weight", *size, num_zeros=added)
+        embedding = top.vocabulary("embed_tokens", *size, target.config.num_added_tokens)
     if top.has("lm_head.weight"):
-        own = top.at("lm_head").tensor("weight", config.vocab_size, hidden)
-        lm_head = pack_linear(own, arena=top.arena)
+        lm_head = top.packed(top.vocabulary("lm_head", config.vocab_size, hidden))
     # A head's own limit is that of its training; it is used wherever the target is.
     positions = target.config.max_position_embeddings
     return EagleHeadWeight(
-        fc=product(top, ("fc",), 2 * hidden, hidden),
-        qkv=product(attention, qkv, hidden, *sizes),
+        fc=product(top, LinearSpec(names=("fc",), in_features=2 * hidden, rows=(hidden,))),
+        qkv=product(attention, qkv),
         # Once more without q: what most steps of the target need.
-        kv=product(attention, qkv[1:], hidden, *sizes[1:]),
-        o=product(attention, ("o_proj",), q_size, hidden),
-        gate_up=GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
-        down=product(mlp, ("down_proj",), inner, hidden),
+        kv=product(attention, qkv.last(2)),
+        o=product(attention, o_spec(hidden, config.num_heads, config.head_dim)),
+        gate_up=mlp.linear(gate_up_spec(hidden, inner)),
+        down=product(mlp, down_spec(hidden, inner)),
         lm_head=lm_head,
-        post_norm=RMSNorm(layer.at("post_attention_layernorm"), hidden, eps).weight,
+        post_norm=layer.norm("post_attention_layernorm", hidden),
         embedding=embedding,
         cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
         num_heads=config.num_heads,
@@ -115,9 +116,9 @@ def _read_weight(config: EagleConfig, target: DecoderOnlyLM, file: Checkpoint) -
     )
 
 
-def _check_fc(file: Checkpoint, config: EagleConfig, where: Path) -> None:
-    name = "fc.weight"
-    if file.has(name) and (shape := file.shape_of(name))[1] == 3 * config.hidden_size:
+def _check_fc(file: CheckpointReader, config: EagleConfig, where: Path) -> None:
+    shape = file.shape_of(name := "fc.weight")
+    if shape is not None and shape[1] == 3 * config.hidden_size:
         raise ModelError(
             f"{where}: {name} {shape} joins three states: a head of EAGLE-3, whose config.json "
             "names LlamaForCausalLMEagle3 and has a draft_vocab_size"

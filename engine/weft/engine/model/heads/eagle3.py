@@ -16,12 +16,16 @@ from weft.engine.checkpoint.digest import head_digest
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
 from weft.engine.model.batch import ForwardBatch
-from weft.engine.model.decoder_only import FUSED, DecoderOnlyLM
-from weft.engine.model.layers.linear import GateUp, Linear
-from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.layers.attention import o_spec, qkv_spec
+from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.weights.changed_weights import ChangedWeights
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
-from weft.engine.model.weights.weights import ChangedWeights, Weights
+from weft.engine.model.weights.reader import CheckpointReader
+from weft.engine.model.weights.schemes.plain import PlainScheme
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
 from weft.kernels.decoder_layer import Taps
 from weft.kernels.draft_head import (
     DraftChains,
@@ -33,7 +37,7 @@ from weft.kernels.draft_head import (
     replace_layer,
 )
 from weft.kernels.draft_tree import DraftTrees, draft_tree
-from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.linear import LinearWeight
 from weft.kernels.memory import WeightArena
 
 
@@ -118,10 +122,12 @@ def adapt_eagle3(
         ValueError: A change does not fit.
     """
     device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device) as file:
-        name = _Names(file, head.config, draft_dir).layer_name
+    with Checkpoint(draft_dir) as file:
+        name = _Names(file, head.config, target, draft_dir).layer_name
         added = {f"{name}.{module}.weight": change for module, change in changes.items()}
-        layer = Weights(ChangedWeights(file, added), arena=WeightArena(0)).at(name)
+        changed = ChangedWeights(file, added)
+        arena = WeightArena(0)
+        layer = Weights(changed, PlainScheme(), target.dtype, device, arena=arena).at(name)
         adapted = copy(head)
         adapted.weight = replace_layer(head.weight, **_read_layer(head.config, layer))
     return adapted
@@ -146,74 +152,70 @@ def adaptable_shapes(config: Eagle3Config) -> dict[str, tuple[int, int]]:
 def _read_layer(config: Eagle3Config, layer: Weights) -> dict[str, LinearWeight]:
     """The products of the head's layer, under their names in `DraftHeadWeight`."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     attention, mlp = layer.at("self_attn"), layer.at("mlp")
-    sizes = (q_size, kv_size, kv_size)
-    qkv = Linear(attention, FUSED["qkv_proj"], 2 * hidden, sizes, bias=False)
     return {
-        "qkv": qkv.weight,
-        "o": Linear(attention, ("o_proj",), q_size, (hidden,), bias=False).weight,
-        "gate_up": GateUp(mlp, FUSED["gate_up_proj"], hidden, inner, bias=False).weight,
-        "down": Linear(mlp, ("down_proj",), inner, (hidden,), bias=False).weight,
+        "qkv": attention.linear(_qkv_spec(config)),
+        "o": attention.linear(o_spec(hidden, config.num_heads, config.head_dim)),
+        "gate_up": mlp.linear(gate_up_spec(hidden, inner)),
+        "down": mlp.linear(down_spec(hidden, inner)),
     }
 
 
+def _qkv_spec(config: Eagle3Config) -> LinearSpec:
+    width = 2 * config.hidden_size
+    return qkv_spec(width, config.num_heads, config.num_kv_heads, config.head_dim)
+
+
 def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> DraftHeadWeight:
-    hidden, eps, layer = config.hidden_size, config.rms_norm_eps, names.layer
-    kv_size, names_of_kv = config.num_kv_heads * config.head_dim, FUSED["qkv_proj"][1:]
-
-    def product(
-        weights: Weights, name: str | tuple[str, ...], width: int, *rows: int
-    ) -> LinearWeight:
-        several = (name,) if isinstance(name, str) else name
-        return Linear(weights, several, width, rows, bias=False).weight
-
-    def norm(weights: Weights, name: str) -> torch.Tensor:
-        return RMSNorm(weights.at(name), hidden, eps).weight
-
+    hidden, layer = config.hidden_size, names.layer
+    fc_width = NUM_AUX_LAYERS * config.target_hidden_size
+    fc = LinearSpec(names=("fc",), in_features=fc_width, rows=(hidden,))
     target_ids = names.target_ids(config).to(target.model.embed_tokens.device)
     embedding = target.model.embed_tokens
     if names.has_embedding:
-        added = target.config.num_added_tokens
         size = (config.vocab_size, hidden)
-        embedding = names.base.at("embed_tokens").tensor("weight", *size, num_zeros=added)
+        embedding = names.base.vocabulary("embed_tokens", *size, target.config.num_added_tokens)
     if names.has_lm_head:
-        lm_head = names.lm_head.tensor("weight", config.draft_vocab_size, hidden)
+        lm_head = names.lm_head.vocabulary("lm_head", config.draft_vocab_size, hidden)
     else:
         lm_head = target.lm_head.rows(target_ids)
     # A head's own limit is that of its training; it is used wherever the target is.
     positions = target.config.max_position_embeddings
     return pack_draft_head(
         **_read_layer(config, layer),
-        fc=product(names.base, "fc", NUM_AUX_LAYERS * config.target_hidden_size, hidden),
+        fc=names.base.linear(fc),
         # Once more without q: what most steps of the target need.
-        kv=product(layer.at("self_attn"), names_of_kv, 2 * hidden, kv_size, kv_size),
-        lm_head=pack_linear(lm_head, arena=names.base.arena),
-        input_norm=norm(layer, "input_layernorm"),
-        hidden_norm=norm(layer, "hidden_norm"),
-        post_norm=norm(layer, "post_attention_layernorm"),
-        norm=norm(names.base, "norm"),
+        kv=layer.at("self_attn").linear(_qkv_spec(config).last(2)),
+        lm_head=names.base.packed(lm_head),
+        input_norm=layer.norm("input_layernorm", hidden),
+        hidden_norm=layer.norm("hidden_norm", hidden),
+        post_norm=layer.norm("post_attention_layernorm", hidden),
+        norm=names.base.norm("norm", hidden),
         embedding=embedding,
         target_ids=target_ids,
         cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
         num_heads=config.num_heads,
-        eps=eps,
+        eps=config.rms_norm_eps,
     )
 
 
 class _Names:
     """Parameter names of a head's file: writers name its one layer differently."""
 
-    def __init__(self, file: Checkpoint, config: Eagle3Config, where: Path) -> None:
+    def __init__(
+        self, file: CheckpointReader, config: Eagle3Config, target: DecoderOnlyLM, where: Path
+    ) -> None:
         self._file, self._where = file, where
-        top = Weights(file)
+        self._top = top = Weights(
+            file, PlainScheme(), target.dtype, target.model.embed_tokens.device
+        )
         self._prefix = "model." if file.has("model.fc.weight") else ""
         self.base = top.at("model") if self._prefix else top
         is_numbered = self.base.has("layers.0.hidden_norm.weight")
         self.layer_name = self._prefix + ("layers.0" if is_numbered else "midlayer")
         self.layer = top.at(self.layer_name)
-        self.lm_head = (top if top.has("lm_head.weight") else self.base).at("lm_head")
-        self.has_lm_head = self.lm_head.has("weight")
+        self.lm_head = top if top.has("lm_head.weight") else self.base
+        self.has_lm_head = self.lm_head.has("lm_head.weight")
         self.has_embedding = self.base.has("embed_tokens.weight")
         self._check_fc(config)
         is_same_width = config.hidden_size == config.target_hidden_size
@@ -234,7 +236,7 @@ class _Names:
         offsets, flags = (self._table(name) for name in ("d2t", "t2d"))
         ids = torch.arange(size)
         if offsets is not None:
-            ids = ids + self._file.whole_numbers(offsets, size)
+            ids = ids + self._top.table(offsets, size)
         elif size != vocab_size:
             raise ModelError(
                 f"{self._where} lacks tensors: d2t, which maps the head's {size} tokens to the "
@@ -248,7 +250,7 @@ class _Names:
         if len(set(ids.tolist())) < size:
             raise ModelError(f"{self._where}: d2t maps several of the head's tokens to one")
         if flags is not None:
-            marked = self._file.whole_numbers(flags, vocab_size).bool()
+            marked = self._top.table(flags, vocab_size).bool()
             if int(marked.sum()) != size or not bool(marked[ids].all()):
                 raise ModelError(f"{self._where}: t2d and d2t name different tokens")
         return ids
@@ -259,9 +261,7 @@ class _Names:
 
     def _check_fc(self, config: Eagle3Config) -> None:
         name = f"{self._prefix}fc.weight"
-        if not self._file.has(name):
-            return  # Reported with what else is missing.
-        shape = self._file.shape_of(name)
+        shape = self._file.shape_of(name)  # What is missing is reported with all else.
         if shape == (config.hidden_size, 2 * config.hidden_size):
             raise ModelError(
                 f"{self._where}: {name} {shape} joins one state and one embedding: a head of "
@@ -282,9 +282,8 @@ def load_eagle3(draft_dir: Path, target: DecoderOnlyLM) -> Eagle3Head:
     """
     config = Eagle3Config.load(draft_dir)
     config.check_target(target.config, draft_dir)
-    device = target.model.embed_tokens.device
-    with Checkpoint(draft_dir, target.dtype, device, unused=is_rotary_buffer) as file:
-        head = Eagle3Head(config, target, _Names(file, config, draft_dir))
+    with Checkpoint(draft_dir, unused=is_rotary_buffer) as file:
+        head = Eagle3Head(config, target, _Names(file, config, target, draft_dir))
         file.finish()
     head.digest = head_digest(config.fingerprint(), str(target.dtype), draft_dir)
     return head

@@ -7,9 +7,36 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.layers.linear import Linear
 from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.weights.specs import LinearSpec
 from weft.kernels.attention import paged_attention
 from weft.kernels.lora import addition_to
 from weft.kernels.rope import rope_and_cache
+
+
+def qkv_spec(
+    in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool = False
+) -> LinearSpec:
+    """The projections of q, k and v of all heads."""
+    return LinearSpec(
+        names=("q_proj", "k_proj", "v_proj"),
+        in_features=in_features,
+        rows=(num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim),
+        split="out",
+        unit=head_dim,
+        bias=bias,
+    )
+
+
+def o_spec(hidden: int, num_heads: int, head_dim: int, *, bias: bool = False) -> LinearSpec:
+    """The projection of all heads back to the hidden size."""
+    return LinearSpec(
+        names=("o_proj",),
+        in_features=num_heads * head_dim,
+        rows=(hidden,),
+        split="in",
+        unit=head_dim,
+        bias=bias,
+    )
 
 
 class Attention:

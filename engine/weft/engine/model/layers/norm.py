@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch
-from weft.engine.model.weights.weights import Weights
 from weft.kernels.norm import rms_norm
 
 
 class RMSNorm:
     """Rows scaled to unit root mean square, then by a learnt weight."""
 
-    def __init__(self, weights: Weights, size: int, eps: float) -> None:
-        """Reads the weight [size]; `eps` is added to the mean square."""
-        self.weight = weights.tensor("weight", size)
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        """`weight` is [size]; `eps` is added to the mean square."""
+        self.weight = weight
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Parameters from the safetensors files of a Hugging Face directory, or made up."""
+"""Parameters from the safetensors files of a Hugging Face directory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.files import Progress, weight_files
+from weft.engine.model.weights.reader import TensorSlice
 
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = tuple(_DTYPE_BYTES)
 _WHOLE_NUMBERS = ("I64", "I32", "BOOL")
 _NAMES_SHOWN = 8
 
@@ -28,7 +30,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.names: set[str] = set()
-        """Names of the tensors not yet read."""
+        """Names of the tensors of which nothing was read yet."""
         self._opened: Any = None
 
     def open(self) -> Any:
@@ -48,12 +50,6 @@ class _File:
         """Unmaps the file; `open` maps it again."""
         self._opened = None
 
-    def was_read(self, name: str) -> None:
-        """Notes that a tensor was read; closes the file after the last one, to free host memory."""
-        self.names.discard(name)
-        if not self.names:
-            self.close()
-
 
 class _Tensor(NamedTuple):
     """A tensor's entry in the header of its file."""
@@ -63,23 +59,22 @@ class _Tensor(NamedTuple):
     dtype: str
 
     @property
-    def num_bytes(self) -> int:
-        """Size in the file, bytes."""
-        return math.prod(self.shape) * _DTYPE_BYTES.get(self.dtype, 1)
+    def item_bytes(self) -> int:
+        """Size of a number in the file, bytes."""
+        return _DTYPE_BYTES.get(self.dtype, 1)
 
 
 class Checkpoint:
-    """The tensors of a model directory, read one by one through mmap; a `WeightSource`.
+    """The tensors of a model directory, read one by one through mmap; a `CheckpointReader`.
 
-    Use as a context manager. A file is mapped from the first to the last of its tensors that are
-    read, so that of files with neighbouring layers one is in memory at a time.
+    Use as a context manager. Once something of each of its tensors was read, a file is unmapped
+    with the next read of another, so that of files with neighbouring layers one is in memory at a
+    time.
     """
 
     def __init__(
         self,
         model_dir: Path,
-        dtype: torch.dtype,
-        device: torch.device,
         progress: Progress | None = None,
         unused: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -87,27 +82,25 @@ class Checkpoint:
 
         Args:
             model_dir: Has the files.
-            dtype: What the layers compute in.
-            device: Where the layers live.
             progress: Called as tensors are read.
             unused: Says which tensors are known to have no part in inference.
 
         Raises:
             ModelError: The files are missing or malformed.
         """
-        self._dtype = dtype
-        self._device = device
         self._progress = progress
         self._where = model_dir
         self._unused = unused
         self._files = [_File(path) for path in weight_files(model_dir)]
         self._tensors: dict[str, _Tensor] = {}
-        self._parts_read: dict[str, int] = {}
+        self._mapped: _File | None = None
         self._missing: list[str] = []
         self._done_bytes = 0
         for file in self._files:
             self._read_header(file)
-        self._total_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
+        self._total_bytes = sum(
+            math.prod(tensor.shape) * tensor.item_bytes for tensor in self._tensors.values()
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -121,31 +114,26 @@ class Checkpoint:
         for file in self._files:
             file.close()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the layers compute in."""
-        return self._dtype
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+        return name in self._tensors
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the layers live on."""
-        return self._device
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """See `CheckpointReader.shape_of`."""
+        return self._tensors[name].shape if name in self._tensors else None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copies the tensor `name`, converted to the dtype of `out`.
-
-        A missing tensor is noted for `finish`, so that one message names several.
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """See `CheckpointReader.read_into`.
 
         Raises:
-            ModelError: Its shape is not that of `out`, it is not a float tensor, or too many
-                tensors are missing by now.
+            ModelError: As there, or too many tensors are missing by now.
         """
-        if self._is_missing(name):
+        if self._is_missing(part.name):
             return
-        tensor = self._check(name, tuple(out.shape))
-        out.copy_(tensor.file.open().get_tensor(name))
-        tensor.file.was_read(name)
-        self._advance(tensor.num_bytes)
+        tensor = self._check(part, _FLOATS if out.dtype.is_floating_point else _WHOLE_NUMBERS)
+        out.copy_(self._map(tensor.file).get_tensor(part.name)[part.slices])
+        tensor.file.names.discard(part.name)
+        self._advance(out.numel() * tensor.item_bytes)
 
     def check_alike(self, name: str, copy: str) -> None:
         """Checks that two tensors, where both are there, are the same.
@@ -167,39 +155,6 @@ class Checkpoint:
                 f"{self._where}: {copy} is not {name}, though config.json has "
                 "tie_word_embeddings: set it to false, or remove the tensor"
             )
-
-    def has(self, name: str) -> bool:
-        """Whether the files have a tensor of this name."""
-        return name in self._tensors
-
-    def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """Like `read_into`, for entry `index` of a tensor whose first axis has `count` entries."""
-        if self._is_missing(name):
-            return
-        tensor = self._check(name, (count, *out.shape))
-        out.copy_(tensor.file.open().get_slice(name)[index])
-        self._parts_read[name] = num_read = self._parts_read.get(name, 0) + 1
-        if num_read == count:
-            tensor.file.was_read(name)
-        self._advance(tensor.num_bytes // count)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that the files contain."""
-        return self._tensors[name].shape
-
-    def whole_numbers(self, name: str, count: int) -> torch.Tensor:
-        """A table of the checkpoint: [count] int64 on the host; true counts as 1.
-
-        Raises:
-            ModelError: It is not there, or has another shape or dtype.
-        """
-        if name not in self._tensors:
-            raise ModelError(f"{self._where} lacks tensors: {name}")
-        tensor = self._check(name, (count,), _WHOLE_NUMBERS)
-        table: torch.Tensor = tensor.file.open().get_tensor(name)
-        table = table.to(torch.int64, copy=True)
-        tensor.file.was_read(name)
-        return table
 
     def _is_missing(self, name: str) -> bool:
         """Whether the tensor is missing; `finish` reports all such at once."""
@@ -239,13 +194,17 @@ class Checkpoint:
         file.names = {name for name in opened.keys() if not self._unused(name)}  # noqa: SIM118
         file.close()
 
-    def _check(
-        self, name: str, expected: tuple[int, ...], dtypes: Collection[str] = _DTYPE_BYTES
-    ) -> _Tensor:
-        tensor = self._tensors[name]
-        if tensor.shape != expected:
+    def _map(self, file: _File) -> Any:
+        before, self._mapped = self._mapped, file
+        if before is not None and before is not file and not before.names:
+            before.close()
+        return file.open()
+
+    def _check(self, part: TensorSlice, dtypes: tuple[str, ...]) -> _Tensor:
+        name, tensor = part.name, self._tensors[part.name]
+        if tensor.shape != part.shape:
             raise ModelError(
-                f"{self._where}: {name} has shape {tensor.shape}, config.json asks for {expected}"
+                f"{self._where}: {name} has shape {tensor.shape}, config.json asks for {part.shape}"
             )
         if tensor.dtype not in dtypes:
             raise ModelError(
@@ -257,44 +216,6 @@ class Checkpoint:
         self._done_bytes += num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
-
-
-class RandomWeights:
-    """Random parameters for benchmarks, the same for the same seed; a `WeightSource`."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the layers compute in."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the layers live on."""
-        return self._device
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fills norm weights with 1, biases with 0, others from a normal distribution with
-        deviation 0.02.
-        """
-        if name.endswith("norm.weight"):
-            out.fill_(1.0)
-        elif name.endswith(".bias"):
-            out.zero_()
-        else:
-            out.normal_(0.0, 0.02, generator=self._generator)
-
-    def has(self, name: str) -> bool:
-        """Reports experts as separate tensors."""
-        return not name.endswith("experts.gate_up_proj")
-
-    def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """Like `read_into`, for one entry of a stacked tensor."""
-        self.read_into(name, out)
 
 
 def is_rotary_buffer(name: str) -> bool:

@@ -1,142 +1,117 @@
-"""Loading of layer parameters: looked up by Hugging Face name, converted and fused on the way."""
+"""A model's parameters by their Hugging Face names, in the form that layers compute with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
+from weft.kernels.linear import LinearWeight, pack_linear
 from weft.kernels.memory import WeightArena
+from weft.kernels.moe import ExpertWeights
 
 
-class WeightSource(Protocol):
-    """A source of parameters: a checkpoint, or random numbers for benchmarks."""
+class Scheme(Protocol):
+    """How a checkpoint keeps the weights of products, and what they become."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the layers compute in."""
+    def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
+        """Reads, fuses and packs the shard of a product whose parameters lie below `weights`."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the layers live on."""
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copies the tensor `name`, converted to the dtype of `out`, which has its shape.
-
-        Raises:
-            ModelError: Shape or dtype in the checkpoint are not what the model needs.
-        """
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
-
-    def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """Like `read_into`, for entry `index` of a tensor whose first axis has `count` entries."""
-
-
-class ChangedWeights:
-    """A `WeightSource` over another one, with changes added to some parameters.
-
-    Args:
-        source: The parameters.
-        changes: By full name, of the parameter's shape, which is added in float32.
-    """
-
-    def __init__(self, source: WeightSource, changes: Mapping[str, torch.Tensor]) -> None:
-        self._source = source
-        self._changes = changes
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the layers compute in."""
-        return self._source.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the layers live on."""
-        return self._source.device
-
-    def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
-        return self._source.has(name)
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """See `WeightSource.read_into`.
-
-        Raises:
-            ValueError: A change has another shape.
-        """
-        self._source.read_into(name, out)
-        change = self._changes.get(name)
-        if change is None:
-            return
-        if change.shape != out.shape:
-            raise ValueError(f"{name}: {tuple(change.shape)} cannot change {tuple(out.shape)}")
-        out.copy_(out.float() + change.to(out.device))
-
-    def read_part_into(self, name: str, index: int, count: int, out: torch.Tensor) -> None:
-        """See `WeightSource.read_part_into`; of what is changed parts cannot be had."""
-        assert name not in self._changes, name
-        self._source.read_part_into(name, index, count, out)
+    def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
+        """The same for experts, one after another."""
 
 
 class Weights:
     """The parameters below one prefix of the names, such as `model.layers.3.mlp.`."""
 
     def __init__(
-        self, source: WeightSource, prefix: str = "", arena: WeightArena | None = None
+        self,
+        reader: CheckpointReader,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shard: Shard = Shard(),  # noqa: B008 - frozen
+        arena: WeightArena | None = None,
     ) -> None:
-        self._source = source
-        self._prefix = prefix
+        """All parameters of a checkpoint.
+
+        Args:
+            reader: Reads them.
+            scheme: Makes products of them.
+            dtype: What the layers compute in.
+            device: Where the layers live.
+            shard: What of each divided product is wanted.
+            arena: See `Weights.arena`; None: one of its own.
+        """
+        self.dtype = dtype
+        self.device = device
+        self.shard = shard
         self.arena = arena or WeightArena()
-        """Arena for the weights that layers pack; one for the whole model."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the layers compute in."""
-        return self._source.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the layers live on."""
-        return self._source.device
+        """Arena for the weights that are packed; one for the whole model."""
+        self._reader = reader
+        self._scheme = scheme
+        self._prefix = ""
 
     def at(self, name: str | int) -> Weights:
         """The parameters of the submodule `name`."""
-        return Weights(self._source, f"{self._prefix}{name}.", self.arena)
+        below = copy(self)
+        below._prefix = f"{self._prefix}{name}."
+        return below
 
     def has(self, name: str) -> bool:
         """Whether there is a parameter of this name."""
-        return self._source.has(self._prefix + name)
+        return self._reader.has(self._prefix + name)
 
-    def part(self, name: str, index: int, count: int, *shape: int) -> torch.Tensor:
-        """Entry `index` of a parameter of shape [count, *shape]."""
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._source.read_part_into(self._prefix + name, index, count, out)
+    def linear(self, spec: LinearSpec) -> LinearWeight:
+        """The projections of a product, packed as one."""
+        return self._scheme.linear(spec, self)
+
+    def experts(self, spec: ExpertSpec) -> ExpertWeights:
+        """All experts of a layer, packed."""
+        return self._scheme.experts(spec, self)
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """The weight [size] of the norm `name`."""
+        return self.read([TensorSlice(f"{name}.weight", (size,))])
+
+    def vocabulary(self, name: str, rows: int, width: int, num_zeros: int = 0) -> torch.Tensor:
+        """The matrix [rows + num_zeros, width] of an embedding or LM head, whole on every rank;
+        zeros are last.
+        """
+        return self.read([TensorSlice(f"{name}.weight", (rows, width))], num_zeros)
+
+    def packed(self, matrix: torch.Tensor) -> LinearWeight:
+        """An LM head of a matrix [vocab, hidden], which may also be an embedding's."""
+        return pack_linear(matrix, arena=self.arena)
+
+    def table(self, name: str, count: int) -> torch.Tensor:
+        """Whole numbers: [count] int64 on the host; true counts as 1."""
+        out = torch.zeros(count, dtype=torch.int64)
+        self._read(TensorSlice(name, (count,)), out)
         return out
 
-    def tensor(self, name: str, *shape: int, num_zeros: int = 0) -> torch.Tensor:
-        """Reads one parameter of the given shape; `num_zeros` rows of zeros follow."""
-        return self.fused((name,), shape[:1], *shape[1:], num_zeros=num_zeros)
-
-    def fused(
-        self, names: Sequence[str], rows: Sequence[int], *rest: int, num_zeros: int = 0
-    ) -> torch.Tensor:
-        """Several parameters stacked along their first axis, each copied into its place.
+    def read(self, parts: Sequence[TensorSlice], num_zeros: int = 0) -> torch.Tensor:
+        """Parts of tensors stacked along their first axis, each copied into its place.
 
         Args:
-            names: Parameters, in the order in which they are stacked.
-            rows: First axis of each.
-            rest: Their other axes.
+            parts: By their names below the prefix; alike but for their first axes.
             num_zeros: Rows of zeros behind them.
 
         Returns:
-            [sum(rows) + num_zeros, *rest] of the model's dtype, on its device.
+            [rows of all parts + num_zeros, ...] of the model's dtype, on its device.
         """
+        rows, rest = [part.size[0] for part in parts], parts[0].size[1:]
         size = (sum(rows) + num_zeros, *rest)
         out = torch.empty(size, dtype=self.dtype, device=self.device)
-        *parts, zeros = torch.split(out, [*rows, num_zeros])
-        for name, part in zip(names, parts, strict=True):
-            self._source.read_into(self._prefix + name, part)
+        *places, zeros = torch.split(out, [*rows, num_zeros])
+        for part, place in zip(parts, places, strict=True):
+            self._read(part, place)
         zeros.zero_()
         return out
+
+    def _read(self, part: TensorSlice, out: torch.Tensor) -> None:
+        self._reader.read_into(part._replace(name=self._prefix + part.name), out)

@@ -1,0 +1,38 @@
+"""Parameters that are made up, for benchmarks."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.model.weights.reader import TensorSlice
+
+
+class RandomWeights:
+    """A `CheckpointReader` of random numbers, the same for the same seed and order of reads."""
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        """Reports experts as separate tensors."""
+        return not name.endswith("experts.gate_up_proj")
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """None: any shape will do."""
+        return None
+
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """Fills norm weights with 1, biases with 0, others from a normal distribution with
+        deviation 0.02. Parts are cut from the whole tensor.
+        """
+        if part.name.endswith("norm.weight"):
+            out.fill_(1.0)
+        elif part.name.endswith(".bias"):
+            out.zero_()
+        elif part.size == part.shape:
+            out.normal_(0.0, 0.02, generator=self._generator)
+        else:
+            whole = out.new_empty(part.shape).normal_(0.0, 0.02, generator=self._generator)
+            out.copy_(whole[part.slices])
+
+    def finish(self) -> None:
+        """Nothing is missing or left over."""

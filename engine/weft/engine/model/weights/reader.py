@@ -1,0 +1,53 @@
+"""The port to a checkpoint: what loading asks of files, or of whatever else has tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class TensorSlice(NamedTuple):
+    """A part of a checkpoint's tensor, or all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, as the configuration asks for it."""
+    slices: tuple[int | slice, ...] = ()
+    """What of each axis, from the first on; an int drops its axis, later axes are whole. Slices
+    have no steps.
+    """
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        slices = (*self.slices, *[slice(None)] * (len(self.shape) - len(self.slices)))
+        axes = zip(self.shape, slices, strict=True)
+        return tuple(len(range(size)[one]) for size, one in axes if isinstance(one, slice))
+
+
+class CheckpointReader(Protocol):
+    """Reads parameters by their full names, in any order, each part as often as needed."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if there is none of this name, or it may have any shape."""
+
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """Copies a part of a tensor, converted to the dtype of `out`, whose shape is `part.size`.
+
+        Floats are read into floats, whole numbers and truth values into whole numbers. A missing
+        tensor may be noted for `finish`, so that one message names several; then nothing is copied.
+
+        Raises:
+            ModelError: The tensor is not of `part.shape` or has a dtype of another kind.
+        """
+
+    def finish(self) -> None:
+        """Ends reading.
+
+        Raises:
+            ModelError: Tensors are missing, or some were there of which no part was read.
+        """

@@ -1,0 +1,1 @@
+"""Schemes: how checkpoints keep the weights of products, one file each."""

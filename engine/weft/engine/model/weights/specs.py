@@ -1,0 +1,116 @@
+"""What a model says of the products that it has; where each rank's share of them lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from weft.engine.base.errors import ModelError
+from weft.engine.model.weights.reader import TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which share of every divided product is read."""
+
+    rank: int = 0
+    """0 to `size` - 1."""
+    size: int = 1
+    """Number of shares."""
+
+    def of(self, length: int, unit: int, *, may_repeat: bool) -> slice:
+        """This rank's share of an axis.
+
+        Args:
+            length: Of the axis.
+            unit: Entries that stay together.
+            may_repeat: Where there are fewer units than ranks several ranks may have the same one.
+
+        Raises:
+            ModelError: The units cannot be shared out evenly.
+        """
+        num_units = length // unit
+        if length % unit == 0 and num_units % self.size == 0:
+            share = length // self.size
+            return slice(self.rank * share, (self.rank + 1) * share)
+        if length % unit == 0 and may_repeat and self.size % num_units == 0:
+            begin = self.rank * num_units // self.size * unit
+            return slice(begin, begin + unit)
+        raise ModelError(f"{length} in units of {unit} cannot be divided among {self.size} ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """One or more projections of the same input, computed as one product."""
+
+    names: tuple[str, ...]
+    """Submodules, in the order of the output's columns."""
+    in_features: int
+    """Width of the input, over all ranks."""
+    rows: tuple[int, ...]
+    """Width of each projection's output, over all ranks."""
+    split: Literal["none", "out", "in"] = "none"
+    """How ranks share it: not at all, each has a part of each output, or each has a part of the
+    input, so that their results are to be added up.
+    """
+    unit: int = 1
+    """Rows, or columns where the input is split, that stay together: those of one head. Where
+    outputs have fewer units than there are ranks, several ranks have the same one.
+    """
+    bias: bool = False
+    """Whether each projection has a bias."""
+    is_gated: bool = False
+    """Whether it is a gate and what it gates, computed with the activation."""
+
+    def last(self, count: int) -> LinearSpec:
+        """The product of the last `count` projections alone."""
+        return replace(self, names=self.names[-count:], rows=self.rows[-count:])
+
+    def weights(self, shard: Shard) -> list[TensorSlice]:
+        """A shard of each projection's weight, [rows, columns]."""
+        columns, names = self._columns(shard), zip(self.names, self.rows, strict=True)
+        return [
+            TensorSlice(
+                f"{name}.weight", (rows, self.in_features), (self._rows(rows, shard), columns)
+            )
+            for name, rows in names
+        ]
+
+    def biases(self, shard: Shard) -> list[TensorSlice]:
+        """A shard of each projection's bias, [rows]."""
+        names = zip(self.names, self.rows, strict=True)
+        return [TensorSlice(f"{name}.bias", (n,), (self._rows(n, shard),)) for name, n in names]
+
+    def stacked_weights(self, name: str, index: int, count: int, shard: Shard) -> list[TensorSlice]:
+        """Like `weights`, where one tensor [count, all rows, columns] holds this at `index`."""
+        shape, columns = (count, sum(self.rows), self.in_features), self._columns(shard)
+        shares = [self._rows(rows, shard) for rows in self.rows]
+        begins = accumulate(self.rows[:-1], initial=0)
+        return [
+            TensorSlice(name, shape, (index, slice(at + own.start, at + own.stop), columns))
+            for at, own in zip(begins, shares, strict=True)
+        ]
+
+    def _rows(self, rows: int, shard: Shard) -> slice:
+        if self.split != "out":
+            return slice(0, rows)
+        return shard.of(rows, self.unit, may_repeat=True)
+
+    def _columns(self, shard: Shard) -> slice:
+        if self.split != "in":
+            return slice(0, self.in_features)
+        return shard.of(self.in_features, self.unit, may_repeat=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """The gated MLPs of a mixture of experts, of which each rank has a share of every one."""
+
+    num_experts: int
+    gate_up: LinearSpec
+    """Of each expert, gated."""
+    down: LinearSpec
+    """Of each expert."""
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
+    """What tensors of all experts are called, in checkpoints that keep them so."""
