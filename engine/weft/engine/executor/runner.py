@@ -29,7 +29,7 @@ from weft.engine.executor.step import (
     StepDecodes,
     StepRequests,
 )
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.interface import Model
 from weft.engine.scheduler.pages import PageCopy
@@ -98,7 +98,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        layout: PlaneLayout,
+        layout: CacheLayout,
         num_pages: int,
         max_requests: int,
         max_context_tokens: int,
@@ -118,7 +118,7 @@ class ModelRunner:
         self._on_capture = on_capture
         self._lora = lora
         self._page_size = layout.page_size
-        dtype = getattr(torch, layout.dtype)
+        dtype = getattr(torch, layout.plane.dtype)
         try:
             self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
         except (RuntimeError, OSError) as error:
