@@ -42,7 +42,7 @@ from weft.engine.loop.build import EngineParts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.intake import Intake
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.batch import ForwardBatch
@@ -58,7 +58,7 @@ MAX_CONTEXT_TOKENS = 8192
 DECODE_PROMPT_TOKENS = 64
 LONG_PROMPT_TOKENS = 1000
 NUM_WARMUP_STEPS = 40
-LAYOUT = PlaneLayout(layers=1, heads=1, dim=8, dtype="float32", page_size=PAGE_SIZE)
+LAYOUT = CacheLayout.of_plane(PagedPlane(layers=1, heads=1, dim=8, dtype="float32"), PAGE_SIZE)
 
 
 class FakeModel:
@@ -72,7 +72,7 @@ class FakeModel:
         self.called_at_s = 0.0
         self.returned_at_s = 0.0
 
-    def kv_layout(self, page_size: int) -> PlaneLayout:
+    def kv_layout(self, page_size: int) -> CacheLayout:
         """The shape of a page; nothing is ever written there."""
         return LAYOUT
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
+from weft.kernels.pool import has_dense_pages
 
 MAX_TREE_ROWS = 32
 """Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
@@ -47,7 +48,8 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], contiguous.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous, dtype of `q`; Hkv divides Hq.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, dtype of
+            `q`; Hkv divides Hq.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32, contiguous along a row.
         cu_q_lens: [R + 1] int32; request r has the rows cu_q_lens[r] : cu_q_lens[r + 1].
@@ -319,6 +321,8 @@ def check_attention(
         raise ValueError(
             f"q {tuple(q_shape)} {dtype} does not fit a pool {tuple(pool.shape)} {pool.dtype}"
         )
+    if not has_dense_pages(pool):
+        raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
     requests = page_table.shape[0]
     if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
         raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from weft.kernels.build import NativeLibrary, load_native, loaded_openmp_library
+from weft.kernels.pool import has_dense_pages
 
 SOURCE = Path(__file__).parent / "csrc" / "cpu.c"
 
@@ -39,6 +40,7 @@ class PoolStruct(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("pages", ctypes.c_int64),
+        ("page_stride", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("layers", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
@@ -359,19 +361,21 @@ def check_status(status: int, operation: str) -> None:
 
 
 def describe_pool(pool: torch.Tensor) -> PoolStruct:
-    """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim] for the native operations.
+    """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim], contiguous within a page, for the
+    native operations.
 
     Valid as long as `pool` lives.
 
     Raises:
         ValueError: It is not such a tensor.
     """
-    if pool.dim() != 6 or pool.shape[3] != 2 or not pool.is_contiguous():
+    if pool.dim() != 6 or pool.shape[3] != 2 or not has_dense_pages(pool):
         raise ValueError(
-            "a KV pool is a contiguous [pages, kv_heads, layers, 2, page_size, dim], got "
-            f"{tuple(pool.shape)}"
+            "a KV pool is [pages, kv_heads, layers, 2, page_size, dim], contiguous within a page, "
+            f"got {tuple(pool.shape)} with strides {pool.stride()}"
         )
     pages, kv_heads, layers, _, page_size, dim = pool.shape
     return PoolStruct(
-        pool.data_ptr(), pages, kv_heads, layers, page_size, dim, pool.dtype == torch.bfloat16
+        *(pool.data_ptr(), pages, pool.stride(0), kv_heads, layers, page_size, dim),
+        pool.dtype == torch.bfloat16,
     )

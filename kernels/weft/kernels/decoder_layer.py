@@ -337,7 +337,7 @@ def prepare_step(
 
     Args:
         layer: Any of the layers that will run; all must have the same shapes.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
         positions: [T] int64, rows of `cos_sin`.
         slots: [T] int64: page * page_size + offset of each token's K and V.
         cos_sin: [max_positions, D] float32.

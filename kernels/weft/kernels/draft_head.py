@@ -180,7 +180,7 @@ def draft_entries(
         rows: Rows of the step.
         kept: [slots, H], contiguous: g of the row before each request's first one, which counts
             as zeros at position 0; becomes g of its last row.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; written.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: The head's, in the pool.
 
     Returns:

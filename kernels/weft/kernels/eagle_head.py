@@ -62,7 +62,7 @@ def eagle_entries(
         rows: Rows of the step.
         kept: [slots, H], contiguous: f of the row before each request's first one, which counts as
             zeros at position 0; becomes f of its last row.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; written.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: The head's, in the pool.
     """
     joined = _join(w, rows.token_ids, _states_before(states, rows, kept))

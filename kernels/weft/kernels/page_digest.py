@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from weft.kernels.page_ops import page_words
+from weft.kernels.page_ops import is_viewable_as, page_words
 
 INCREMENT = 0x9E3779B97F4A7C15
 FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -22,7 +22,8 @@ def page_digests(pool: Tensor, pages: Tensor) -> Tensor:
     """Digests of some pages, left on the pool's device.
 
     Args:
-        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 8 bytes; not changed.
+        pool: `[num_pages, ...]`, contiguous within a page; a page, and the distance between pages,
+            is a multiple of 8 bytes; not changed.
         pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
             Each must be in the pool.
 
@@ -55,6 +56,8 @@ def _words(pool: Tensor, pages: Tensor) -> Tensor:
     halves = page_words(pool, pages)
     if halves.shape[1] % 2:
         raise ValueError(f"a page of {4 * halves.shape[1]} bytes is not a number of 8-byte words")
+    if not is_viewable_as(halves, torch.int64):
+        raise ValueError(f"pages do not begin at 8-byte words: {4 * halves.stride(0)} bytes apart")
     return halves.view(torch.int64)
 
 

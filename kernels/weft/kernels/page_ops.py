@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from weft.kernels.pool import has_dense_pages
 
 _MAX_SINGLE_COPIES = 16
 """Most pages that are copied one by one on a GPU: each is a launch, and indexing takes several."""
@@ -29,8 +30,7 @@ def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]
     Raises:
         ValueError: The numbers do not fit; nothing was copied.
     """
-    if pool.dim() < 2 or not pool.is_contiguous():
-        raise ValueError(f"not a contiguous pool [num_pages, ...]: {tuple(pool.shape)}")
+    _check_pages(pool)
     num_pages = pool.shape[0]
     if not all(0 <= page < num_pages for page in (*sources, *destinations)):
         raise ValueError(f"not all of {sources} and {destinations} are in a pool of {num_pages}")
@@ -54,7 +54,8 @@ def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
     """Copies pages of a pool to a dense buffer.
 
     Args:
-        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 4 bytes; not changed.
+        pool: `[num_pages, ...]`, contiguous within a page; a page, and the distance between pages,
+            is a multiple of 4 bytes; not changed.
         pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
             Each must be in the pool.
         out: uint8 `[n or more, bytes of a page]` on the pool's device, contiguous; its first n
@@ -79,7 +80,8 @@ def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
         source: uint8 `[n or more, bytes of a page]` on the pool's device, contiguous; not changed.
         pages: int64 `[n]` on the pool's device: where the first n rows go; all different. Each
             must be in the pool.
-        pool: `[num_pages, ...]`, contiguous; a page is a multiple of 4 bytes; changed.
+        pool: `[num_pages, ...]`, contiguous within a page; a page, and the distance between pages,
+            is a multiple of 4 bytes; changed.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; nothing was copied.
@@ -122,11 +124,10 @@ def page_words(pool: Tensor, pages: Tensor) -> Tensor:
     """A pool as int32 `[num_pages, words of a page]`.
 
     Raises:
-        ValueError: It is not a contiguous pool of pages of whole words, or `pages` are no page
+        ValueError: It is not a pool of contiguous pages of whole words, or `pages` are no page
             numbers on its device.
     """
-    if pool.dim() < 2 or not pool.is_contiguous():
-        raise ValueError(f"not a contiguous pool [num_pages, ...]: {tuple(pool.shape)}")
+    _check_pages(pool)
     num_bytes = math.prod(pool.shape[1:]) * pool.itemsize
     if num_bytes == 0 or num_bytes % 4:
         raise ValueError(f"a page of {num_bytes} bytes is not a number of 4-byte words")
@@ -135,7 +136,21 @@ def page_words(pool: Tensor, pages: Tensor) -> Tensor:
             f"pages are {pages.dtype} {tuple(pages.shape)} on {pages.device}, not int64 [n] on "
             f"{pool.device}"
         )
-    return pool.view(pool.shape[0], -1).view(torch.int32)
+    rows = pool.view(pool.shape[0], -1)
+    if not is_viewable_as(rows, torch.int32):
+        raise ValueError(f"pages do not begin at words: {pool.stride(0)} elements of {pool.dtype}")
+    return rows.view(torch.int32)
+
+
+def is_viewable_as(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Whether each row of a matrix begins and ends at whole elements of `dtype`."""
+    scale = max(1, dtype.itemsize // rows.itemsize)
+    return all(size % scale == 0 for size in (rows.shape[1], rows.stride(0), rows.storage_offset()))
+
+
+def _check_pages(pool: Tensor) -> None:
+    if pool.dim() < 2 or not has_dense_pages(pool):
+        raise ValueError(f"not a pool of contiguous pages: {tuple(pool.shape)} {pool.stride()}")
 
 
 def _bytes(pool: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from weft.kernels import cpu
 from weft.kernels.norm import rms_norm_reference
+from weft.kernels.pool import has_dense_pages
 
 
 def rope_and_cache(
@@ -31,7 +32,8 @@ def rope_and_cache(
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
         positions: [T] int64, rows of `cos_sin`.
         cos_sin: [max_positions, D] float32: cosines of the D/2 frequencies, then sines.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous, dtype of `qkv`; written.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, dtype of
+            `qkv`; written.
         layer: Layer of the pool to write.
         slots: [T] int64: page * page_size + offset, all different.
         num_heads: Hq; 0: there is no q, K and V are stored.
@@ -154,6 +156,8 @@ def check_rope(
             f"qkv {tuple(qkv_shape)} {dtype} does not fit {heads[0]} + 2 * {heads[1]} heads and "
             f"a pool {tuple(pool.shape)} {pool.dtype}"
         )
+    if not has_dense_pages(pool):
+        raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
     if cos_sin.dtype != torch.float32 or cos_sin.shape[1] != dim or not cos_sin.is_contiguous():
         raise ValueError(f"cos_sin must be contiguous [max_positions, {dim}] float32")
     for name, index in (("positions", positions), ("slots", slots)):

@@ -10,6 +10,7 @@ so the path of the tokens drawn is right, and the only one that is (SpecInfer, M
 from __future__ import annotations
 
 import torch
+from weft.kernels.pool import has_dense_pages
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 
@@ -71,12 +72,17 @@ def move_paths(
     """Moves K and V of accepted paths to where those of chains would lie, in all layers.
 
     Args:
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous; changed.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; changed.
         places: [T] int64: page * page_size + offset of the step's rows.
         rows: [V, N] int64: each request's rows, -1 behind its last.
         paths: [V, N] int64: rows of its path, -1 behind its end: that at (v, d) goes to the place
             of row (v, d), which never lies behind it.
+
+    Raises:
+        ValueError: `pool` is not contiguous within a page.
     """
+    if not has_dense_pages(pool):
+        raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
     if pool.is_cuda:
         from weft.kernels.gpu import tree_rows as gpu
 

@@ -166,10 +166,11 @@ def test_without_wanted_rows_the_kv_is_written_and_nothing_returned(pair: Pair) 
 
 def test_kv_layout_names_the_models_own_shape(pair: Pair) -> None:
     layout, config = pair.ours.kv_layout(8), pair.ours.config
-    assert (layout.layers, layout.heads, layout.dim) == (
+    plane = layout.plane
+    assert (plane.layers, plane.heads, plane.dim) == (
         config.num_layers,
         config.num_kv_heads,
         config.head_dim,
     )
-    assert layout.dtype == "float32"
+    assert plane.dtype == "float32"
     assert layout.page_size == 8

@@ -89,7 +89,7 @@ def test_weights_are_converted_to_the_dtype_asked_for(model_dir: Path, stored: t
 
 def test_bfloat16_stays_near_float32(model_dir: Path) -> None:
     wide, narrow = load_model(model_dir, "float32"), load_model(model_dir, "bfloat16")
-    assert narrow.model.kv_layout(8).dtype == "bfloat16"
+    assert narrow.model.kv_layout(8).plane.dtype == "bfloat16"
     expected, found = logits(wide), logits(narrow)
     assert found.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(expected, found, dim=-1).min() > 0.999

@@ -241,14 +241,15 @@ def test_a_corrupt_byte_of_the_heads_layer_is_found(
         (text,), cold, _ = guessing.lengths(pair, [prompt], fills=False)
         pair.owner.memory.flush_cache()
         layout = pair.owner.parts.layout
-        layer_bytes = layout.page_bytes // layout.heads // layout.layers
+        kv_heads, layers = layout.plane.heads, layout.plane.layers
+        layer_bytes = layout.page_bytes // kv_heads // layers
         places = []
 
         def flip(pool: np.ndarray, pages: Any) -> None:
             if not places:
                 page = int(random.choice(list(pages)))
                 place = random.randrange(layer_bytes)
-                place += (random.randrange(layout.heads) * layout.layers + LAYERS) * layer_bytes
+                place += (random.randrange(kv_heads) * layers + LAYERS) * layer_bytes
                 places.append((page, place))
                 pool[page, place] ^= 1 << random.randrange(8)
 

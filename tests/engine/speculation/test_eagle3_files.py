@@ -66,11 +66,12 @@ def test_layouts_name_the_head_that_wrote_them(
     target: DecoderOnlyLM, target_dir: Path, tmp_path: Path
 ) -> None:
     plain = target.kv_layout(16)
+    plane = plain.plane
     descriptions = set()
     for seed, eps in ((1, 1e-5), (2, 1e-5), (1, 1e-6)):
         path = make_tiny_draft(tmp_path / f"{seed}-{eps}", target_dir, seed, rms_norm_eps=eps)
         layout = DraftedModel(target, load_eagle3(path, target), 1, 16).kv_layout(16)
-        assert layout.page_shape == (plain.heads, plain.layers + 1, 2, 16, plain.dim)
+        assert layout.page_shape == (plane.heads, plane.layers + 1, 2, 16, plane.dim)
         descriptions.add(layout.describe())
     assert len(descriptions) == 3
     assert plain.describe() == (

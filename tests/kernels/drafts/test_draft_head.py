@@ -21,6 +21,7 @@ from weft.kernels.draft_head import (
 )
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed, mutated_native_cpu
+from weft.testing.kernels.wide_pages import WidePages
 
 pytestmark = pytest.mark.needs("cc")
 
@@ -173,6 +174,27 @@ def test_chains(geometry: Geometry, wanted: list[int]) -> None:
         assert torch.equal(ours[step, :count], peer[step, :count])
     assert torch.equal(pool.isnan(), peer_pool.isnan())
     torch.testing.assert_close(pool, peer_pool, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_may_lie_apart(dtype: torch.dtype) -> None:
+    """Entries, then chains: as in a contiguous pool, and nothing between pages is written."""
+    fresh_seed()
+    geometry = GEOMETRIES[0]
+    w = make_head(geometry, dtype)
+    step = make_step(geometry, [(0, 7), (3, 1), (30, 20)], dtype)
+    wide, kept = WidePages(step.pool), step.kept.clone()
+    g = draft_entries(step.aux, w, step.rows, step.kept, step.pool, LAYER)
+    assert torch.equal(draft_entries(step.aux, w, step.rows, kept, wide.pool, LAYER), g)
+    wide.check(step.pool)
+    state, tokens, chains, pool = make_chains(geometry, [1, 40, 300], [4, 4, 2], dtype)
+    wide, other = WidePages(pool), state.clone()
+    found = draft_chain(other, tokens, w, chains, wide.pool, LAYER)
+    expected = draft_chain(state, tokens, w, chains, pool, LAYER)
+    for depth, count in enumerate(chains.counts):
+        assert torch.equal(found[depth, :count], expected[depth, :count])
+    assert torch.equal(other, state)
+    wide.check(pool)
 
 
 def test_bfloat16_chains_end_in_the_same_states() -> None:

@@ -17,6 +17,7 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.tree_cases import path_to, random_parents, words_of
+from weft.testing.kernels.wide_pages import WidePages
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -128,8 +129,11 @@ def test_paths_move_to_where_chains_lie(module: ModuleType, dtype: torch.dtype) 
             paths[index, place] = first + row
             flat[places[first + place]] = before[places[first + row]]
     wanted = flat.unflatten(0, (40, page_size)).permute(0, 2, 3, 4, 1, 5)
-    module.move_paths(pool, places, rows, paths)
+    wide = WidePages(pool)
+    for moved in (pool, wide.pool):
+        module.move_paths(moved, places, rows, paths)
     assert torch.equal(pool, wanted)
+    wide.check(wanted)
 
 
 @pytest.mark.parametrize("module", [step_rows, gpu_step_rows], ids=["reference", "gpu"])

@@ -26,6 +26,7 @@ from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.tree_cases import random_parents, words_of
+from weft.testing.kernels.wide_pages import WidePages
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -169,8 +170,13 @@ def test_entries_and_chains() -> None:
         return g, draft_chain_reference(state, tokens, w, chains, pool, LAYER)
 
     found_pool, found_kept = pool.clone(), kept.clone()
+    wide, wide_kept = WidePages(pool), kept.clone()
     with gpu_kernels():
         found_g, found = run(found_pool, found_kept, chains)
+        # In pages that lie apart: the same bits.
+        for one, other in zip(run(wide.pool, wide_kept, chains), (found_g, found), strict=True):
+            assert torch.equal(one, other)
+    wide.check(found_pool)
     alone = replace(
         chains,
         positions=chains.positions[:, :requests],

@@ -27,6 +27,7 @@ from weft.testing.kernels.layer_cases import (
     make_step,
 )
 from weft.testing.kernels.lora_cases import make_lora, segments_of
+from weft.testing.kernels.wide_pages import WidePages
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,6 +52,24 @@ def test_equals_its_single_operations(
     assert torch.isfinite(other).all()
     assert torch.equal(hidden, other)
     assert torch.equal(pool, other_pool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_may_lie_apart(dtype: torch.dtype) -> None:
+    """As in a contiguous pool; nothing between pages is read or written."""
+    fresh_seed()
+    stack, lengths = (
+        stack_layers([make_layer(dtype, True) for _ in range(LAYERS)]),
+        [(1, 60), (9, 70)],
+    )
+    pool = torch.randn(24, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
+    hidden, wide = torch.randn(10, HIDDEN).to(dtype), WidePages(pool)
+    outs = [
+        decoder_layers(hidden.clone(), stack, make_step(stack.layers[0], lengths, pages))
+        for pages in (wide.pool, pool)
+    ]
+    assert torch.equal(*outs)
+    wide.check(pool)
 
 
 def make_lora_step(

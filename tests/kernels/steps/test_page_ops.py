@@ -9,6 +9,7 @@ from weft.kernels import page_ops
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, gather_pages, scatter_pages
 from weft.testing.kernels.page_cases import expected_digests, page_numbers, poisoned, unsigned
+from weft.testing.kernels.wide_pages import WidePages
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
@@ -89,6 +90,36 @@ def test_pages_go_out_and_in_again(dtype: torch.dtype, device: str, count: int) 
     expected[numbers] = before[numbers]
     scatter_pages(out, pages, other)
     assert (bits(other) == expected).all()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [2, 11])
+def test_pages_may_lie_apart(dtype: torch.dtype, device: str, count: int) -> None:
+    """Nothing between them is copied, digested or written."""
+    pool, other = make_pool(dtype, device), make_pool(dtype, device)
+    wide, target = WidePages(pool), WidePages(other)
+    pages, out = page_numbers(NUM_PAGES, count, device), poisoned(count, pool)
+    gather_pages(wide.pool, pages, out)
+    assert (bits(out) == bits(pool[pages])).all()
+    assert unsigned(page_digests(wide.pool, pages)) == expected_digests(pool, pages)
+    wide.check(pool)
+    scatter_pages(out, pages, target.pool)
+    other[pages] = pool[pages]
+    target.check(other)
+    sources, destinations = page_numbers(NUM_PAGES, 2 * count).view(2, count).tolist()
+    for copied in (target.pool, other):
+        copy_pages(copied, sources, destinations)
+    target.check(other)
+
+
+def test_pages_that_do_not_begin_at_words_are_refused() -> None:
+    halves = torch.zeros(4, 17, dtype=torch.bfloat16)[:, :16]
+    pages, out = page_numbers(4, 1), poisoned(1, halves)
+    with pytest.raises(ValueError, match="begin at words"):
+        gather_pages(halves, pages, out)
+    with pytest.raises(ValueError, match="8-byte"):
+        page_digests(torch.zeros(4, 17)[:, :16], pages)
 
 
 @everywhere

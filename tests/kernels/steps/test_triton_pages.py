@@ -16,6 +16,7 @@ from weft.testing.kernels.page_cases import (
     random_pool,
     unsigned,
 )
+from weft.testing.kernels.wide_pages import WidePages
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -71,6 +72,23 @@ def test_digest(num_pages: int, num_words: int, count: int, tmp_path: Path) -> N
     assert unsigned(digests) == expected_digests(pool, pages)
 
 
+def test_pages_may_lie_apart(tmp_path: Path) -> None:
+    """Nothing between them is written."""
+    pool, other = (random_pool(5, 4110, torch.bfloat16) for _ in range(2))
+    pages = page_numbers(5, 3)
+    wide, target, out = WidePages(pool), WidePages(other), poisoned(3, pool)
+    with kernel_module("page_ops", tmp_path) as module:
+        module.gather_rows(words(wide.pool), pages, out.view(torch.int32))
+        module.scatter_rows(out.view(torch.int32), pages, words(target.pool))
+    assert (out.numpy() == bytes_of(pool)[pages.numpy()]).all()
+    other[pages] = pool[pages]
+    target.check(other)
+    with kernel_module("page_digest", tmp_path) as module:
+        digests = module.row_digests(words(wide.pool).view(torch.int64), pages)
+    assert unsigned(digests) == expected_digests(pool, pages)
+    wide.check(pool)
+
+
 @pytest.mark.parametrize(
     ("name", "num_words", "change"),
     [
@@ -109,7 +127,7 @@ def test_a_dropped_last_tile_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("tl.store(rows + page * num_words", "tl.store(rows + row * num_words"),
+        ("tl.store(rows + page * stride", "tl.store(rows + row * stride"),
         (
             "grid = (len(pages) * parts,)\n    _scatter",
             "grid = (len(pages) * parts - 1,)\n    _scatter",

@@ -15,7 +15,7 @@ import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from weft.common.rpc.channel import CHANNEL_OPTIONS
 from weft.engine.memory.keys import namespace_digest
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.testing.models.tiny_models import make_tiny
 from weft.testing.services.processes import ServiceProcess
 from weft.v1 import common_pb2, kv_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -37,9 +37,8 @@ class Prefill:
     async def open_fill(self) -> Any:
         """A Fill of the whole prompt that has begun; the first event is still to be read."""
         info = await self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
-        layout = PlaneLayout(
-            heads=HEADS, layers=LAYERS, dim=HEAD_DIM, page_size=PAGE_SIZE, dtype=info.dtype
-        )
+        plane = PagedPlane(heads=HEADS, layers=LAYERS, dim=HEAD_DIM, dtype=info.dtype)
+        layout = CacheLayout.of_plane(plane, PAGE_SIZE)
         handle = kv_pb2.KvHandle(
             owner_id="test-worker",
             owner_epoch=7,

@@ -15,7 +15,7 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     sampling_bytes,
 )
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 
 GIB = 1 << 30
 
@@ -36,7 +36,7 @@ def test_the_pool_takes_what_nothing_else_needs() -> None:
     assert plan.margin == 2 * GIB
     left = 80 * GIB - 3 * GIB - GIB - GIB // 2 - 2 * GIB
     assert pages_of(plan, 1 << 20) == left >> 20
-    layout = PlaneLayout(page_size=16, layers=2, heads=2, dim=64, dtype="bfloat16")
+    layout = CacheLayout.of_plane(PagedPlane(layers=2, heads=2, dim=64, dtype="bfloat16"), 16)
     text = describe_pool(plan, pages_of(plan, layout.page_bytes), layout)
     for part in ("KV pool 73.50 GiB", "weights of 15.00 GiB", "largest step 3.00 GiB"):
         assert part in text
@@ -73,7 +73,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic() -> None:
 @pytest.mark.parametrize(("tokens", "context"), [(512, 4096), (1000, 300), (64, 64)])
 @pytest.mark.parametrize("max_logits", [8, 48, 128])
 def test_the_largest_step_is_well_formed(tokens: int, context: int, max_logits: int) -> None:
-    layout = PlaneLayout(page_size=16, layers=1, heads=1, dim=8, dtype="float32")
+    layout = CacheLayout.of_plane(PagedPlane(layers=1, heads=1, dim=8, dtype="float32"), 16)
     step = largest_step(8, tokens, context, layout, max_logits)
     lengths = np.diff(step.cu_q_lens)
     assert lengths.sum() == len(step.token_ids) == len(step.positions) == tokens

@@ -6,7 +6,7 @@ import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.device_check import device_sampler_fault
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel
@@ -34,7 +34,7 @@ def find_device(config: EngineConfig) -> torch.device:
 
 
 def promise_determinism(
-    config: EngineConfig, loaded: LoadedModel, layout: PlaneLayout, device: torch.device
+    config: EngineConfig, loaded: LoadedModel, layout: CacheLayout, device: torch.device
 ) -> list[str]:
     """Describes what deterministic mode does on this machine.
 
@@ -43,12 +43,12 @@ def promise_determinism(
     """
     if device.type == "cuda":
         return _promise_on_gpu(config, loaded, device)
-    native = native_cpu()
+    native, dim = native_cpu(), layout.plane.dim
     group = loaded.config.num_heads // loaded.config.num_kv_heads
     if native is None:
         reason = f"it needs the native operations ({native_cpu_missing()})"
-    elif layout.dim % 8 or layout.dim > native.max_dim or group > native.max_group:
-        reason = f"the native attention does not take heads of {layout.dim} in groups of {group}"
+    elif dim % 8 or dim > native.max_dim or group > native.max_group:
+        reason = f"the native attention does not take heads of {dim} in groups of {group}"
     else:
         return [
             "deterministic: the native operations compute each row in one order, whatever else a "

@@ -26,7 +26,7 @@ from weft.engine.executor.keeping import KeptStates, TokenKeeper
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.step_input import ScoredRows, StepInput
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.interface import Model
@@ -73,7 +73,7 @@ class LocalExecutor:
     def __init__(
         self,
         model: Model,
-        layout: PlaneLayout,
+        layout: CacheLayout,
         num_pages: int,
         max_requests: int,
         max_context_tokens: int,
@@ -93,7 +93,7 @@ class LocalExecutor:
         self._on_capture = on_capture
         self._lora = lora
         self.page_size = self._page_size = layout.page_size
-        dtype = getattr(torch, layout.dtype)
+        dtype = getattr(torch, layout.plane.dtype)
         try:
             self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
         except (RuntimeError, OSError) as error:

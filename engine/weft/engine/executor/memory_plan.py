@@ -14,7 +14,7 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.model.interface import Model
 
@@ -92,7 +92,7 @@ def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
     return num_pages
 
 
-def describe_pool(needs: MemoryNeeds, num_pages: int, layout: PlaneLayout) -> str:
+def describe_pool(needs: MemoryNeeds, num_pages: int, layout: CacheLayout) -> str:
     """The plan in one line, for logs and status."""
     size, tokens = num_pages * layout.page_bytes, (num_pages - 1) * layout.page_size
     return f"KV pool {_gib(size)}, {tokens:,} tokens in {num_pages:,} pages: {needs.describe()}"
@@ -115,7 +115,7 @@ def check_pool_fits(pool_bytes: int, device: torch.device) -> None:
 
 def measure_needs(
     model: Model,
-    layout: PlaneLayout,
+    layout: CacheLayout,
     vocab_size: int,
     max_requests: int,
     max_step_tokens: int,
@@ -248,7 +248,7 @@ def largest_step(
     max_requests: int,
     max_step_tokens: int,
     max_context_tokens: int,
-    layout: PlaneLayout,
+    layout: CacheLayout,
     max_logits: int,
 ) -> StepArrays:
     """A step with the most tokens and logits possible, all in the null page."""
@@ -271,7 +271,7 @@ def largest_step(
 
 def time_token(
     executor: LocalExecutor,
-    layout: PlaneLayout,
+    layout: CacheLayout,
     max_requests: int,
     max_step_tokens: int,
     max_context_tokens: int,

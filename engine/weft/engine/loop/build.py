@@ -50,7 +50,7 @@ from weft.engine.features.speculative.draft_model import DraftModel, load_draft_
 from weft.engine.loop.intake import Intake
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.heads.drafted import DraftedModel
@@ -82,7 +82,7 @@ class EngineParts:
     """The components that `Engine` wires together."""
 
     executor: LocalExecutor
-    layout: PlaneLayout
+    layout: CacheLayout
     memory: PageMemory
     prefixes: PrefixTree | None
     """Index of `memory`; None: no prefix caching."""
@@ -116,7 +116,7 @@ class _Models:
     """The model with a draft head; None: it has none."""
     draft: DraftModel | None
     """A separate draft model; None: there is none."""
-    layout: PlaneLayout
+    layout: CacheLayout
     """Layout of the pool's pages."""
     max_context_tokens: int
     """Most tokens of a request, as far as the model and the settings limit it."""
@@ -379,10 +379,10 @@ def _describe_engine(
         num_pages=num_pages - 1,
         page_size=config.page_size,
         page_bytes=layout.page_bytes,
-        layers=layout.layers,
-        kv_heads=layout.heads,
-        draft=layout.draft,
-        head_dim=layout.dim,
+        layers=layout.plane.layers,
+        kv_heads=layout.plane.heads,
+        draft=layout.plane.draft,
+        head_dim=layout.plane.dim,
         transports=plane.transports,
         transport_detail=plane.describe(),
         versions=_versions(),

@@ -11,7 +11,7 @@ from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.memory.keys import PageKeys, namespace_digest
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.protocol.submits import SampleProgress, Submit
 from weft.engine.protocol.timeline import Timeline
@@ -37,7 +37,7 @@ class Intake:
     def __init__(
         self,
         config: EngineConfig,
-        layout: PlaneLayout,
+        layout: CacheLayout,
         model_digest: bytes,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],

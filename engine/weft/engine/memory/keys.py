@@ -32,7 +32,7 @@ def namespace_digest(
 
     Args:
         model_digest: 32 bytes over weights, config, dtype and quantisation.
-        layout: `PlaneLayout.describe()`.
+        layout: `CacheLayout.describe()`.
         adapter_digest: content digest of the adapter; empty for the base model.
         cache_salt: the tenant's salt; empty = shared.
 

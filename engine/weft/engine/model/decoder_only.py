@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.decoder import DecoderLayer, DecoderStack
@@ -52,15 +52,15 @@ class DecoderOnlyLM:
             head = weights.vocabulary("lm_head", *_vocabulary_size(config))
         self.lm_head = LMHead(weights.packed(head))
 
-    def kv_layout(self, page_size: int) -> PlaneLayout:
+    def kv_layout(self, page_size: int) -> CacheLayout:
         """The shape of one page of this model's KV."""
-        return PlaneLayout(
+        plane = PagedPlane(
             layers=self.config.num_layers,
             heads=self.config.num_kv_heads,
             dim=self.config.head_dim,
             dtype=str(self.dtype).removeprefix("torch."),
-            page_size=page_size,
         )
+        return CacheLayout.of_plane(plane, page_size)
 
     def forward(
         self, batch: ForwardBatch, pool: torch.Tensor, taps: Taps | None = None

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.lora import LoraStep
@@ -18,7 +18,7 @@ class Model(Protocol):
 
     config: ModelConfig
 
-    def kv_layout(self, page_size: int) -> PlaneLayout:
+    def kv_layout(self, page_size: int) -> CacheLayout:
         """The shape of one page of this model's KV."""
 
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:

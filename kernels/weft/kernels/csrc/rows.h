@@ -70,8 +70,9 @@ static void silu_share(int is_bf16, void *out, const void *x, long rows, long n,
 
 /* The pages of one layer; as laid out by weft/kernels/cpu.py. */
 typedef struct {
-  void *data; /* [pages, kv_heads, layers, 2, page_size, dim] */
+  void *data; /* [pages, kv_heads, layers, 2, page_size, dim], contiguous within a page */
   int64_t pages;
+  int64_t page_stride; /* Elements from one page to the next. */
   int64_t kv_heads;
   int64_t layers;
   int64_t page_size;
@@ -82,8 +83,8 @@ typedef struct {
 /* Index of element 0 of K (part 0) or V (part 1) of one position. */
 INLINE long pool_index(const Pool *pool, long layer, long page, long head, long part,
                        long offset) {
-  long place = ((page * pool->kv_heads + head) * pool->layers + layer) * 2 + part;
-  return (place * pool->page_size + offset) * pool->dim;
+  long place = (head * pool->layers + layer) * 2 + part;
+  return page * pool->page_stride + (place * pool->page_size + offset) * pool->dim;
 }
 
 typedef enum { FINE, OUT_OF_MEMORY, BAD_LENGTHS, BAD_PAGE, BAD_POSITION, BAD_SLOT, BAD_LORA, BAD_EXPERT, BAD_TOKEN } Status;

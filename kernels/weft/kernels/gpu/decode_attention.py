@@ -65,7 +65,7 @@ def decode_attention(
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D].
-        pool: [num_pages, Hkv, layers, 2, page_size, D].
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -153,6 +153,7 @@ def decode_attention(
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
+        PAGE_STRIDE=pool.stride(0),
         TILE=tile,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
@@ -295,6 +296,7 @@ def _decode_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -335,7 +337,7 @@ def _decode_kernel(
         page = tl.load(table + first // PAGE_SIZE, mask=first < there, other=0)
         is_old = _is_seen(first, there, first_seen, FIRST_POSITION, WINDOW)
         is_old = (is_old & (first < kv_len - q_len))[:, None] & in_dim[None, :]
-        k_at = _k_at(pool, page, first, kv_head, layer, column, KV_HEADS, LAYERS, PAGE_SIZE, DIM)
+        k_at = _k_at(pool, page, first, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM)
         first_keys = tl.load(k_at, mask=is_old, other=0.0)
         first_values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_old, other=0.0)
     if IS_SETTLED:
@@ -385,7 +387,9 @@ def _decode_kernel(
         position = start + tl.arange(0, TILE)
         is_seen = _is_seen(position, end, first_seen, FIRST_POSITION, WINDOW)
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
-        k_at = _k_at(pool, page, position, kv_head, layer, column, KV_HEADS, LAYERS, PAGE_SIZE, DIM)
+        k_at = _k_at(
+            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
+        )
         kv_mask = is_seen[:, None] & in_dim[None, :]
         keys = tl.load(k_at, mask=kv_mask, other=0.0)
         values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
@@ -435,16 +439,15 @@ def _k_at(
     kv_head: tl.tensor,
     layer: int,
     column: tl.tensor,
-    KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
     """Where K of positions is; V is one page's rows behind it."""
-    # The pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM].
-    matrix = ((page.to(tl.int64) * KV_HEADS + kv_head) * LAYERS + layer) * 2
-    kv_row = matrix * PAGE_SIZE + position % PAGE_SIZE
-    return pool + kv_row[:, None] * DIM + column[None, :]
+    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) + position % PAGE_SIZE
+    at = page.to(tl.int64) * PAGE_STRIDE + in_page * DIM
+    return pool + at[:, None] + column[None, :]
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def extend_attention(
     Args:
         out: [T, Hq * D], dtype of `q`.
         q: [T, Hq, D].
-        pool: [num_pages, Hkv, layers, 2, page_size, D].
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -126,6 +126,7 @@ def extend_attention(
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
+        PAGE_STRIDE=pool.stride(0),
         TILE=shape.tile,
         MIN_ROWS=least_rows,
         FIRST_POSITION=first_position,
@@ -177,6 +178,7 @@ def _extend_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     MIN_ROWS: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
@@ -223,24 +225,30 @@ def _extend_kernel(
         tail = tl.maximum(common, first // TILE * TILE)
         for start in range(first // TILE * TILE, full, TILE):
             position = start + tl.arange(0, TILE)
-            at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
-            k_at = pool + at[:, None] * DIM + column[None, :]
+            k_at = k_of_pages(
+                pool, table, position, end, kv_head, layer, column,
+                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+            )  # fmt: skip
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
             )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
-        at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
-        k_at = pool + at[:, None] * DIM + column[None, :]
+        k_at = k_of_pages(
+            pool, table, position, end, kv_head, layer, column,
+            LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
+        )  # fmt: skip
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
         )  # fmt: skip
     for start in range(tail, end, TILE):
         position = start + tl.arange(0, TILE)
-        at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
-        k_at = pool + at[:, None] * DIM + column[None, :]
+        k_at = k_of_pages(
+            pool, table, position, end, kv_head, layer, column,
+            LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+        )  # fmt: skip
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
@@ -315,24 +323,28 @@ def request_of_tile(
 
 
 @triton.jit
-def page_rows(
+def k_of_pages(
+    pool: tl.tensor,
     table: tl.tensor,
     position: tl.tensor,
     end: tl.tensor,
     kv_head: tl.tensor,
     layer: int,
-    KV_HEADS: tl.constexpr,
+    column: tl.tensor,
     LAYERS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ) -> tl.tensor:
-    """Rows of K in the pool as a matrix [num_pages * KV_HEADS * LAYERS * 2 * PAGE_SIZE, DIM]."""
+    """Where K of positions is; V is one page's rows behind it."""
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     else:
         page = tl.load(table + position // PAGE_SIZE)
-    matrix = (page.to(tl.int64) * KV_HEADS + kv_head) * LAYERS + layer
-    return matrix * (2 * PAGE_SIZE) + position % PAGE_SIZE
+    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) + position % PAGE_SIZE
+    at = page.to(tl.int64) * PAGE_STRIDE + in_page * DIM
+    return pool + at[:, None] + column[None, :]
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import (
     attend_tile,
+    k_of_pages,
     launch_shape,
-    page_rows,
     request_of_tile,
     window_of_rows,
 )
@@ -49,7 +49,7 @@ def fixed_attention(
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D], T at least 1.
-        pool: [num_pages, Hkv, layers, 2, page_size, D].
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -95,6 +95,7 @@ def fixed_attention(
         DIM=dim,
         BLOCK_DIM=triton.next_power_of_2(dim),
         PAGE_SIZE=page_size,
+        PAGE_STRIDE=pool.stride(0),
         TILE=shape.tile,
         SEGMENT=SEGMENT,
         WINDOW=window or 0,
@@ -140,6 +141,7 @@ def _fixed_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -198,26 +200,30 @@ def _fixed_kernel(
             start_partly = tl.maximum(walk, segment * SEGMENT)
             for start in range(start_partly, tl.minimum(full, segment_end), TILE):
                 position = start + tl.arange(0, TILE)
-                at = page_rows(
-                    table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True
-                )
-                k_at = pool + at[:, None] * DIM + column[None, :]
+                k_at = k_of_pages(
+                    pool, table, position, end, kv_head, layer, column,
+                    LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+                )  # fmt: skip
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM, position, end,
                     last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
-            at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, False)
-            k_at = pool + at[:, None] * DIM + column[None, :]
+            k_at = k_of_pages(
+                pool, table, position, end, kv_head, layer, column,
+                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
+            )  # fmt: skip
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
             )  # fmt: skip
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
             position = start + tl.arange(0, TILE)
-            at = page_rows(table, position, end, kv_head, layer, KV_HEADS, LAYERS, PAGE_SIZE, True)
-            k_at = pool + at[:, None] * DIM + column[None, :]
+            k_at = k_of_pages(
+                pool, table, position, end, kv_head, layer, column,
+                LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
+            )  # fmt: skip
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,

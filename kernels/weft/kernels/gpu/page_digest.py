@@ -17,7 +17,7 @@ def row_digests(rows: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     partial = torch.empty((num_pages, parts), dtype=torch.int64, device=rows.device)
     # Programs of one page follow each other: those that run together read what lies together.
     _digest_kernel[(num_pages * parts,)](
-        partial, rows, pages, num_words, parts,
+        partial, rows, pages, num_words, rows.stride(0), parts,
         TILE=_TILE, TILES=_TILES, IS_WHOLE=num_words % (_TILE * _TILES) == 0, num_warps=_WARPS,
     )  # fmt: skip
     return partial.sum(dim=1)
@@ -29,6 +29,7 @@ def _digest_kernel(
     rows: tl.tensor,
     pages: tl.tensor,
     num_words: int,
+    stride: int,
     parts: int,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -47,9 +48,9 @@ def _digest_kernel(
         column = first + tile * TILE + lane
         is_word = column < num_words
         if IS_WHOLE:
-            words = tl.load(rows + page * num_words + column)
+            words = tl.load(rows + page * stride + column)
         else:
-            words = tl.load(rows + page * num_words + column, mask=is_word, other=0)
+            words = tl.load(rows + page * stride + column, mask=is_word, other=0)
         z = words.to(tl.uint64, bitcast=True) + state
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB

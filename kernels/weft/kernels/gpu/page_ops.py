@@ -13,15 +13,17 @@ _TILE = 4096
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
     """`weft.kernels.page_ops.gather_pages` for CUDA tensors of int32 words."""
     parts = triton.cdiv(rows.shape[1], _TILE)
+    sizes = (rows.shape[1], rows.stride(0), parts)
     grid = (len(pages) * parts,)
-    _gather_kernel[grid](out, rows, pages, rows.shape[1], parts, TILE=_TILE, num_warps=8)
+    _gather_kernel[grid](out, rows, pages, *sizes, TILE=_TILE, num_warps=8)
 
 
 def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """`weft.kernels.page_ops.scatter_pages` for CUDA tensors of int32 words."""
     parts = triton.cdiv(rows.shape[1], _TILE)
+    sizes = (rows.shape[1], rows.stride(0), parts)
     grid = (len(pages) * parts,)
-    _scatter_kernel[grid](rows, source, pages, rows.shape[1], parts, TILE=_TILE, num_warps=8)
+    _scatter_kernel[grid](rows, source, pages, *sizes, TILE=_TILE, num_warps=8)
 
 
 @triton.jit
@@ -30,6 +32,7 @@ def _gather_kernel(
     rows: tl.tensor,
     pages: tl.tensor,
     num_words: int,
+    stride: int,
     parts: int,
     TILE: tl.constexpr,
 ) -> None:
@@ -38,7 +41,7 @@ def _gather_kernel(
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
-    words = tl.load(rows + page * num_words + column, mask=mask)
+    words = tl.load(rows + page * stride + column, mask=mask)
     tl.store(out + row * num_words + column, words, mask=mask)
 
 
@@ -48,6 +51,7 @@ def _scatter_kernel(
     source: tl.tensor,
     pages: tl.tensor,
     num_words: int,
+    stride: int,
     parts: int,
     TILE: tl.constexpr,
 ) -> None:
@@ -57,4 +61,4 @@ def _scatter_kernel(
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
     words = tl.load(source + row * num_words + column, mask=mask)
-    tl.store(rows + page * num_words + column, words, mask=mask)
+    tl.store(rows + page * stride + column, words, mask=mask)

@@ -53,6 +53,7 @@ def rope_and_cache(
         NUM_KV_HEADS=num_kv_heads,
         LAYERS=layers,
         PAGE_SIZE=page_size,
+        PAGE_STRIDE=pool.stride(0),
         HALF=dim // 2,
         BLOCK_HALF=triton.next_power_of_2(dim // 2),
         BLOCK_HEADS=_BLOCK_HEADS,
@@ -81,6 +82,7 @@ def _rope_and_cache_kernel(
     NUM_KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -131,9 +133,8 @@ def _rope_and_cache_kernel(
     tl.store(q_at + HALF, high, mask=mask & is_q[:, None])
 
     kv_head = head - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
-    matrix = ((slot // PAGE_SIZE * NUM_KV_HEADS + kv_head) * LAYERS + layer) * 2 + is_v.to(tl.int64)
-    kv_row = matrix * PAGE_SIZE + slot % PAGE_SIZE
-    kv_at = pool + kv_row[:, None] * (2 * HALF) + column[None, :]
+    kv_row = ((kv_head * LAYERS + layer) * 2 + is_v.to(tl.int32)) * PAGE_SIZE + slot % PAGE_SIZE
+    kv_at = pool + slot // PAGE_SIZE * PAGE_STRIDE + kv_row[:, None] * (2 * HALF) + column[None, :]
     tl.store(kv_at, low, mask=mask & (is_q[:, None] == 0))
     tl.store(kv_at + HALF, high, mask=mask & (is_q[:, None] == 0))
     if k_out is not None:

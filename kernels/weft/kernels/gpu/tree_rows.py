@@ -58,6 +58,7 @@ def move_paths(
         lines,
         width,
         dim,
+        pool.stride(0),
         PAGE_SIZE=page_size,
         LINES=line_block,
         BLOCK=width_block,
@@ -125,6 +126,7 @@ def _move_kernel(
     lines: int,
     width: int,
     dim: int,
+    page_stride: int,
     PAGE_SIZE: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -144,8 +146,9 @@ def _move_kernel(
             if of != to:
                 source = tl.load(places + of)
                 target = tl.load(places + to)
-                moved = tl.load(_line(pool, source, line, column, lines, dim, PAGE_SIZE), mask=mask)
-                tl.store(_line(pool, target, line, column, lines, dim, PAGE_SIZE), moved, mask=mask)
+                source_at = _line(pool, source, line, column, dim, page_stride, PAGE_SIZE)
+                target_at = _line(pool, target, line, column, dim, page_stride, PAGE_SIZE)
+                tl.store(target_at, tl.load(source_at, mask=mask), mask=mask)
             step += 1
 
 
@@ -155,10 +158,11 @@ def _line(
     place: tl.tensor,
     line: tl.tensor,
     column: tl.tensor,
-    lines: int,
     dim: int,
+    page_stride: int,
     PAGE_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Offsets of the columns of some lines (head, layer, part) of a place."""
-    at = (place // PAGE_SIZE * lines + line.to(tl.int64)) * PAGE_SIZE + place % PAGE_SIZE
-    return pool + at[:, None] * dim + column[None, :]
+    """Where the columns of some lines (head, layer, part) of a place are."""
+    in_page = line.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
+    page_at = pool + place // PAGE_SIZE * page_stride
+    return page_at + in_page[:, None] * dim + column[None, :]

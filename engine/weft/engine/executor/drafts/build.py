@@ -14,7 +14,7 @@ from weft.engine.executor.drafts.draft_rows import AdapterRows, DraftAdapterFile
 from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, TreeGraphs
 from weft.engine.executor.graphs import TREE_REQUESTS, capturing
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
@@ -45,9 +45,10 @@ def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
     return drafted
 
 
-def describe_drafts(config: EngineConfig, layout: PlaneLayout) -> list[str]:
+def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
     """Describes the drafter, and the head whose KV the pages hold."""
-    head = f"pages hold KV of the EAGLE head {layout.draft[:12]}" if layout.draft else ""
+    draft = layout.plane.draft
+    head = f"pages hold KV of the EAGLE head {draft[:12]}" if draft else ""
     if config.role == "prefill" or config.drafter == "none":
         return [f"drafts: {head}"] if head else []
     most = str(config.max_draft_tokens)

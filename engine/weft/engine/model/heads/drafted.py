@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import AdapterError, ModelError
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.adapters.draft_adapter import read_draft_adapter
 from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -94,10 +94,11 @@ class DraftedModel:
             raise AdapterError(f"draft adapter {folder}: {error}") from error
         return made
 
-    def kv_layout(self, page_size: int) -> PlaneLayout:
+    def kv_layout(self, page_size: int) -> CacheLayout:
         """The target's page with the head's layer behind its own."""
-        layout = self._target.kv_layout(page_size)
-        return replace(layout, layers=layout.layers + 1, draft=self.head.digest.hex())
+        plane = self._target.kv_layout(page_size).plane
+        both = replace(plane, layers=plane.layers + 1, draft=self.head.digest.hex())
+        return CacheLayout.of_plane(both, page_size)
 
     def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
         """Like `Model.forward`; `batch.request_slots` is required."""

@@ -15,7 +15,7 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
 from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
@@ -412,13 +412,13 @@ def _layout(info: worker_pb2.GetInfoResponse) -> str:
     plane = next((plane for plane in info.planes if plane.name == "target"), None)
     if plane is None or not plane.parts:
         return ""
-    return PlaneLayout(
+    described = PagedPlane(
         name=plane.name,
         layers=plane.layers,
         heads=plane.heads,
         dim=plane.parts[0].dim,
         dtype=plane.parts[0].dtype,
-        page_size=info.page_size,
         parts=tuple(part.name for part in plane.parts),
         draft=plane.draft_digest.hex(),
-    ).describe()
+    )
+    return CacheLayout.of_plane(described, info.page_size).describe()

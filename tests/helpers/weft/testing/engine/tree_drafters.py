@@ -181,7 +181,7 @@ class PublishedPages:
         if None in found:
             return None
         pages = self._engine._executor.pool[found].clone()
-        if self._engine.parts.layout.draft:
+        if self._engine.parts.layout.plane.draft:
             pages[0, :, -1, :, 0] = 0.0
         return pages
 

@@ -27,7 +27,7 @@ class PagedDriver:
 
     def __init__(self, model: Model, num_pages: int, page_size: int = 8, seed: int = 0) -> None:
         layout = model.kv_layout(page_size)
-        dtype = getattr(torch, layout.dtype)
+        dtype = getattr(torch, layout.plane.dtype)
         self.model = model
         self.page_size = page_size
         self.pool = torch.full(layout.pool_shape(num_pages), float("nan"), dtype=dtype)

@@ -23,7 +23,7 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.worker.kv_feed import KvFeed
 from weft.engine.memory.events import KvEvents
 from weft.engine.memory.keys import ROOT_KEY, PageKeys, namespace_digest
-from weft.engine.memory.layout import PlaneLayout
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.testing.services.fake_adapters import FakeAdapters
 from weft.v1 import (
     common_pb2,
@@ -36,7 +36,7 @@ from weft.v1 import (
 
 Event = decode_pb2.SessionEvent
 PAGE_SIZE = 16
-LAYOUT = PlaneLayout(layers=2, heads=3, dim=8, dtype="float32", page_size=PAGE_SIZE)
+LAYOUT = CacheLayout.of_plane(PagedPlane(layers=2, heads=3, dim=8, dtype="float32"), PAGE_SIZE)
 CUT_DELAY_S = 0.02
 
 

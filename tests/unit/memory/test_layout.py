@@ -1,0 +1,94 @@
+"""What layouts say of themselves, as pages on disks and in stores are named by it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.heads.drafted import DraftedModel
+from weft.gateway.fleet.worker import _layout
+from weft.v1 import kv_pb2, worker_pb2
+
+HEAD = bytes(range(32))
+HEAD_HEX = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+
+
+class Shape(NamedTuple):
+    layers: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    page_size: int
+
+
+DEMO = Shape(30, 3, 64, torch.float32, 16)
+LARGE = Shape(80, 8, 128, torch.bfloat16, 16)
+OTHER = Shape(6, 2, 24, torch.float16, 8)
+
+DESCRIBED = [
+    (
+        DEMO,
+        b"",
+        "plane=target;layers=30;heads=3;parts=k:64:float32,v:64:float32;page_size=16;"
+        "order=head,layer,part,position,dim",
+        737_280,
+    ),
+    (
+        LARGE,
+        b"",
+        "plane=target;layers=80;heads=8;parts=k:128:bfloat16,v:128:bfloat16;page_size=16;"
+        "order=head,layer,part,position,dim",
+        5_242_880,
+    ),
+    (
+        LARGE,
+        HEAD,
+        "plane=target;layers=81;heads=8;parts=k:128:bfloat16,v:128:bfloat16;page_size=16;"
+        f"order=head,layer,part,position,dim;draft={HEAD_HEX}",
+        5_308_416,
+    ),
+    (
+        OTHER,
+        HEAD,
+        "plane=target;layers=7;heads=2;parts=k:24:float16,v:24:float16;page_size=8;"
+        f"order=head,layer,part,position,dim;draft={HEAD_HEX}",
+        10_752,
+    ),
+]
+"""Literals: a change of one makes every page that was kept under it another's."""
+
+
+@pytest.mark.parametrize(("shape", "draft", "text", "page_bytes"), DESCRIBED)
+def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int) -> None:
+    config = SimpleNamespace(num_layers=shape.layers, num_kv_heads=shape.heads, head_dim=shape.dim)
+    model: Any = SimpleNamespace(config=config, dtype=shape.dtype)
+    model.kv_layout = lambda page_size: DecoderOnlyLM.kv_layout(model, page_size)
+    layout = model.kv_layout(shape.page_size)
+    if draft:
+        drafted = SimpleNamespace(_target=model, head=SimpleNamespace(digest=draft))
+        layout = DraftedModel.kv_layout(cast(DraftedModel, drafted), shape.page_size)
+    assert layout.describe() == text
+    assert layout.page_bytes == page_bytes
+    pool = torch.empty(layout.pool_shape(3), dtype=shape.dtype)
+    layers = shape.layers + bool(draft)
+    assert pool.shape == (3, shape.heads, layers, 2, shape.page_size, shape.dim)
+    assert pool[0].nbytes == page_bytes
+
+
+@pytest.mark.parametrize(("shape", "draft", "text"), [case[:3] for case in DESCRIBED])
+def test_the_gateway_finds_the_same_name(shape: Shape, draft: bytes, text: str) -> None:
+    dtype = str(shape.dtype).removeprefix("torch.")
+    parts = [kv_pb2.PlanePart(name=name, dim=shape.dim, dtype=dtype) for name in ("k", "v")]
+    plane = kv_pb2.Plane(
+        name="target",
+        layers=shape.layers + bool(draft),
+        heads=shape.heads,
+        parts=parts,
+        draft_digest=draft,
+    )
+    info = worker_pb2.GetInfoResponse(planes=[plane], page_size=shape.page_size)
+    assert _layout(info) == text
+    assert _layout(worker_pb2.GetInfoResponse(page_size=shape.page_size)) == ""
