@@ -73,7 +73,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
         ("rope", None),
         ("rope", ("triton.cdiv(heads, _BLOCK_HEADS))", "heads // _BLOCK_HEADS)")),
         ("rope", ("normed_high * cos + normed_low", "normed_high * cos - normed_low")),
-        ("rope", ("kv_row = matrix * PAGE_SIZE + slot % PAGE_SIZE", "kv_row = matrix * PAGE_SIZE")),
+        ("rope", ("* PAGE_SIZE + slot % PAGE_SIZE", "* PAGE_SIZE")),
         ("rope", ("in_half = column < HALF", "in_half = column < HALF - 4")),
         ("greedy", None),
         ("greedy", ("tiles = triton.cdiv(vocab_size, _TILE)", "tiles = vocab_size // _TILE")),
