@@ -192,7 +192,7 @@ def measure(
     if rate is not None:
         context = PROMPT_TOKENS + num_tokens / 2
         cost.roof_ms = 1e3 * bytes_per_step(config, batch, context) / rate
-        w = drafter._model.head.weight
+        w = drafter._chains._model.head.weight
         read = (w.qkv, w.o, w.gate_up, w.down, w.lm_head)
         bytes_a_turn = sum(part.data.nbytes for part in read)
         cost.draft_roof_ms = 1e3 * drafts.depth * bytes_a_turn / rate

@@ -270,7 +270,7 @@ class BothWays:
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
         trees = fetched(self._drafter, items, self._known)
-        others = self._drafter._trees.draft(items)
+        others = self._drafter._grow_and_wait(items)
         for item, tree, other in zip(items, trees, others, strict=True):
             if isinstance(tree, DraftTree) and isinstance(other, DraftTree) and item.tree:
                 self.num_trees += 1

@@ -137,7 +137,7 @@ class BothWays:
         assert drafter._graphs is not None
         self._drafter, self._known = drafter, known
         self._eager = EagleDrafter(
-            drafter._model, drafter._pool, drafter._table, drafter._page_size
+            drafter._chains._model, drafter._chains._pool, drafter._table, drafter._page_size
         )
         self.num_chains = self.num_different = 0
         self.sizes: set[int] = set()
