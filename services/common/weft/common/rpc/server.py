@@ -356,8 +356,8 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
         loop_factory = uvloop.new_event_loop
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as executor:
-            return executor.run(_until_terminated(main))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_until_terminated(main))
     except asyncio.CancelledError:
         _log.info("ended before it was ready")
         return 128 + signal.SIGTERM

@@ -226,11 +226,11 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             planes=[
                 kv_pb2.Plane(
                     name="target",
-                    layers=LAYOUT.layers,
-                    heads=LAYOUT.heads,
+                    layers=LAYOUT.plane.layers,
+                    heads=LAYOUT.plane.heads,
                     parts=[
-                        kv_pb2.PlanePart(name=name, dim=LAYOUT.dim, dtype=LAYOUT.dtype)
-                        for name in LAYOUT.parts
+                        kv_pb2.PlanePart(name=name, dim=LAYOUT.plane.dim, dtype=LAYOUT.plane.dtype)
+                        for name in LAYOUT.plane.parts
                     ],
                 )
             ],
