@@ -50,7 +50,7 @@ def test_steps_with_the_same_requests_say_nothing_of_others() -> None:
 
 
 def test_neither_part_of_a_step_is_negative() -> None:
-    falling, steep = StepModel(), StepModel()
+    falling, steep = StepModel(lambda: 0.0), StepModel(lambda: 0.0)
     for requests in range(1, 30):
         falling.observe(requests, 0.1 / requests)
         steep.observe(requests, 0.001 * requests * requests)
