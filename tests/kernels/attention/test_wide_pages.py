@@ -127,7 +127,9 @@ def test_rotation_and_write(kernels: str, dtype: torch.dtype) -> None:
 
 _LINES = "(2 * LAYERS * PAGE_SIZE * DIM)"
 _NEXT_TO_EACH_OTHER = ("* PAGE_STRIDE", f"* (PAGE_STRIDE // {_LINES} * {_LINES})")
-"""Without the room between pages, which is less than a head's lines."""
+"""A wrong kernel, for which pages lie side by side: rounding the stride drops the gap, which is
+smaller than what one head has of a page.
+"""
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,11 @@ def _enter_pages(plan: Plan, table: PageTable, page_size: int) -> None:
 def _known_verifies(
     plan: Plan, table: PageTable
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, list[int], Int64Array | None]:
-    """Slots, starts (twice) and rows of the requests whose drafts the host has; the tokens of their
-    rows, and their words where they form trees. Enters their pages into the table.
+    """The requests whose drafts the host has; enters their pages into the table.
+
+    Returns:
+        Slots, starts, bounds and counts (`StepInput`; starts are known, so bounds equal them), the
+        tokens of their rows, and `StepInput.words` where drafts form trees.
     """
     columns, tokens = [], list[int]()
     words = list[int]()

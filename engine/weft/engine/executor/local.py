@@ -92,7 +92,7 @@ class LocalExecutor:
         self._model = model
         self._on_capture = on_capture
         self._lora = lora
-        self.page_size = self._page_size = layout.page_size
+        self.page_size = layout.page_size
         dtype = getattr(torch, layout.plane.dtype)
         try:
             self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
@@ -118,7 +118,7 @@ class LocalExecutor:
         if is_cuda:
             self._inputs = DeviceInputs(
                 self._page_table,
-                self._page_size,
+                self.page_size,
                 max_requests,
                 self.known,
                 lora,
@@ -196,8 +196,8 @@ class LocalExecutor:
                 step.drafts.begin()
         if step.pages is not None:
             new = np.flatnonzero(step.pages >= 0)
-            self._page_table.note(step.slots[new], step.bounds[new] // self._page_size)
-        arrays, scores = StepArrays.of_step(step, self._page_table, self._page_size), None
+            self._page_table.note(step.slots[new], step.bounds[new] // self.page_size)
+        arrays, scores = StepArrays.of_step(step, self._page_table, self.page_size), None
         if step.scores:
             (hidden, scores), bucket = self._scored(step.scores, arrays), None
         else:
@@ -386,7 +386,7 @@ class LocalExecutor:
     def _batch(self, arrays: StepArrays) -> ForwardBatch:
         if self._inputs is not None:
             return self._inputs.batch(arrays)
-        num_columns = -(-arrays.max_kv_len // self._page_size)
+        num_columns = -(-arrays.max_kv_len // self.page_size)
         self._drawing_slots = torch.from_numpy(arrays.drawing_slots)
         self._step = step = StepRows(
             token_ids=torch.from_numpy(arrays.token_ids),
@@ -402,7 +402,7 @@ class LocalExecutor:
             torch.from_numpy(arrays.owners),
             self.known,
             torch.from_numpy(self._page_table.pages),
-            self._page_size,
+            self.page_size,
         )
         return ForwardBatch(
             token_ids=step.token_ids,

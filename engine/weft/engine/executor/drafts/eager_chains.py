@@ -59,7 +59,8 @@ class EagerChains:
         """
         slots, starts, tokens = lasts
         depth, rows = int(counts[0]), len(slots)
-        # Those behind what a request gets are not run: they repeat its last one.
+        # A request with fewer drafts than others repeats its last position; its row is out of the
+        # batch by then, so nothing is computed there.
         positions = starts + np.minimum(np.arange(depth)[:, None], counts - 1)
         num_pages = int(positions.max()) // self._page_size + 1
         pages = self._table.pages[slots, :num_pages]

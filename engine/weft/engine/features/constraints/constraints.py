@@ -69,12 +69,7 @@ class Constraints:
         """Constraints whose masks took too long; the oldest first."""
 
     def admit(self, request: Request) -> bool:
-        """Whether a new request may run now; if not, `take_compiled` will return it.
-
-        Raises:
-            InvalidRequest: Its constraint can never be used here.
-            Overloaded: Too many are being compiled.
-        """
+        """See `MaskSource.admit`."""
         constraint = request.params.constraint
         if constraint is None:
             return True
@@ -108,7 +103,7 @@ class Constraints:
         return ""
 
     def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
-        """Requests whose grammar has been compiled, or has failed to."""
+        """See `MaskSource.take_compiled`."""
         ready: list[tuple[RequestKey, WeftError | None]] = []
         for constraint, outcome in self._compiled.take():
             keys, error = self._waiting.pop(constraint, ()), None
@@ -121,12 +116,7 @@ class Constraints:
         return ready
 
     def end(self, request: Request, *, is_last: bool) -> None:
-        """Drops the state of a finished sample.
-
-        Args:
-            request: The sample.
-            is_last: So is its request.
-        """
+        """See `MaskSource.end`."""
         constraint = request.params.constraint
         if constraint is None:
             return
@@ -140,7 +130,7 @@ class Constraints:
 
     @property
     def are_in_use(self) -> bool:
-        """Whether any unfinished request has one."""
+        """See `MaskSource.are_in_use`."""
         return bool(self._grammars)
 
     def begin_masks(
@@ -152,15 +142,7 @@ class Constraints:
         rows: Callable[[], MaskRows] | None = None,
         is_awaited: bool = False,
     ) -> None:
-        """Starts computing the masks of requests that draw in the current step, except ended ones.
-
-        Args:
-            requests: Which.
-            accepted: For each, tokens that it has already drawn in this step; None: none.
-            drafts: For each, drafts that get masks too; None: none.
-            rows: Gives the rows that masks may be written to; None: they may not.
-            is_awaited: `take_masks` follows at once.
-        """
+        """See `MaskSource.begin_masks`."""
         self._masked = []
         if not self._grammars:
             return
@@ -202,7 +184,7 @@ class Constraints:
         return state
 
     def take_masks(self) -> list[tuple[Request, Made]]:
-        """Waits for the masks that `begin_masks` started."""
+        """See `MaskSource.take_masks`."""
         if not self._masked:
             return []
         assert self._maker is not None
@@ -220,7 +202,7 @@ class Constraints:
         return made
 
     def take_lost_s(self) -> float:
-        """Seconds, since the last call, that steps waited where masks were too slow."""
+        """See `MaskSource.take_lost_s`."""
         lost_s, self._lost_s = self._lost_s, 0.0
         return lost_s
 

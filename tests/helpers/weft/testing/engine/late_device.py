@@ -109,7 +109,7 @@ class LateDevice:
     def launch(self, step: StepInput) -> Launched:
         """See `Executor.launch`; what the host knows is taken along."""
         table = self._executor._page_table
-        arrays = StepArrays.of_step(step, table, self._executor._page_size)
+        arrays = StepArrays.of_step(step, table, self._executor.page_size)
         pages = table.pages.copy()
         logits = _Later()
 
