@@ -5,7 +5,8 @@
 
 A point costs one attribute look-up while nothing is armed. Nothing can be armed before the process
 has called `enable` (the services' `--enable-faults`). Like loggers, points are known by name in the
-whole process; all of them are declared here.
+whole process. Those of product code are declared here; points that break what must never break are
+declared beside the wrappers that hold them (`weft.common.sabotage`).
 """
 
 from __future__ import annotations
@@ -208,6 +209,10 @@ class FaultBoard:
         """Allows faults to be armed, for the rest of the process's life."""
         self.is_enabled = True
 
+    def add(self, *points: FaultPoint) -> None:
+        """Registers further points, by their names."""
+        self._points |= {point.name: point for point in points}
+
     @property
     def points(self) -> Sequence[FaultPoint]:
         """All registered points."""
@@ -327,23 +332,6 @@ TIER_DISK_WRITE = FaultPoint(
     "tier.disk.write", "a page is written to local disk; error: the disk is full", "error"
 )
 
-SABOTAGE_DELIVER = FaultPoint(
-    "gateway.deliver", "the gateway hands out tokens: one of them twice", "sabotage"
-)
-SABOTAGE_RESUME = FaultPoint(
-    "gateway.resume", "the gateway submits a request again: with another seed", "sabotage"
-)
-SABOTAGE_LEAK = FaultPoint("memory.release", "an engine releases pages: all but one", "sabotage")
-SABOTAGE_QUARANTINE = FaultPoint(
-    "fill.quarantine", "an owner quarantines pages: it frees them instead", "sabotage"
-)
-SABOTAGE_CHECK = FaultPoint(
-    "fill.check", "an owner compares digests: it takes them as equal", "sabotage"
-)
-SABOTAGE_INDEX = FaultPoint(
-    "gateway.index", "the gateway looks who holds a prompt: it finds nobody", "sabotage"
-)
-
 BOARD = FaultBoard(
     ENGINE_STEP,
     SHIP_POST,
@@ -363,11 +351,5 @@ BOARD = FaultBoard(
     TIER_HOST,
     TIER_DISK_READ,
     TIER_DISK_WRITE,
-    SABOTAGE_DELIVER,
-    SABOTAGE_RESUME,
-    SABOTAGE_LEAK,
-    SABOTAGE_QUARANTINE,
-    SABOTAGE_CHECK,
-    SABOTAGE_INDEX,
 )
 """The process-wide board on which fault points are registered."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from weft.engine.base import faults
 from weft.engine.memory.prefix_cache import Evicted, PageIndex
 
 NULL_PAGE = 0
@@ -162,8 +161,6 @@ class PageMemory:
         Of a prompt's pages in their order the last is left first, to be evicted first: what comes
         before a page is of use without it, what follows it is not.
         """
-        if faults.SABOTAGE_LEAK.is_armed and pages:
-            pages = pages[1 if faults.SABOTAGE_LEAK.fire() else 0 :]
         for page in reversed(pages):
             refs = self._num_refs[page] - 1
             assert refs >= 0, f"page {page} released twice"

@@ -22,7 +22,6 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from weft.engine.base import faults
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
 from weft.engine.memory.page_memory import PageMemory
@@ -215,8 +214,6 @@ class OwnerFills:
         known = fill.chunks[chunk]
         assert known.digests is not None
         is_equal = actual == known.digests or not self._config.page_digests
-        if faults.SABOTAGE_CHECK.is_armed and faults.SABOTAGE_CHECK.fire():
-            is_equal = True
         if not is_equal:
             self.counters.digest_mismatches += 1
             wrong = next(i for i, digest in enumerate(known.digests) if actual[i] != digest)
@@ -542,8 +539,6 @@ class OwnerFills:
         fill.record.filler_failed = notify and not is_clean
         fill.record.end_s = self._clock() - request.timeline.submitted_at
         self._by_request.pop(id(request), None)
-        if faults.SABOTAGE_QUARANTINE.is_armed and faults.SABOTAGE_QUARANTINE.fire():
-            is_clean = True
         fill.state = FillState.STOPPING
         is_clean = is_clean or fill.is_done
         if not is_clean:

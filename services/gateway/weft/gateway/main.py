@@ -10,6 +10,7 @@ from weft.common.rpc.server import run
 from weft.common.settings import load_settings
 from weft.common.telemetry.logging import configure_logging
 from weft.engine.base.errors import ConfigError, ModelError
+from weft.gateway import sabotage
 from weft.gateway.app import GatewayApp
 from weft.gateway.settings import GatewaySettings
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = load_settings(GatewaySettings, argv)
     configure_logging("gateway", settings.log_level, settings.log_format)
+    if settings.enable_faults:
+        sabotage.install()
     return run(_serve(settings))
 
 

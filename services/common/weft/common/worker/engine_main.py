@@ -24,6 +24,7 @@ from typing import cast
 
 from weft.common.settings import LogFormat, LogLevel
 from weft.common.telemetry.logging import configure_logging
+from weft.common.worker import sabotage
 from weft.common.worker.black_box import BlackBox
 from weft.common.worker.fault_orders import obey_orders
 from weft.common.worker.frames import (
@@ -154,6 +155,7 @@ def load(link: ServerLink) -> Engine:
     config = parse_config(bodies[0])
     if config.enable_faults:
         faults.BOARD.enable()
+        sabotage.install()
     last = 0.0
 
     def progress(done: int, total: int, what: str) -> None:

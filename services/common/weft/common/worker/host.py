@@ -19,6 +19,7 @@ from weft.common.tasks import has_returned, start_logged
 from weft.common.telemetry.logging import configure_logging
 from weft.common.telemetry.request_log import LoggedPrompt
 from weft.common.telemetry.tracing import make_tracer
+from weft.common.worker import sabotage
 from weft.common.worker.adapters import AdapterFollower, open_registry
 from weft.common.worker.admin import WorkerAdmin
 from weft.common.worker.context import WorkerContext
@@ -340,6 +341,8 @@ async def run_worker(
         Exception: What nobody expected, once everything has ended.
     """
     configure_logging(role, settings.log_level, settings.log_format)
+    if settings.enable_faults:
+        sabotage.install()
     try:
         worker = WorkerHost(settings, role, make_service)
     except ConfigError as error:

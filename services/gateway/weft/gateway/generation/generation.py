@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
-from weft.engine.base import faults
 from weft.engine.base.errors import Internal, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
@@ -169,7 +168,7 @@ class Generation:
             model=self._model,
             wire_id=self.wire_id,
             attempt=self.attempt + 1,
-            seed=self._seed_of_attempt(),
+            seed=self.seed,
             stop_ids=self._stop_ids,
             candidates=placement.candidates,
             time_left_s=self._deadline - now,
@@ -192,12 +191,6 @@ class Generation:
         self._attempt_trace = trace
         self._has_proven = False
         self._unsettled = self._open_samples
-
-    def _seed_of_attempt(self) -> int:
-        """The seed, equal for all attempts, so that resumed samples continue unchanged."""
-        if faults.SABOTAGE_RESUME.is_armed and self.attempt and faults.SABOTAGE_RESUME.fire():
-            return self.seed ^ 1
-        return self.seed
 
     async def _recover(self, error: WeftError) -> None:
         """Looks for another owner, repeatedly until the limits are reached."""

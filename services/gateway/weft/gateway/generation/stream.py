@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weft.engine.base import faults
 from weft.engine.base.errors import SlowClient, WeftError
 from weft.gateway.generation.generation import CANCELLED, Generation, Listener
 from weft.gateway.generation.sample_output import SampleOutput
@@ -121,14 +120,11 @@ class TokenStream(Listener):
         self._unsent_bytes = 0
         for sample in dirty:
             sample.is_dirty = False
-            ids: Sequence[int] = sample.ids[sample.num_ids_taken :]
-            if faults.SABOTAGE_DELIVER.is_armed and ids and faults.SABOTAGE_DELIVER.fire():
-                ids = [ids[0], *ids]
             deltas.append(
                 Delta(
                     sample.index,
                     sample.text,
-                    ids,
+                    sample.ids[sample.num_ids_taken :],
                     sample.logprobs,
                     sample.finish_reason,
                     None if sample.finish_reason is None else sample.renderer.stop_reason,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from weft.engine.base import faults
 from weft.gateway.routing.view import Column, PoolView, Rates, WorkerView
 
 if TYPE_CHECKING:
@@ -202,8 +201,6 @@ class FleetPageIndex:
         """
         found: Column = np.zeros(len(view), np.int64)
         if not self.num_pages or request.is_computed_anew:
-            return found
-        if faults.SABOTAGE_INDEX.is_armed and faults.SABOTAGE_INDEX.fire():
             return found
         for group in self._groups_of(view):
             size = group.member.page_size
