@@ -296,7 +296,7 @@ def decode_step_s(llm: LLM, constraints: Sequence[Constraint | None], name: str)
     waiting = {f"{name}-{i}" for i in range(len(constraints))}
     submits = [
         Submit(
-            session=1,
+            gateway=1,
             request_id=f"{name}-{i}",
             attempt=1,
             prompt=[1 + (i + j) % 100 for j in range(16)],
@@ -310,7 +310,7 @@ def decode_step_s(llm: LLM, constraints: Sequence[Constraint | None], name: str)
     while num_open:
         outbox = llm.engine.turn(inbox)
         inbox = None
-        for batch in outbox.sessions:
+        for batch in outbox.gateways:
             if batch.failed:
                 raise RuntimeError(f"a request failed: {batch.failed[0]}")
             waiting.difference_update(tokens.request_id for tokens in batch.all_tokens())

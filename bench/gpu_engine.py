@@ -186,7 +186,7 @@ def run_requests(
     run = Run(prompts, [[] for _ in prompts])
     submits = [
         Submit(
-            session=1,
+            gateway=1,
             request_id=str(index),
             attempt=1,
             prompt=prompt,
@@ -204,10 +204,10 @@ def run_requests(
         while num_done < len(prompts):
             outbox = engine.turn(inbox)
             inbox = None
-            for session in outbox.sessions:
+            for session in outbox.gateways:
                 assert not session.failed, session.failed
                 num_done += len(session.finished)
-            told += outbox.sessions
+            told += outbox.gateways
             if all_began is None:
                 # Later not before the end: what it takes would count as the host's time.
                 run.take(told)

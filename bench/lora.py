@@ -103,7 +103,7 @@ def prompts_of(
 def submit(name: str, prompt: list[int], tokens: int, adapter: bytes = b"") -> Submit:
     """A greedy request of so many tokens."""
     return Submit(
-        session=7,
+        gateway=7,
         request_id=name,
         attempt=1,
         prompt=prompt,
@@ -129,7 +129,7 @@ def run_batch(
     while num_done < len(prompts):
         outbox = llm.engine.turn(inbox)
         inbox = None
-        for batch in outbox.sessions:
+        for batch in outbox.gateways:
             assert not batch.failed, batch.failed
             num_done += len(batch.finished)
             for some in batch.all_tokens():
@@ -247,14 +247,14 @@ def gaps(
     # The last ones may wait for their adapters when nothing runs any more.
     while num_open:
         outbox = llm.engine.turn(inbox)
-        assert not any(batch.failed for batch in outbox.sessions)
-        num_open -= sum(len(batch.finished) for batch in outbox.sessions)
+        assert not any(batch.failed for batch in outbox.gateways)
+        num_open -= sum(len(batch.finished) for batch in outbox.gateways)
         if blocks and inbox is not None and inbox.submits[0].adapter:
             wait_for(llm, inbox.submits[0].adapter)
         if not llm.engine.ran_step:
             time.sleep(WAITED_S)  # Adapters are read by a thread, which needs Python's lock.
         inbox = None
-        ids = [tokens.request_id for batch in outbox.sessions for tokens in batch.all_tokens()]
+        ids = [tokens.request_id for batch in outbox.gateways for tokens in batch.all_tokens()]
         if any(name == "running-0" for name in ids):
             now = time.perf_counter()
             values.append(now - last)

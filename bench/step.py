@@ -166,7 +166,7 @@ class Bench:
         """A request with a prompt of its own."""
         prompt = [self._rng.randrange(self._vocab_size) for _ in range(num_prompt_tokens)]
         return Submit(
-            session=1,
+            gateway=1,
             request_id=f"request-{next(self._ids):08d}",
             attempt=1,
             prompt=prompt,
@@ -273,7 +273,7 @@ def serve(encoded: bytes) -> float:
     started_s = time.perf_counter()
     outbox = parse_from_engine(encoded[HEADER.size :]).outbox
     assert outbox is not None
-    for batch in outbox.sessions:
+    for batch in outbox.gateways:
         for event in batch_to_proto(batch, "decode-0", 0.0):
             event.SerializeToString()
     return time.perf_counter() - started_s

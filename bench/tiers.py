@@ -156,7 +156,7 @@ class Bench:
         """Tokens, time to the first one, time in steps until then, and the timeline."""
         self._num_asked += 1
         submit = Submit(
-            session=1,
+            gateway=1,
             request_id=str(self._num_asked),
             attempt=1,
             prompt=list(prompt),
@@ -173,7 +173,7 @@ class Bench:
         while not finished:
             outbox = self._turn(inbox)
             inbox = Inbox()
-            for batch in outbox.sessions:
+            for batch in outbox.gateways:
                 if batch.failed:
                     raise RuntimeError(batch.failed[0].failure.message)
                 for found in batch.all_tokens():

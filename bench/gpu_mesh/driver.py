@@ -105,7 +105,7 @@ class Mesh:
                 FillCandidate(worker_id="prefill", address="prefill", epoch=self.prefill.epoch)
             ]
         submit = Submit(
-            session=1,
+            gateway=1,
             request_id=request_id,
             attempt=1,
             prompt=list(prompt),
@@ -121,7 +121,7 @@ class Mesh:
 
     def cancel(self, request_id: str) -> None:
         """Cancels a request."""
-        self.decode.tell("cancels", [Cancel(session=1, request_id=request_id, attempt=1)])
+        self.decode.tell("cancels", [Cancel(gateway=1, request_id=request_id, attempt=1)])
 
     def finish(self, *request_ids: str) -> list[Sent]:
         """Waits for the end of requests."""

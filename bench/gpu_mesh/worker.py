@@ -52,7 +52,7 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
     receiver: CopyReceiver | None = None
     if resolved.transport == "data":
         receiver = _join(engine, SharedPages.path, copy_threads, send)
-    send(FromWorker(epoch=engine.info.epoch, transport=engine.parts.plane.describe()))
+    send(FromWorker(epoch=engine.info.epoch, transport=engine.parts.transport.describe()))
     is_open = True
     while is_open:
         inbox = Inbox()
@@ -68,11 +68,11 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
             else:
                 getattr(inbox, kind).extend(content)
         outbox = engine.turn(inbox)
-        if outbox.sessions or outbox.fill_commands or outbox.fill_replies or outbox.lease_replies:
+        if outbox.gateways or outbox.fill_commands or outbox.fill_replies or outbox.lease_replies:
             send(
                 FromWorker(
                     at=time.monotonic(),
-                    sessions=outbox.sessions,
+                    sessions=outbox.gateways,
                     fill_commands=outbox.fill_commands,
                     fill_replies=outbox.fill_replies,
                     lease_replies=outbox.lease_replies,
@@ -83,7 +83,7 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
 
 def _join(engine: Engine, path: str, copy_threads: int, send: Any) -> CopyReceiver | None:
     """Puts copies in place of NIXL, if this engine ships at all."""
-    plane = engine.parts.plane
+    plane = engine.parts.transport
     if plane.staging is None:
         return None
     if engine.config.role == "decode":

@@ -152,7 +152,7 @@ class EngineSystem:
         stop = StopCriteria(max_tokens=num_tokens, ignore_eos=True)
         submits = [
             Submit(
-                session=0,
+                gateway=0,
                 request_id=str(next(self._ids)),
                 attempt=1,
                 prompt=prompt,
@@ -170,7 +170,7 @@ class EngineSystem:
     def _turn(self, inbox: Inbox | None) -> None:
         outbox = self._engine.turn(inbox)
         now_s = time.perf_counter()
-        for batch in outbox.sessions:
+        for batch in outbox.gateways:
             for failed in batch.failed:
                 self._open.pop(failed.request_id, None)
                 raise to_error(failed.failure)

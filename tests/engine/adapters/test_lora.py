@@ -242,7 +242,7 @@ def test_nothing_of_a_former_adapter_is_left_in_its_rows(
     prompt = random_prompt(3 * PAGE)
     stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
     submit = Submit(
-        session=7,
+        gateway=7,
         request_id="nan",
         attempt=1,
         prompt=prompt,
@@ -255,7 +255,7 @@ def test_nothing_of_a_former_adapter_is_left_in_its_rows(
     inbox = Inbox(submits=[submit, *pair._to_owner.submits])
     pair._to_owner = Inbox()
     while not failed:
-        for batch in engine.turn(inbox).sessions:
+        for batch in engine.turn(inbox).gateways:
             failed += batch.failed
         inbox = None
     assert device.most_queued > 1

@@ -69,10 +69,10 @@ def test_the_vocabulary_is_read_before_it_is_needed(tmp_path: Path, has_tokenize
     )
     before = compiler_threads()
     with LLM(folder, dtype="float32", num_pages=64, num_threads=1) as llm:
-        llm.engine.turn(Inbox(pings=[Ping(session=1, nonce=1)]))
+        llm.engine.turn(Inbox(pings=[Ping(gateway=1, nonce=1)]))
         assert compiler_threads() == before
         for _ in range(2):
-            llm.engine.turn(Inbox(pings=[Ping(session=1, nonce=1, expects_constraints=True)]))
+            llm.engine.turn(Inbox(pings=[Ping(gateway=1, nonce=1, expects_constraints=True)]))
         assert compiler_threads() == before + has_tokenizer
     assert compiler_threads() == before
 
@@ -303,10 +303,10 @@ def test_a_first_token_opens_reasoning_or_lifts_the_constraint(desk: Desk) -> No
 
 def test_a_request_is_cancelled_while_its_grammar_is_compiled(desk: Desk) -> None:
     submit = desk.submit(schema({"const": "never seen before"}), prompt())
-    cancel = Cancel(session=0, request_id=submit.request_id, attempt=1)
+    cancel = Cancel(gateway=0, request_id=submit.request_id, attempt=1)
     desk.engine.turn(Inbox(submits=[submit]))
     outbox = desk.engine.turn(Inbox(cancels=[cancel]))
-    assert [event.reason for batch in outbox.sessions for event in batch.finished] == ["cancelled"]
+    assert [event.reason for batch in outbox.gateways for event in batch.finished] == ["cancelled"]
     desk.one(desk.submit(schema({"const": "never seen before"}), prompt()))
 
 
@@ -502,13 +502,13 @@ def test_a_sample_that_is_cancelled_while_its_grammar_compiles_leaves_the_others
             outboxes.append(llm.engine.turn(None))
         choice = Constraint(kind="choice", choices=("yes", "no"))
         submit = desk.submit(choice, [5, 6, 7], n=2)
-        cancel = Cancel(session=0, request_id=submit.request_id, attempt=1, sample=0)
+        cancel = Cancel(gateway=0, request_id=submit.request_id, attempt=1, sample=0)
         outboxes.append(llm.engine.turn(Inbox(submits=[submit])))
         assert llm.engine.sizes()["held"] == 1
         outboxes.append(llm.engine.turn(Inbox(cancels=[cancel])))
         while any(llm.engine.sizes().values()) and time.monotonic() < deadline:
             outboxes.append(llm.engine.turn(None))
-        batches = [batch for outbox in outboxes for batch in outbox.sessions]
+        batches = [batch for outbox in outboxes for batch in outbox.gateways]
         assert not any(batch.failed for batch in batches)
         own = [t for b in batches for t in b.all_tokens() if t.request_id == submit.request_id]
         assert {tokens.sample for tokens in own} == {1}

@@ -105,7 +105,7 @@ def test_both_samplers_draw_and_report_the_same() -> None:
         positions = np.array([lengths[slot] for slot in slots.tolist()])
         logits = torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32))
         before = logits.clone()
-        expected = host.sample(logits, slots, positions)
+        expected = host.draw(logits, slots, positions)
         slots_there = torch.from_numpy(slots) if rng.random() < 0.5 else None
         on_device = partial(RowsOnDevice, slots_there, torch.from_numpy(positions))
         if rng.random() < 0.7:
@@ -193,7 +193,7 @@ def test_a_slot_is_free_again_where_there_was_no_memory_for_it(
     drawing.free(1)
     drawing.prepare(Plan(), requests)
     assert drawing.num_slots == 2
-    drawn = sampler.sample(torch.zeros(2, VOCAB), np.arange(2), np.array([3, 3]))
+    drawn = sampler.draw(torch.zeros(2, VOCAB), np.arange(2), np.array([3, 3]))
     assert drawn.token_ids.tolist() == [7, 7]
 
 

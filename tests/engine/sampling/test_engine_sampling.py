@@ -51,7 +51,7 @@ def draw(llm: LLM, prompt: Sequence[int], seeds: Sequence[int], temperature: flo
     """The first token that each seed gives, all requests in the engine at once."""
     submits = [
         Submit(
-            session=0,
+            gateway=0,
             request_id=f"seed-{seed}",
             attempt=1,
             prompt=list(prompt),
@@ -63,7 +63,7 @@ def draw(llm: LLM, prompt: Sequence[int], seeds: Sequence[int], temperature: flo
     drawn: dict[str, int] = {}
     inbox: Inbox | None = Inbox(submits=submits)
     while len(drawn) < len(seeds):
-        for batch in llm.engine.turn(inbox).sessions:
+        for batch in llm.engine.turn(inbox).gateways:
             assert not batch.failed
             drawn |= {tokens.request_id: tokens.ids[0] for tokens in batch.all_tokens()}
         inbox = None
@@ -138,7 +138,7 @@ def test_what_a_sample_computed_is_not_cached_for_its_siblings(
     with one_thread(), LLM(model_dir, dtype="float32", **settings) as llm:
         for turn, cached in enumerate((0, num_prompt_tokens - 1)):
             submit = Submit(
-                session=0,
+                gateway=0,
                 request_id=f"r{turn}",
                 attempt=1,
                 prompt=list(range(num_prompt_tokens)),
@@ -148,7 +148,7 @@ def test_what_a_sample_computed_is_not_cached_for_its_siblings(
             inbox: Inbox | None = Inbox(submits=[submit])
             told: list[int] = []
             while inbox is not None or llm.engine.has_work:
-                for batch in llm.engine.turn(inbox).sessions:
+                for batch in llm.engine.turn(inbox).gateways:
                     told += [finished.cached_prompt_tokens for finished in batch.finished]
                 inbox = None
             assert told == [cached] * 4
@@ -162,7 +162,7 @@ def test_each_session_gets_its_own_tokens(llm: LLM) -> None:
     rng = random.Random(seed)
     submits = [
         Submit(
-            session=index % 3,
+            gateway=index % 3,
             request_id=f"r{index}",
             attempt=1 + index % 2,
             prompt=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))],
@@ -181,16 +181,16 @@ def test_each_session_gets_its_own_tokens(llm: LLM) -> None:
         inbox: Inbox | None = Inbox(submits=some)
         num_open = sum(submit.sampling.n for submit in some)
         while num_open:
-            for batch in llm.engine.turn(inbox).sessions:
+            for batch in llm.engine.turn(inbox).gateways:
                 assert not batch.failed
                 for tokens in batch.all_tokens():
-                    key = (batch.session, tokens.request_id, tokens.attempt, tokens.sample)
+                    key = (batch.gateway, tokens.request_id, tokens.attempt, tokens.sample)
                     known = found.setdefault(key, [])
                     assert tokens.first_index == len(known)
                     logprobs = tokens.logprobs or [None] * len(tokens.ids)
                     known += [*zip(tokens.ids, logprobs, strict=True)]
                 for end in batch.finished:
-                    key = (batch.session, end.request_id, end.attempt, end.sample)
+                    key = (batch.gateway, end.request_id, end.attempt, end.sample)
                     found[key].append((end.reason, end.stop_token_id, end.completion_tokens))
                 num_open -= len(batch.finished)
             inbox = None

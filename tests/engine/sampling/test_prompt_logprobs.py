@@ -230,9 +230,9 @@ def test_a_cancelled_one_leaves_nothing(llama_dir: Path) -> None:
             engine.turn(Inbox(submits=[submit]))
             for _ in range(steps):
                 engine.turn()
-            cancel = Cancel(session=0, request_id=submit.request_id, attempt=1)
+            cancel = Cancel(gateway=0, request_id=submit.request_id, attempt=1)
             outbox = engine.turn(Inbox(cancels=[cancel]))
-            late = [batch for batch in outbox.sessions if batch.prompt_logprobs]
+            late = [batch for batch in outbox.gateways if batch.prompt_logprobs]
             while engine.pipeline.num_steps:
                 late += [one for one in engine.turn().sessions if one.prompt_logprobs]
             assert not engine.has_work

@@ -54,7 +54,7 @@ def draw_one(
     """A fresh sampler's token for one row of logits."""
     sampler = Sampler(logits.shape[-1], 1, **kwargs)
     sampler.add(0, row, prompt, output)
-    drawn = sampler.sample(logits.reshape(1, -1), np.array([0]), np.array([position]))
+    drawn = sampler.draw(logits.reshape(1, -1), np.array([0]), np.array([position]))
     return int(drawn.token_ids[0])
 
 
@@ -99,7 +99,7 @@ def test_tokens_fit_the_exact_distribution(case: str, native: bool) -> None:
     sampler = Sampler(vocab, num_seeds, use_native=native)
     for seed in range(num_seeds):
         sampler.add(seed, make_row(seed, **params), prompt, output)
-    drawn = sampler.sample(
+    drawn = sampler.draw(
         logits.expand(num_seeds, vocab), np.arange(num_seeds), np.full(num_seeds, 9)
     )
     exact = naive_sampling.distribution(
@@ -121,9 +121,9 @@ def test_positions_and_samples_draw_independently() -> None:
         sampler.add(seed, make_row(seed), (), ())
         sampler.add(num_seeds + seed, make_row(derive_seed(seed, 1)), (), ())
     slots, positions = np.arange(num_seeds), np.full(num_seeds, 4)
-    first = sampler.sample(logits, slots, positions).token_ids
-    following = sampler.sample(logits, slots, positions + 1).token_ids
-    sibling = sampler.sample(logits, slots + num_seeds, positions).token_ids
+    first = sampler.draw(logits, slots, positions).token_ids
+    following = sampler.draw(logits, slots, positions + 1).token_ids
+    sibling = sampler.draw(logits, slots + num_seeds, positions).token_ids
     for other in (following, sibling):
         counts = np.bincount(first * vocab + other, minlength=vocab**2)
         expected = num_seeds / vocab**2
@@ -192,7 +192,7 @@ def test_mixed_batches_equal_the_naive_reference(entropy: int, vocab: int, nativ
         logits = torch.from_numpy(rng.normal(0, 4, (num_rows, vocab)).astype(np.float32))
         before = logits.clone()
         positions = np.array([position for _, _, position in cases])
-        drawn = sampler.sample(logits, slots, positions)
+        drawn = sampler.draw(logits, slots, positions)
         assert torch.equal(logits, before)
         assert not drawn.errors
         for r, (row, naive, position) in enumerate(cases):
@@ -215,7 +215,7 @@ def test_a_row_draws_the_same_alone_in_a_batch_and_elsewhere(native: bool) -> No
     slots = rng.permutation(64)[:num_rows]
     for slot, (row, naive, _) in zip(slots.tolist(), cases, strict=True):
         batch.add(slot, row, naive.prompt, naive.output)
-    together = batch.sample(logits, slots, np.array([position for _, _, position in cases]))
+    together = batch.draw(logits, slots, np.array([position for _, _, position in cases]))
     for r, (row, naive, position) in enumerate(cases):
         alone = draw_one(row, logits[r], position, naive.prompt, naive.output, use_native=native)
         assert alone == together.token_ids[r]
@@ -230,7 +230,7 @@ def test_a_resumed_sample_goes_on_as_if_never_interrupted() -> None:
     sampler.add(0, row, naive.prompt, naive.output)
     tokens: list[int] = []
     for i in range(num_steps):
-        drawn = sampler.sample(logits[i : i + 1], np.array([0]), np.array([start + i]))
+        drawn = sampler.draw(logits[i : i + 1], np.array([0]), np.array([start + i]))
         tokens.append(int(drawn.token_ids[0]))
     for i in range(num_steps):
         so_far = (*naive.output, *tokens[:i])
@@ -243,10 +243,10 @@ def test_a_slot_keeps_nothing_of_its_last_sample() -> None:
     busy = make_row(5, temperature=0.7, top_k=3, min_tokens=9, logit_bias={1: 50.0}, top_logprobs=2)
     sampler = Sampler(vocab, 2)
     sampler.add(1, busy, (1, 2), (3,))
-    sampler.sample(logits, np.array([1]), np.array([3]))
+    sampler.draw(logits, np.array([1]), np.array([3]))
     sampler.remove(1)
     sampler.add(1, make_row(temperature=0.0), (), ())
-    drawn = sampler.sample(logits, np.array([1]), np.array([0]))
+    drawn = sampler.draw(logits, np.array([1]), np.array([0]))
     assert drawn.token_ids[0] == int(logits.argmax())
     assert drawn.logprobs == [None]
     with pytest.raises(ValueError, match="taken"):
@@ -292,7 +292,7 @@ def test_no_end_token_is_drawn_before_min_tokens() -> None:
         sampler = Sampler(vocab, 1)
         sampler.add(0, row, (1,), ())
         drawn = [
-            int(sampler.sample(logits, np.array([0]), np.array([1 + i])).token_ids[0])
+            int(sampler.draw(logits, np.array([0]), np.array([1 + i])).token_ids[0])
             for i in range(min_tokens + 1)
         ]
         assert not {EOS, 7} & set(drawn[:min_tokens])
@@ -332,7 +332,7 @@ def test_logprobs_are_of_the_unchanged_logits(native: bool) -> None:
             top_logprobs=top,
         )
         sampler.add(slot, row, (1, 2, 3), (4,))
-    drawn = sampler.sample(logits, np.arange(5), np.full(5, 4))
+    drawn = sampler.draw(logits, np.arange(5), np.full(5, 4))
     for r, top in enumerate(wanted):
         logprob = drawn.logprobs[r]
         if top is None:
@@ -355,7 +355,7 @@ def test_several_rows_of_a_sample_are_changed_back_each(native: bool) -> None:
     sampler = Sampler(vocab, 1, use_native=native)
     sampler.add(0, row, (1, 2), ())
     given = logits.clone()
-    together = sampler.sample(given, np.zeros(3, np.int64), positions)
+    together = sampler.draw(given, np.zeros(3, np.int64), positions)
     assert torch.equal(given, logits)
     for index in range(3):
         alone = Sampler(vocab, 1, use_native=native)
@@ -385,7 +385,7 @@ def test_a_broken_row_is_an_error_of_that_row_only(native: bool, bad: float) -> 
         sampler = Sampler(vocab, 4, use_native=native)
         for slot, row in enumerate(rows):
             sampler.add(slot, row, (1,), ())
-        drawn = sampler.sample(logits, np.arange(4), np.full(4, 9))
+        drawn = sampler.draw(logits, np.arange(4), np.full(4, 9))
         assert list(drawn.errors) == [broken]
         assert isinstance(drawn.errors[broken], Internal)
         assert "position 9" in drawn.errors[broken].message
@@ -399,6 +399,6 @@ def test_masking_everything_is_an_error_not_a_token() -> None:
     row = make_row(temperature=1.0, min_tokens=5, stop_token_ids=(0, 1, 2, 3))
     sampler = Sampler(4, 1)
     sampler.add(0, row, (), ())
-    drawn = sampler.sample(torch.randn(1, 4), np.array([0]), np.array([0]))
+    drawn = sampler.draw(torch.randn(1, 4), np.array([0]), np.array([0]))
     assert isinstance(drawn.errors[0], InvalidRequest)
     assert drawn.errors[0].param == "min_tokens"

@@ -253,7 +253,7 @@ def test_a_corrupt_byte_of_the_heads_layer_is_found(
                 places.append((page, place))
                 pool[page, place] ^= 1 << random.randrange(8)
 
-        pair.owner.parts.plane.port.before_digest = flip
+        pair.owner.parts.transport.port.before_digest = flip
         (found,), length, (timeline,) = guessing.lengths(pair, [prompt], fills=True)
         print(places)
         assert found == text

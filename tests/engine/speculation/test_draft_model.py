@@ -253,7 +253,7 @@ def shortened(model_dir: Path, path: Path, max_tokens: int) -> Path:
 
 
 def submit_of(name: str, prompt: list[int], stop: StopCriteria) -> Submit:
-    return Submit(session=0, request_id=name, attempt=0, prompt=prompt, sampling=GREEDY, stop=stop)
+    return Submit(gateway=0, request_id=name, attempt=0, prompt=prompt, sampling=GREEDY, stop=stop)
 
 
 def test_a_request_beyond_the_draft_models_context(target_dir: Path, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_cancelled_requests_give_their_pages_back(target_dir: Path) -> None:
         for _ in range(random.randrange(3)):
             engine.turn()
         held = engine.drafting.sizes()["draft_requests"]
-        engine.turn(Inbox(cancels=[Cancel(session=0, request_id=submit.request_id, attempt=0)]))
+        engine.turn(Inbox(cancels=[Cancel(gateway=0, request_id=submit.request_id, attempt=0)]))
         assert engine.drafting.sizes()["draft_requests"] == held - 1
     assert engine.drafting.sizes() == {"draft_requests": 0, "draft_pages": 0}
     drafter.memory.check_integrity()

@@ -380,7 +380,7 @@ def test_requests_of_all_kinds_in_one_batch(
                 least, adapter = kind.pop("min_tokens", 0), kind.pop("adapter", None)
                 submits.append(
                     Submit(
-                        session=0,
+                        gateway=0,
                         request_id=f"{turn}-{number}",
                         attempt=1,
                         prompt=prompt,
@@ -448,7 +448,7 @@ def test_min_tokens_hold_inside_constrained_trees(model_dir: Path) -> None:
     prompts = random_prompts(4)
     submits = [
         Submit(
-            session=0,
+            gateway=0,
             request_id=f"r{number}",
             attempt=1,
             prompt=prompt,

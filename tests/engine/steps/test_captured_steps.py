@@ -196,7 +196,7 @@ def test_constrained_requests_are_drafted_for(
         kinds += [({"constraint": words, **penalties}, 0), ({"constraint": digits}, 12)]
     submits = [
         Submit(
-            session=0,
+            gateway=0,
             request_id=f"r{number}",
             attempt=1,
             prompt=[random.randrange(3, VOCAB) for _ in range(random.randint(1, 20))],

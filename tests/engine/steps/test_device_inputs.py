@@ -98,9 +98,9 @@ def check(bench: Bench, plan: Plan, batch: ForwardBatch, tokens: list[int], at: 
     ends = np.cumsum([item.num_tokens for item in items])
     assert batch.cu_q_lens[: len(items) + 1].tolist() == [0, *ends]
     assert bool((batch.cu_q_lens[len(items) + 1 :] >= ends[-1]).all())
-    rows = [row - 1 for row, item in zip(ends, items, strict=True) if item.samples]
+    rows = [row - 1 for row, item in zip(ends, items, strict=True) if item.draws]
     assert batch.logits_rows[: len(rows)].tolist() == rows
-    drawing = [item.request.slot for item in items if item.samples]
+    drawing = [item.request.slot for item in items if item.draws]
     assert bench.inputs.drawing_slots.tolist() == drawing
     at_slot = iter(batch.slots.tolist())
     for index, (request, start, count, *_) in enumerate(items):
@@ -169,7 +169,7 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
         arrays = StepArrays.of_step(given, bench.table, PAGE)
         copies_before = bench.num_copies
         last = [int(end) for end in np.cumsum([item.num_tokens for item in plan])]
-        wanted = [item.start + item.num_tokens for item in plan if item.samples]
+        wanted = [item.start + item.num_tokens for item in plan if item.draws]
         assert arrays.drawing_positions.tolist() == wanted
         assert arrays.is_decode == (last == list(range(1, count + 1)) and len(wanted) == count)
         if kind == "decode":

@@ -206,7 +206,7 @@ def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
             logits = hidden[:rows] @ desk.weight.T
             positions = step.positions[arrays.logits_rows].numpy() + 1
             slots = arrays.drawing_slots
-            expected = desk.host.sample(logits, slots, positions).token_ids
+            expected = desk.host.draw(logits, slots, positions).token_ids
             # Some drafts are right: those of rows whose tokens are drawn before them.
             for own in () if arrays.verify_rows is None else arrays.verify_rows:
                 for before, row in itertools.pairwise(own):

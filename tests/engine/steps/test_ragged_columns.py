@@ -42,8 +42,8 @@ def make_arrays(table: np.ndarray, q_lens: list[int], kv_lens: list[int]) -> Ste
     return StepArrays(
         token_ids=np.array([random.randrange(VOCAB) for _ in owner]),
         positions=positions,
-        slots=slots + positions % PAGE_SIZE,
-        rows=np.arange(len(q_lens)),
+        places=slots + positions % PAGE_SIZE,
+        slots=np.arange(len(q_lens)),
         cu_q_lens=np.concatenate([[0], ends]).astype(np.int32),
         kv_lens=np.array(kv_lens, np.int32),
         logits_rows=np.array(random.sample(list(ends - 1), random.randint(1, len(ends)))),
@@ -61,7 +61,7 @@ def with_trees(arrays: StepArrays, places: list[int]) -> RaggedColumns:
             arrays.ancestors[begin:end] = words_of(parents)
             depths = [len(path_to(parents, row)) - 1 for row in range(len(parents))]
             arrays.positions[begin:end] = arrays.positions[begin] + depths
-    tokens, count = len(arrays.token_ids), len(arrays.rows)
+    tokens, count = len(arrays.token_ids), len(arrays.slots)
     return RaggedColumns(tokens + places[0], count + places[1], count + places[2], has_trees=True)
 
 

@@ -70,7 +70,7 @@ class Answer:
 
 def take(llm: LLM, answer: Answer, inbox: Inbox | None) -> None:
     """One turn, and what it told."""
-    for batch in llm.engine.turn(inbox).sessions:
+    for batch in llm.engine.turn(inbox).gateways:
         answer.failures += [failed.failure.reason for failed in batch.failed]
         for tokens in batch.all_tokens():
             start = answer.first_index.setdefault(tokens.sample, tokens.first_index)
@@ -97,7 +97,7 @@ def run(llm: LLM, submit: Submit, num_ends: int) -> Answer:
 def submit_of(params: SamplingParams, **fields: Any) -> Submit:
     stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
     values: dict[str, Any] = {"attempt": 1, "stop": stop} | fields
-    return Submit(session=1, request_id="r", prompt=list(PROMPT), sampling=params, **values)
+    return Submit(gateway=1, request_id="r", prompt=list(PROMPT), sampling=params, **values)
 
 
 def progress(tokens: dict[int, Sequence[int]], ended: Sequence[int] = ()) -> list[SampleProgress]:
@@ -143,16 +143,16 @@ def test_a_ping_tells_what_is_unknown(owners: tuple[LLM, LLM]) -> None:
     llm, submit = owners[0], submit_of(KINDS["greedy"])
     key = (submit.request_id, submit.attempt)
 
-    def unknown(inbox: Inbox, session: int = 1) -> list[tuple[str, int]]:
-        inbox.pings.append(Ping(session=session, nonce=5, asked=[key, ("r", 2)]))
-        (batch,) = [b for b in llm.engine.turn(inbox).sessions if b.session == session]
+    def unknown(inbox: Inbox, gateway: int = 1) -> list[tuple[str, int]]:
+        inbox.pings.append(Ping(gateway=gateway, nonce=5, asked=[key, ("r", 2)]))
+        (batch,) = [b for b in llm.engine.turn(inbox).gateways if b.gateway == gateway]
         (pong,) = batch.pongs
         assert pong.nonce == 5
         return pong.unknown
 
     assert unknown(Inbox(submits=[submit])) == [("r", 2)]
     assert unknown(Inbox()) == [("r", 2)]
-    assert unknown(Inbox(), session=2) == [key, ("r", 2)]
+    assert unknown(Inbox(), gateway=2) == [key, ("r", 2)]
     while not llm.engine.is_idle:
         llm.engine.turn()
     assert unknown(Inbox()) == [key, ("r", 2)]
@@ -266,7 +266,7 @@ def test_resumed_requests_are_preempted_and_come_back(model_dir: Path) -> None:
         num_ended = 0
         inbox: Inbox | None = Inbox(submits=submits)
         while num_ended < 4:
-            for batch in small.engine.turn(inbox).sessions:
+            for batch in small.engine.turn(inbox).gateways:
                 for tokens in batch.all_tokens():
                     told.setdefault((tokens.request_id, tokens.sample), []).extend(tokens.ids)
                 num_ended += len(batch.finished)

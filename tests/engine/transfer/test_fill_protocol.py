@@ -126,7 +126,7 @@ def test_pages_perturbed_before_the_digest_change_the_text(pair: EnginePair) -> 
         pool[chunk.local_pages] = np.roll(pool[chunk.local_pages], 64, axis=1)
 
     for filler in pair.fillers.values():
-        shipper, pool = filler.parts.plane.shipper, filler._executor.pool_bytes
+        shipper, pool = filler.parts.transport.shipper, filler._executor.pool_bytes
         shipper.before_digest = partial(perturb, pool)
     request_id = pair.submit(prompt)
     assert pair.finish(request_id) != [expected]
@@ -142,7 +142,7 @@ def test_a_flipped_bit_is_detected_and_filled_from_elsewhere(pair: EnginePair) -
         if next(flips, False):
             pool[pages[-1], random.randrange(pool.shape[1])] ^= 1 << random.randrange(8)
 
-    pair.owner.parts.plane.port.before_digest = flip
+    pair.owner.parts.transport.port.before_digest = flip
     request_id = pair.submit(prompt)
     assert pair.finish(request_id) == [expected]
     assert pair.owner.counters()["digest_mismatches"] == 1
@@ -307,7 +307,7 @@ def test_a_new_incarnation_that_answers_is_proof(pair: EnginePair) -> None:
 def test_cancel_in_mid_fill_stops_the_filler(pair: EnginePair) -> None:
     request_id = pair.submit(new_prompt(10))
     pair.run(lambda: any(event.kind == "written" for event in pair.events))
-    pair.send(cancels=[Cancel(session=1, request_id=request_id, attempt=1)])
+    pair.send(cancels=[Cancel(gateway=1, request_id=request_id, attempt=1)])
     pair.turn()
     assert pair.answers[request_id].finished[0].reason == "cancelled"  # at once
     pair.settle()
@@ -322,7 +322,7 @@ def test_samples_of_a_cancelled_first_are_filled_too(pair: EnginePair) -> None:
     expected = alone(pair, prompt)
     request_id = pair.submit(prompt, sampling=SamplingParams(temperature=0.0, n=3))
     pair.run(lambda: bool(pair.commands))
-    pair.send(cancels=[Cancel(session=1, request_id=request_id, attempt=1, sample=0)])
+    pair.send(cancels=[Cancel(gateway=1, request_id=request_id, attempt=1, sample=0)])
     answer = pair.answers[request_id]
     pair.run(lambda: len(answer.finished) == 3)
     assert answer.tokens == {1: expected, 2: expected}
@@ -351,7 +351,7 @@ def test_no_lost_message_leaves_a_lease_open(pair: EnginePair, lost: str) -> Non
     pair.on_event = lambda event: [] if drop(event.kind) else [event]
     request_id = pair.submit(new_prompt(10))
     pair.run(lambda: any(event.kind == "accepted" for event in pair.events))
-    pair.send(cancels=[Cancel(session=1, request_id=request_id, attempt=1)])
+    pair.send(cancels=[Cancel(gateway=1, request_id=request_id, attempt=1)])
     deadline = time.monotonic() + 60
     while len(dropped) < times or pair.owner.counters()["open_fills"]:
         assert time.monotonic() < deadline
@@ -429,7 +429,7 @@ def test_a_chunk_that_is_due_after_the_lease_is_not_posted(pair: EnginePair) -> 
         may_go_on.wait(60)
 
     filler = pair.fillers["p0"]
-    shipper = filler.parts.plane.shipper
+    shipper = filler.parts.transport.shipper
     shipper.before_digest = hold
     pair.on_command = lambda command: [] if command.action == "renew" else [command]
     pair.submit(new_prompt(10), candidates=[pair.candidate("p0")])
@@ -451,7 +451,7 @@ def test_a_chunk_that_is_due_after_the_lease_is_not_posted(pair: EnginePair) -> 
     assert "lease ran out" in replies[0].event.message
     assert replies[0].event.is_stopped
     assert filler.counters()["shipped_pages"] == 0
-    assert list(pair.owner.parts.plane.notifications()) == []
+    assert list(pair.owner.parts.transport.notifications()) == []
 
 
 @pytest.mark.parametrize("is_renewed", [True, False])
@@ -463,7 +463,7 @@ def test_renewals_reach_chunks_that_are_queued(pair: EnginePair, is_renewed: boo
         may_go_on.wait(60)
 
     filler = pair.fillers["p0"]
-    filler.parts.plane.shipper.before_digest = hold
+    filler.parts.transport.shipper.before_digest = hold
     pair.on_command = lambda command: [] if command.action == "renew" else [command]
     pair.submit(new_prompt(10), candidates=[pair.candidate("p0")])
     pair.run(is_queued.is_set)

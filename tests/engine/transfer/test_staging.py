@@ -111,7 +111,7 @@ def hold(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> tuple[list[list[int]], threading.Event]:
     """Holds an engine's copies in one direction; pages of the pool in each, and the release."""
-    mover = engine.parts.plane._window._mover  # type: ignore[attr-defined]
+    mover = engine.parts.transport._window._mover  # type: ignore[attr-defined]
     move, may_end = getattr(mover, method), threading.Event()
     held: list[list[int]] = []
 
@@ -132,7 +132,7 @@ def test_pages_being_written_are_nobody_elses(
     held, may_end = hold(owner, monkeypatch, "move_in")
     request_id = pair.submit(new_prompt(10))
     pair.run(lambda: bool(held))
-    pair.send(cancels=[Cancel(session=1, request_id=request_id, attempt=1)])
+    pair.send(cancels=[Cancel(gateway=1, request_id=request_id, attempt=1)])
     pair.turn()
     assert pair.answers[request_id].finished[0].reason == "cancelled"
     pair.run(lambda: num_quarantined(owner) == 0)  # the filler has said `stopped`
@@ -156,7 +156,7 @@ def test_pages_being_read_are_neither_changed_nor_freed(
     held, may_end = hold(filler, monkeypatch, "move_out")
     request_id = pair.submit(new_prompt(10))
     pair.run(lambda: bool(held))
-    pair.send(cancels=[Cancel(session=1, request_id=request_id, attempt=1)])
+    pair.send(cancels=[Cancel(gateway=1, request_id=request_id, attempt=1)])
     for _ in range(50):
         pair.turn()
     assert num_quarantined(pair.owner), "nothing may be said while a write could follow"
@@ -235,7 +235,7 @@ def test_a_large_prompt_that_ends_lets_others_go_on(start: Start, page_bytes: in
     pair = start(staging_bytes=17 * page_bytes, prefill_chunk_tokens=2 * PAGE)
     before, large, after = submit_large_among_small(pair)
     pair.turn()
-    pair.send(cancels=[Cancel(session=1, request_id=large, attempt=1)])
+    pair.send(cancels=[Cancel(gateway=1, request_id=large, attempt=1)])
     pair.finish(*before, *after)
     assert pair.answers[large].finished[0].reason == "cancelled"
     pair.settle()
@@ -274,7 +274,7 @@ class Order:
         self.num_committed = 0
         """Orders of which the engine knows that they are over."""
         executor, scheduler = engine._executor, engine.scheduler
-        mover = engine.parts.plane._window._mover  # type: ignore[attr-defined]
+        mover = engine.parts.transport._window._mover  # type: ignore[attr-defined]
         for owner, name, pages_of in (
             (executor, "zero", set),
             (executor, "poison", set),

@@ -340,7 +340,7 @@ def test_a_request_cancelled_while_its_pages_are_loaded_leaves_nothing(
             assert [r.state.value for r in bench.engine.scheduler.filling] == ["loading"]
             other = prompt_of(PAGE)  # Others are served meanwhile.
             assert bench.ask(other) == reference(other)
-            bench.pair.send(cancels=[Cancel(session=1, request_id=asked, attempt=1)])
+            bench.pair.send(cancels=[Cancel(gateway=1, request_id=asked, attempt=1)])
             bench.pair.run(lambda: bool(bench.pair.answers[asked].finished))
             # A write may still come.
             counts = bench.engine.memory.counts()
@@ -517,7 +517,7 @@ def test_pages_come_to_host_memory_while_their_request_waits(
         second = bench.pair.submit(prompt, max_tokens=NUM_NEW)
         num_pages = LENGTH // PAGE
         bench.pair.run(lambda: bench.counters("disk")["loaded_pages"] == num_pages)
-        bench.pair.send(cancels=[Cancel(session=1, request_id=first, attempt=1)])
+        bench.pair.send(cancels=[Cancel(gateway=1, request_id=first, attempt=1)])
         assert bench.pair.finish(second) == [reference(prompt)]
         assert [fill.source for fill in bench.fills()] == ["host"]
 

@@ -87,7 +87,7 @@ def test_a_chunk_that_begins_as_its_load_is_given_up_keeps_no_page(
     monkeypatch.setattr(tiers, "LoadChunk", BeginsLate)
     with stalled(FOR_EVER_S):
         asked = begin_load(bench, prompt)
-        bench.pair.send(cancels=[Cancel(session=1, request_id=asked, attempt=1)])
+        bench.pair.send(cancels=[Cancel(gateway=1, request_id=asked, attempt=1)])
         bench.pair.run(lambda: bool(bench.pair.answers[asked].finished))
     bench.settle()
     assert bench.engine.memory.counts().quarantined == 0

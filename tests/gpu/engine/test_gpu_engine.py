@@ -191,7 +191,7 @@ def run_mixed(engine: Engine, prompts: Sequence[list[int]], top: int) -> list[Dr
         sampling, top_logprobs = kinds[index % len(kinds)]
         submits.append(
             Submit(
-                session=1,
+                gateway=1,
                 request_id=str(index),
                 attempt=1,
                 prompt=prompt,
@@ -211,7 +211,7 @@ def run_mixed(engine: Engine, prompts: Sequence[list[int]], top: int) -> list[Dr
     while num_open:
         outbox = engine.turn(inbox)
         inbox = None
-        for session in outbox.sessions:
+        for session in outbox.gateways:
             assert not session.failed
             for tokens in session.all_tokens():
                 drawn[int(tokens.request_id)][0].extend(tokens.ids)

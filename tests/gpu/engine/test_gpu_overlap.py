@@ -82,7 +82,7 @@ def mixed_submits(count: int, name: str = "mixed") -> list[Submit]:
         )
         submits.append(
             Submit(
-                session=0,
+                gateway=0,
                 request_id=f"{name}-{index}",
                 attempt=1,
                 prompt=[random.randrange(3, VOCAB) for _ in range(random.randint(1, 80))],
@@ -209,7 +209,7 @@ def cancel_at_random(engine: Engine, doomed: Sequence[Submit]) -> None:
 
     def turned(inbox: Inbox | None = None) -> Outbox:
         if inbox is None and left and random.random() < 0.3:
-            cancel = Cancel(session=0, request_id=left.pop().request_id, attempt=1)
+            cancel = Cancel(gateway=0, request_id=left.pop().request_id, attempt=1)
             inbox = Inbox(cancels=[cancel])
         return turn(inbox)
 

@@ -96,7 +96,7 @@ class Bench:
     def submit(self, number: int, kind: Kind, stop: StopCriteria) -> Submit:
         """A request with a prompt of its own."""
         return Submit(
-            session=0,
+            gateway=0,
             request_id=f"r{number}",
             attempt=1,
             prompt=[random.randrange(3, VOCAB) for _ in range(random.randint(1, 3 * PAGE))],

@@ -169,7 +169,7 @@ def test_a_storm_of_requests_and_cancels_loses_no_page(
         for _ in range(rng.randrange(6)):
             bench.pair.turn()
         if rng.random() < 0.3:
-            bench.pair.send(cancels=[Cancel(session=1, request_id=asked, attempt=1)])
+            bench.pair.send(cancels=[Cancel(gateway=1, request_id=asked, attempt=1)])
             del texts[asked]
     bench.settle()
     for asked in rng.sample(sorted(texts), 12):

@@ -188,7 +188,7 @@ def test_a_corrupt_staging_page_is_detected(pair: EnginePair, model_dir: Path) -
         if next(flips, False):
             area[pages[-1], random.randrange(area.shape[1])] ^= 1 << random.randrange(8)
 
-    pair.owner.parts.plane.port.before_digest = flip
+    pair.owner.parts.transport.port.before_digest = flip
     request_id = pair.submit(prompt, max_tokens=20)
     assert pair.finish(request_id) == expected
     assert pair.owner.counters()["digest_mismatches"] == damaged + 1
@@ -207,7 +207,7 @@ def test_random_cancels_leave_nothing(pair: EnginePair) -> None:
             pair.turn()
         if random.random() < 0.4:
             victim = random.choice(open_ids)
-            pair.send(cancels=[Cancel(session=1, request_id=victim, attempt=1)])
+            pair.send(cancels=[Cancel(gateway=1, request_id=victim, attempt=1)])
         open_ids = [i for i in open_ids if not pair.answers[i].finished]
     pair.run(lambda: all(pair.answers[i].finished for i in open_ids))
     assert any(command.action == "stop" for command in pair.commands)

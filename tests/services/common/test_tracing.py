@@ -187,7 +187,7 @@ async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 def submit(context: str, n: int = 1) -> Submit:
     return Submit(
-        session=1,
+        gateway=1,
         request_id="r",
         attempt=1,
         prompt=[1, 2, 3],
@@ -208,7 +208,7 @@ def finished(sample: int, timeline: Timeline) -> GatewayBatch:
         cached_prompt_tokens=0,
         timeline=timeline,
     )
-    return GatewayBatch(session=1, finished=[end])
+    return GatewayBatch(gateway=1, finished=[end])
 
 
 def timeline(**values: Any) -> Timeline:
@@ -293,7 +293,7 @@ def test_failed_and_abandoned_requests_leave_nothing_open() -> None:
     spans.on_submit(submit(CLIENT.traceparent))
     failure = Failure(reason="OUT_OF_PAGES", message="none left")
     failed = Failed(request_id="r", attempt=1, failure=failure, timeline=timeline(admitted_s=0.1))
-    spans.on_batch(GatewayBatch(session=1, failed=[failed]))
+    spans.on_batch(GatewayBatch(gateway=1, failed=[failed]))
     by_name = {span.name: span for span in tracer.find("r", 10)}
     assert by_name.keys() == {"queue", "request"}
     assert by_name["request"].error == "OUT_OF_PAGES: none left"

@@ -41,12 +41,12 @@ class Engine:
 
     def _on_outbox(self, outbox: Outbox) -> None:
         self.queries.on_outbox(outbox)
-        self.num_finished += sum(len(batch.finished) for batch in outbox.sessions)
+        self.num_finished += sum(len(batch.finished) for batch in outbox.gateways)
 
     def ask(self, request_id: str) -> None:
         """A short request."""
         submit = Submit(
-            session=1,
+            gateway=1,
             request_id=request_id,
             attempt=1,
             prompt=[random.randrange(3, 90) for _ in range(20)],

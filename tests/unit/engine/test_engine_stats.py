@@ -23,7 +23,7 @@ MAX_STEP_TOKENS = 512
 
 def run_step(stats: EngineStats, num_tokens: int, duration_s: float) -> None:
     request: Any = SimpleNamespace()
-    item = PlanItem(request, 0, num_tokens, samples=True)
+    item = PlanItem(request, 0, num_tokens, draws=True)
     stats.step(Plan(chunks=[item]), duration_s, FillCosts(None, 16))
 
 
@@ -89,7 +89,7 @@ def test_the_share_of_prompts_is_learned_where_somebody_always_decodes(page_size
     stats = EngineStats(lambda: 0.0, MAX_STEP_TOKENS)
     request: Any = SimpleNamespace()
     first = costs.tokens_within(0.1)
-    prompt = PlanItem(request, 0, first, samples=False)
+    prompt = PlanItem(request, 0, first, draws=False)
     one = np.zeros(1, np.int64)
     stats.step(Plan([request], one, one, [prompt]), first / 5_000, costs)
     share = costs.tokens_within(0.1)
@@ -101,14 +101,14 @@ def test_one_late_step_does_not_cut_prompts_for_good() -> None:
     costs = FillCosts(None, 16)
     stats = EngineStats(lambda: 0.0, MAX_STEP_TOKENS)
     request: Any = SimpleNamespace()
-    late = PlanItem(request, 0, MAX_STEP_TOKENS, samples=True)
+    late = PlanItem(request, 0, MAX_STEP_TOKENS, draws=True)
     stats.step(Plan(chunks=[late]), 10.0, costs)
     one = np.zeros(1, np.int64)
     for _ in range(20):
         # Somebody decodes from now on; decodes take 5 ms, prompts 0.1 ms a token.
         stats.step(Plan([request], one, one, []), 0.005, costs)
         tokens = min(MAX_STEP_TOKENS, costs.tokens_within(0.05))
-        prompt = PlanItem(request, 0, tokens, samples=False)
+        prompt = PlanItem(request, 0, tokens, draws=False)
         stats.step(Plan([request], one, one, [prompt]), 0.005 + 1e-4 * tokens, costs)
     assert costs.tokens_within(0.05) == pytest.approx(500, rel=0.1)
 
@@ -124,7 +124,7 @@ def test_steps_that_decode_are_told_with_how_many_requests_they_had() -> None:
         nonlocal now
         now += duration_s
         rows = np.zeros(num_requests, np.int64)
-        chunks = [PlanItem(request, 0, num_prompt_tokens, samples=False)]
+        chunks = [PlanItem(request, 0, num_prompt_tokens, draws=False)]
         plan = Plan([request] * num_requests, rows, rows, chunks if num_prompt_tokens else [])
         stats.step(plan, duration_s, costs)
 

@@ -266,11 +266,11 @@ def test_it_loses_little_anywhere_where_steps_overlap(
 
 def test_beside_prompts_nothing_is_tried_that_was_not_measured() -> None:
     bench, gate = machine("flat", 4, [0.9]), MeasuredGate(MAX_DRAFTS)
-    bench.prompts = [PlanItem(bare_request([1], 16, bytes(32)), 0, 1, samples=False)]
+    bench.prompts = [PlanItem(bare_request([1], 16, bytes(32)), 0, 1, draws=False)]
     assert not any(bench.run(gate, 2).depths)
     bench.prompts = []
     assert sum(bench.run(gate, 4).depths) > 50
-    bench.prompts = [PlanItem(bare_request([1], 16, bytes(32)), 0, 1, samples=False)]
+    bench.prompts = [PlanItem(bare_request([1], 16, bytes(32)), 0, 1, draws=False)]
     # What is known is not forgotten beside them.
     assert min(bench.run(gate, 2).depths[1:]) > 0
 

@@ -70,7 +70,7 @@ def test_tokens_of_one_entry_are_split(num_top: int | None) -> None:
     sent = [tokens_of(1, many, 7, num_top), tokens_of(2, 1, 0, num_top), tokens_of(3, 300)]
     got: dict[str, list[int]] = defaultdict(list)
     firsts = {request_id(1): 7, request_id(2): 0, request_id(3): 0}
-    events = events_of(GatewayBatch(session=1, tokens=list(sent)))
+    events = events_of(GatewayBatch(gateway=1, tokens=list(sent)))
     assert len(events) > 1
     alternatives = 0
     for event in events:
@@ -95,7 +95,7 @@ def test_log_probabilities_of_a_prompt_are_split_and_come_first(num_top: int) ->
         for number, n in enumerate(counts)
     ]
     # Merged, as where a gateway reads late.
-    batches = [GatewayBatch(session=1, prompt_logprobs=[one]) for one in sent]
+    batches = [GatewayBatch(gateway=1, prompt_logprobs=[one]) for one in sent]
     batches[0].tokens.append(tokens_of(9, 1))
     events = events_of(merge_batches(batches))
     assert len(events) > 1
@@ -122,7 +122,7 @@ def test_every_kind_of_entry_counts() -> None:
         reason="INTERNAL", message="é" * 5000, stage="decode", param="p" * 900, retry_after_s=1.0
     )
     batch = GatewayBatch(
-        session=1,
+        gateway=1,
         accepted=[Accepted(request_id=key, attempt=attempt) for key, attempt in keys],
         tokens=[tokens_of(number, 1) for number in range(5_000)],
         preempted=[Preempted(request_id=k, attempt=a, sample=LARGE) for k, a in keys],
@@ -170,7 +170,7 @@ def test_merged_tokens_keep_their_log_probabilities() -> None:
         tokens_of(1, 2, 4, num_top=2),
     )
     expected = repeated.ids + stepped.ids + next_step.ids
-    batches = [GatewayBatch(session=1, tokens=[t]) for t in (repeated, stepped, next_step)]
+    batches = [GatewayBatch(gateway=1, tokens=[t]) for t in (repeated, stepped, next_step)]
     (event,) = events_of(merge_batches(batches))
     assert [len(tokens.ids) for tokens in event.tokens] == [3, 3]
     assert [token for tokens in event.tokens for token in tokens.ids] == expected
@@ -195,7 +195,7 @@ def test_columns_say_what_entries_say() -> None:
             ids,
             {row: logprob(ids[row], 2) for row in wanted},
         )
-        batches.append(GatewayBatch(session=1, columns=[columns]))
+        batches.append(GatewayBatch(gateway=1, columns=[columns]))
         for row, number in enumerate(numbers):
             expected[number].append((index + number, ids[row], row in wanted))
         told = [tokens for event in events_of(batches[-1]) for tokens in event.tokens]

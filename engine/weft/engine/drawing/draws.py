@@ -499,7 +499,7 @@ class Drawing:
     ) -> None:
         """Draws one token for each of some rows of the logits into `output`."""
         chosen, slots = logits[torch.from_numpy(rows)], self._slots(requests)
-        drawn = self._sampler.sample(chosen, slots, positions[rows])
+        drawn = self._sampler.draw(chosen, slots, positions[rows])
         output.token_ids[rows] = drawn.token_ids
         for index, row in enumerate(rows.tolist()):
             output.logprobs[row] = drawn.logprobs[index]

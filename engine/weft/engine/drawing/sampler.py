@@ -310,9 +310,7 @@ class Sampler:
         """Whether what any of these slots draws depends on what it has drawn."""
         return not self._counting.isdisjoint(slots.tolist())
 
-    def sample(
-        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
-    ) -> SampleOutput:
+    def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
         """Calls `begin` and waits for the tokens."""
         return self.begin(logits, slots, positions).wait()
 

@@ -108,9 +108,9 @@ class DeviceInputs:
         columns: tuple[npt.NDArray[np.generic], ...] = (
             arrays.token_ids,
             arrays.positions,
-            arrays.slots,
+            arrays.places,
             arrays.logits_rows,
-            arrays.rows,
+            arrays.slots,
             arrays.cu_q_lens,
             arrays.kv_lens,
             arrays.drawing_slots,

@@ -35,9 +35,9 @@ class StepArrays:
     """Token ids, [T]; DRAWN where only the device knows them (see `sources`)."""
     positions: Int64Array
     """Absolute positions, [T]."""
-    slots: Int64Array
+    places: Int64Array
     """[T]: page * page_size + offset."""
-    rows: Int64Array
+    slots: Int64Array
     """[R]: each request's row of the page table."""
     cu_q_lens: Int32Array
     """Start of each request's rows, [R + 1]."""
@@ -87,7 +87,7 @@ class StepArrays:
     @property
     def has_no_prompts(self) -> bool:
         """Whether each request of a step with drafts is among those of `verify_rows`."""
-        return self.verify_rows is not None and len(self.verify_rows) == len(self.rows)
+        return self.verify_rows is not None and len(self.verify_rows) == len(self.slots)
 
     @classmethod
     def of_step(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
@@ -133,8 +133,8 @@ class StepArrays:
         return cls(
             token_ids=token_ids,
             positions=positions,
-            slots=places,
-            rows=step.slots,
+            places=places,
+            slots=step.slots,
             cu_q_lens=cu_q_lens,
             kv_lens=kv_lens.astype(np.int32),
             logits_rows=logits_rows,
@@ -157,8 +157,8 @@ class StepArrays:
         return cls(
             token_ids=np.full(num_rows, DRAWN, np.int64),
             positions=step.bounds,
-            slots=_places(table, step.slots, step.bounds, page_size),
-            rows=step.slots,
+            places=_places(table, step.slots, step.bounds, page_size),
+            slots=step.slots,
             cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
             kv_lens=drawing_positions.astype(np.int32),
             logits_rows=np.arange(num_rows),
@@ -198,13 +198,13 @@ class StepDecodes(NamedTuple):
     @classmethod
     def of_arrays(cls, arrays: StepArrays) -> StepDecodes:
         """A step for which `StepArrays.is_decode`; its pages are in the table."""
-        return cls(arrays.rows, arrays.positions, arrays.token_ids, -1, arrays.adapter_slots)
+        return cls(arrays.slots, arrays.positions, arrays.token_ids, -1, arrays.adapter_slots)
 
 
 def _places(
     table: PageTable, rows: Int64Array, positions: Int64Array, page_size: int
 ) -> Int64Array:
-    """[T]: `StepArrays.slots` of tokens at these positions of these rows of the table."""
+    """[T]: `StepArrays.places` of tokens at these positions of these rows of the table."""
     pages = table.pages[rows, positions // page_size].astype(np.int64)
     return pages * page_size + positions % page_size
 

@@ -63,8 +63,8 @@ Progress = Callable[[int, int, str], None]
 _ONE_TOKEN = StepArrays(
     token_ids=np.zeros(1, np.int64),
     positions=np.zeros(1, np.int64),
+    places=np.zeros(1, np.int64),
     slots=np.zeros(1, np.int64),
-    rows=np.zeros(1, np.int64),
     cu_q_lens=np.array([0, 1], np.int32),
     kv_lens=np.ones(1, np.int32),
     logits_rows=np.zeros(1, np.int64),
@@ -274,7 +274,7 @@ class GraphBuckets:
         return bucket._replace(has_lora=True)
 
     def _size_of(self, arrays: StepArrays) -> GraphBucket | None:
-        num_tokens, num_requests = len(arrays.token_ids), len(arrays.rows)
+        num_tokens, num_requests = len(arrays.token_ids), len(arrays.slots)
         if arrays.is_decode:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
         if arrays.ancestors is not None:

@@ -391,7 +391,7 @@ class LocalExecutor:
         self._step = step = StepRows(
             token_ids=torch.from_numpy(arrays.token_ids),
             positions=torch.from_numpy(arrays.positions),
-            places=torch.from_numpy(arrays.slots),
+            places=torch.from_numpy(arrays.places),
             cu_q_lens=torch.from_numpy(arrays.cu_q_lens),
             kv_lens=torch.from_numpy(arrays.kv_lens),
             ancestors=None if arrays.ancestors is None else torch.from_numpy(arrays.ancestors),
@@ -409,13 +409,13 @@ class LocalExecutor:
             positions=step.positions,
             cu_q_lens=step.cu_q_lens,
             kv_lens=step.kv_lens,
-            page_table=torch.from_numpy(self._page_table.pages[arrays.rows, :num_columns]),
+            page_table=torch.from_numpy(self._page_table.pages[arrays.slots, :num_columns]),
             slots=step.places,
             logits_rows=torch.from_numpy(arrays.logits_rows),
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
             lora=self._lora_step(arrays),
-            request_slots=torch.from_numpy(arrays.rows),
+            request_slots=torch.from_numpy(arrays.slots),
             ancestors=step.ancestors,
         )
 

@@ -259,8 +259,8 @@ def largest_step(
     return StepArrays(
         token_ids=np.zeros(max_step_tokens, np.int64),
         positions=positions,
-        slots=NULL_PAGE * layout.page_size + positions % layout.page_size,
-        rows=np.full(num_pieces, max_requests, np.int64),
+        places=NULL_PAGE * layout.page_size + positions % layout.page_size,
+        slots=np.full(num_pieces, max_requests, np.int64),
         cu_q_lens=bounds,
         kv_lens=lengths,
         logits_rows=np.arange(min(max_logits, max_step_tokens), dtype=np.int64),

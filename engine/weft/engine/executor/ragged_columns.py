@@ -112,7 +112,13 @@ class RaggedColumns:
         values: tuple[tuple[npt.NDArray[Any], npt.NDArray[Any], int], ...] = (
             *zip(
                 columns,
-                (arrays.token_ids, arrays.positions, arrays.slots, arrays.rows, arrays.logits_rows),
+                (
+                    arrays.token_ids,
+                    arrays.positions,
+                    arrays.places,
+                    arrays.slots,
+                    arrays.logits_rows,
+                ),
                 (0, 0, NULL_PAGE * page_size, null_row, 0),
                 strict=False,
             ),

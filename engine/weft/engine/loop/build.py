@@ -1,4 +1,4 @@
-"""Loads the components of an engine: model, pool, memory, data plane."""
+"""Loads the components of an engine: model, pool, memory, transport."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EngineParts:
     """Index of `memory`; None: no prefix caching."""
     intake: Intake
     constraints: MaskSource
-    plane: Transport
+    transport: Transport
     info: EngineInfo
     tiers: TierParts | None = None
     """Tiers below the pool; None: there are none."""
@@ -227,7 +227,7 @@ def _load_parts(
         prefixes=prefixes,
         intake=intake,
         constraints=constraints,
-        plane=plane,
+        transport=plane,
         info=_describe_engine(config, models, pools.num_pages, max_tokens, plane, notices),
         tiers=tiers,
         sampler=sampler,
@@ -251,7 +251,7 @@ def make_store(
     """An engine's side of the KV store, if there is one; see `StoreLink`."""
     if not config.has_store:
         return None
-    return StoreLink(config.page_size, parts.memory, num_held_pages, parts.plane, send, clock)
+    return StoreLink(config.page_size, parts.memory, num_held_pages, parts.transport, send, clock)
 
 
 def _load_models(config: EngineConfig, device: torch.device, progress: Progress) -> _Models:
@@ -366,7 +366,7 @@ def _describe_engine(
     models: _Models,
     num_pages: int,
     max_tokens: int,
-    plane: Transport,
+    transport: Transport,
     notices: list[str],
 ) -> EngineInfo:
     layout = models.layout
@@ -383,8 +383,8 @@ def _describe_engine(
         kv_heads=layout.plane.heads,
         draft=layout.plane.draft,
         head_dim=layout.plane.dim,
-        transports=plane.transports,
-        transport_detail=plane.describe(),
+        transports=transport.transports,
+        transport_detail=transport.describe(),
         versions=_versions(),
         notices=notices,
         engine_pid=os.getpid(),

@@ -83,7 +83,7 @@ class Engine:
             parts.info.epoch,
             parts.layout.page_bytes,
             parts.memory,
-            parts.plane,
+            parts.transport,
             self.costs,
             self._out.fill_command,
             clock,
@@ -167,12 +167,12 @@ class Engine:
             parts.layout.page_bytes,
             parts.memory,
             jobs,
-            parts.plane.shipper,
+            parts.transport.shipper,
             self._out.fill_reply,
             clock,
-            nixl_version=parts.plane.nixl_version,
-            memory_type=parts.plane.memory_type,
-            max_chunk_pages=parts.plane.shipper.max_chunk_pages,
+            nixl_version=parts.transport.nixl_version,
+            memory_type=parts.transport.memory_type,
+            max_chunk_pages=parts.transport.shipper.max_chunk_pages,
         )
 
     # -- one turn --------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Engine:
             self._take_inbox(inbox)
         if self.tiers is not None:
             self.tiers.take()
-        take_transfers(self.parts.plane, self.fills, self.filler, self.store)
+        take_transfers(self.parts.transport, self.fills, self.filler, self.store)
         self._take_compiled()
         self.adapters.turn()
         now = self._clock()
@@ -255,7 +255,7 @@ class Engine:
         self.drafting.close()
         if self.tiers is not None:
             self.tiers.close()
-        self.parts.plane.close()
+        self.parts.transport.close()
 
     # -- what came in ----------------------------------------------------------------------------
 
@@ -269,10 +269,10 @@ class Engine:
         for submit in inbox.submits:
             self._submit(submit)
         for cancel in inbox.cancels:
-            key = RequestKey(cancel.session, cancel.request_id, cancel.attempt)
+            key = RequestKey(cancel.gateway, cancel.request_id, cancel.attempt)
             self._cancel(key, cancel.sample)
-        for session in inbox.closed_gateways:
-            for key in [key for key in self._groups if key.session == session]:
+        for gateway in inbox.closed_gateways:
+            for key in [key for key in self._groups if key.gateway == gateway]:
                 self._end_group(key)
         for ping in inbox.pings:
             self._answer(ping)
@@ -319,7 +319,7 @@ class Engine:
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:
-        key = RequestKey(submit.session, submit.request_id, submit.attempt)
+        key = RequestKey(submit.gateway, submit.request_id, submit.attempt)
         if key in self._groups:
             self._repeat_state(key)
             return
@@ -395,9 +395,9 @@ class Engine:
     def _answer(self, ping: Ping) -> None:
         if ping.expects_constraints:
             self._constraints.expect()
-        keys = [RequestKey(ping.session, *asked) for asked in ping.asked]
+        keys = [RequestKey(ping.gateway, *asked) for asked in ping.asked]
         unknown = [(key.request_id, key.attempt) for key in keys if key not in self._groups]
-        self._out.session(ping.session).pongs.append(Pong(nonce=ping.nonce, unknown=unknown))
+        self._out.gateway(ping.gateway).pongs.append(Pong(nonce=ping.nonce, unknown=unknown))
 
     def _cancel(self, key: RequestKey, sample: int | None) -> None:
         if sample is None:
@@ -423,7 +423,7 @@ class Engine:
             self.tiers.write_back()
         if wipes := self.memory.take_wipes():
             self._executor.zero(wipes)
-            is_written_by_fills = self.fills.num_open and self.parts.plane.staging is None
+            is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
                 self._executor.mark().wait()  # Others may write there from now on.
         if self.tiers is not None:
@@ -567,7 +567,7 @@ class Engine:
 
     def staging_counts(self) -> StagingCounts | None:
         """Staging pages by state; None if there are none."""
-        area = self.parts.plane.staging
+        area = self.parts.transport.staging
         return area.counts() if area is not None else None
 
     def counters(self) -> dict[str, int]:
@@ -587,7 +587,7 @@ class Engine:
             **(self.tiers.sizes() if self.tiers is not None else {}),
             **(self.adapters.sizes() | self.drafting.sizes()),
             **self._constraints.sizes(),
-            **self.parts.plane.sizes(),
+            **self.parts.transport.sizes(),
         }
 
     def snapshot(self, max_entries: int) -> dict[str, Any]:

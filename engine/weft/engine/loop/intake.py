@@ -105,7 +105,7 @@ class Intake:
         sample = next(iter(unforked))
         namespace = self.namespace(submit.cache_salt, submit.adapter)
         return Request(
-            key=RequestKey(submit.session, submit.request_id, submit.attempt),
+            key=RequestKey(submit.gateway, submit.request_id, submit.attempt),
             sample=sample,
             tokens=submit.prompt + unforked.pop(sample),
             num_prompt_tokens=num_prompt,

@@ -186,7 +186,7 @@ class LLM:
             stop = [stop] * len(prompts)
         submits = [
             Submit(
-                session=_SESSION,
+                gateway=_SESSION,
                 request_id=str(next(self._ids)),
                 attempt=1,
                 prompt=list(prompt),
@@ -206,7 +206,7 @@ class LLM:
         try:
             self._run(submits, groups, max_at_once or len(submits))
         except BaseException:
-            cancels = [Cancel(session=_SESSION, request_id=i, attempt=1) for i in groups]
+            cancels = [Cancel(gateway=_SESSION, request_id=i, attempt=1) for i in groups]
             self.engine.turn(Inbox(cancels=cancels))
             raise
         return list(groups.values())
@@ -229,7 +229,7 @@ class LLM:
                 num_open += num_samples
             self._woken.clear()
             outbox = self.engine.turn(Inbox(submits=new) if new else None)
-            for batch in outbox.sessions:
+            for batch in outbox.gateways:
                 for request_id in _take(batch, groups):
                     open_samples[request_id] -= 1
                     if not open_samples[request_id]:

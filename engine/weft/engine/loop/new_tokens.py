@@ -1,4 +1,4 @@
-"""Gives requests the tokens that they drew, and tells their sessions."""
+"""Gives requests the tokens that they drew, and tells their gateways."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NewTokens:
         """
         ends: list[End] = []
         num_surplus, finished = 0, State.FINISHED
-        session: int | None = None
+        gateway: int | None = None
         told: list[Tokens] = []
         for request, tokens, logprobs, num_drafts, is_tree in runs:
             if request.state is finished:
@@ -68,8 +68,8 @@ class NewTokens:
                     ends.append(end)
             request.tokens += tokens
             key = request.key
-            if key.session != session:
-                session, told = key.session, self._out.session(key.session).tokens
+            if key.gateway != gateway:
+                gateway, told = key.gateway, self._out.gateway(key.gateway).tokens
             known = [found for found in logprobs if found is not None] if logprobs else []
             one = Tokens(key.request_id, key.attempt, request.sample, first, tokens, known)
             told.append(one)
@@ -159,20 +159,20 @@ class NewTokens:
         tokens: list[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> None:
-        """Tells each session of its own requests' tokens."""
+        """Tells each gateway of its own requests' tokens."""
         known: dict[int, TokenLogprob] = {}
         if any(logprobs):
             known = {row: found for row, found in enumerate(logprobs) if found is not None}
         names = columns.request_ids, columns.attempts, columns.samples
         told = TokenColumns(*names, indices, tokens, known)
-        sessions = dict.fromkeys(columns.sessions)
-        for session in sessions:
+        gateways = dict.fromkeys(columns.gateways)
+        for gateway in gateways:
             own = told
-            if len(sessions) > 1:
+            if len(gateways) > 1:
                 own = told.of_rows(
-                    [r for r, other in enumerate(columns.sessions) if other == session]
+                    [r for r, other in enumerate(columns.gateways) if other == gateway]
                 )
-            self._out.columns(session, own)
+            self._out.columns(gateway, own)
 
 
 def _until_end(request: Request, tokens: list[int]) -> tuple[list[int], End | None]:

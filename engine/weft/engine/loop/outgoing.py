@@ -1,4 +1,4 @@
-"""Collects the messages that a turn produces, by session."""
+"""Collects the messages that a turn produces, by gateway."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._outbox = Outbox()
-        self._sessions: dict[int, GatewayBatch] = {}
+        self._gateways: dict[int, GatewayBatch] = {}
 
     @property
     def outbox(self) -> Outbox:
-        """The outbox for messages that belong to no session."""
+        """The outbox for messages that belong to no gateway."""
         return self._outbox
 
     def take(self) -> Outbox:
         """Returns what was collected and starts a new collection."""
         taken = self._outbox
-        taken.sessions = list(self._sessions.values())
-        self._outbox, self._sessions = Outbox(), {}
+        taken.gateways = list(self._gateways.values())
+        self._outbox, self._gateways = Outbox(), {}
         return taken
 
-    def session(self, session: int) -> GatewayBatch:
-        """The batch of one session, created on first use."""
-        batch = self._sessions.get(session)
+    def gateway(self, gateway: int) -> GatewayBatch:
+        """The batch of one gateway, created on first use."""
+        batch = self._gateways.get(gateway)
         if batch is None:
-            batch = self._sessions[session] = GatewayBatch(session=session)
+            batch = self._gateways[gateway] = GatewayBatch(gateway=gateway)
         return batch
 
     def accepted(self, key: RequestKey) -> None:
         """Reports that a request is queued."""
         event = Accepted(request_id=key.request_id, attempt=key.attempt)
-        self.session(key.session).accepted.append(event)
+        self.gateway(key.gateway).accepted.append(event)
 
-    def columns(self, session: int, columns: TokenColumns) -> None:
-        """Tokens of many samples of a session, one each."""
-        self.session(session).columns.append(columns)
+    def columns(self, gateway: int, columns: TokenColumns) -> None:
+        """Tokens of many samples of a gateway, one each."""
+        self.gateway(gateway).columns.append(columns)
 
     def prompt_logprobs(
         self, key: RequestKey, first_position: int, logprobs: list[TokenLogprob]
     ) -> None:
         """Reports log-probabilities of tokens of a prompt."""
         event = PromptLogprobs(key.request_id, key.attempt, first_position, logprobs)
-        self.session(key.session).prompt_logprobs.append(event)
+        self.gateway(key.gateway).prompt_logprobs.append(event)
 
     def all_tokens(self, request: Request) -> None:
         """Reports all tokens that a sample has generated (log-probabilities are not kept)."""
@@ -82,13 +82,13 @@ class Outgoing:
         key = request.key
         ids = request.tokens[request.num_prompt_tokens :]
         event = Tokens(key.request_id, key.attempt, request.sample, 0, ids, [])
-        self.session(key.session).tokens.append(event)
+        self.gateway(key.gateway).tokens.append(event)
 
     def preempted(self, request: Request) -> None:
         """Reports that a running sample went back into the queue."""
         key = request.key
         event = Preempted(request_id=key.request_id, attempt=key.attempt, sample=request.sample)
-        self.session(key.session).preempted.append(event)
+        self.gateway(key.gateway).preempted.append(event)
 
     def finished(self, request: Request, reason: str, stop_token_id: int | None) -> None:
         """Reports that one sample ended without an error."""
@@ -103,7 +103,7 @@ class Outgoing:
             cached_prompt_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             timeline=request.timeline,
         )
-        self.session(key.session).finished.append(event)
+        self.gateway(key.gateway).finished.append(event)
 
     def failed(self, key: RequestKey, error: WeftError, timeline: Timeline | None = None) -> None:
         """Reports that a whole request was refused or failed; `timeline` shows how far it came."""
@@ -113,7 +113,7 @@ class Outgoing:
             failure=failure_of(error),
             timeline=timeline,
         )
-        self.session(key.session).failed.append(event)
+        self.gateway(key.gateway).failed.append(event)
 
     def adapter_reply(self, query: int, error: WeftError | None) -> None:
         """Answers an order about an adapter; no error: it succeeded."""

@@ -58,7 +58,7 @@ def load_report(engine: Engine) -> LoadReport:
         stale_after_s=stats.stale_after_s,
         is_draining=engine.is_draining,
         is_idle=not (scheduler.num_requests or engine.filler.num_active or engine.num_copies),
-        transport_detail=engine.parts.plane.describe(),
+        transport_detail=engine.parts.transport.describe(),
         counters=engine.counters(),
         tiers=tier_reports(engine.tiers, engine.store, engine.tier_policy),
         adapters=adapters,

@@ -58,7 +58,7 @@ def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[
         {
             "request_id": request.key.request_id,
             "attempt": request.key.attempt,
-            "session": request.key.session,
+            "session": request.key.gateway,
             "sample": request.sample,
             "state": request.state.value,
             "is_fill": request.is_fill,

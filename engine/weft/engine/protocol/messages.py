@@ -82,7 +82,7 @@ class Inbox:
 class Outbox:
     """Everything that one turn of the engine's loop produced."""
 
-    sessions: list[GatewayBatch] = field(default_factory=list)
+    gateways: list[GatewayBatch] = field(default_factory=list)
     fill_commands: list[FillCommand] = field(default_factory=list)
     fill_replies: list[FillReply] = field(default_factory=list)
     lease_replies: list[LeaseReply] = field(default_factory=list)

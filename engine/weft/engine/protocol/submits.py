@@ -23,9 +23,9 @@ class SampleProgress:
 
 @dataclass(slots=True, kw_only=True)
 class Submit:
-    """A request for this owner; its key is (session, request_id, attempt)."""
+    """A request for this owner; its key is (gateway, request_id, attempt)."""
 
-    session: int
+    gateway: int
     request_id: str
     attempt: int
     prompt: list[int]
@@ -58,7 +58,7 @@ class Submit:
 class Cancel:
     """Ends a request or one of its samples."""
 
-    session: int
+    gateway: int
     request_id: str
     attempt: int
     sample: int | None = None
@@ -76,7 +76,7 @@ class SessionEnd:
 class Ping:
     """Asks whether the loop is alive and whether it has these requests."""
 
-    session: int
+    gateway: int
     nonce: int
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Requests asked about: (request id, attempt)."""
@@ -198,9 +198,9 @@ class Pong:
 
 @dataclass(slots=True, kw_only=True)
 class GatewayBatch:
-    """Everything that one step produced for one session."""
+    """Everything that one step produced for one gateway."""
 
-    session: int
+    gateway: int
     accepted: list[Accepted] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
     """Tokens of drafts, and repeated ones; of a sample also in `columns`, these come first."""

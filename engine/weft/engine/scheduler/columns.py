@@ -21,7 +21,7 @@ class RequestColumns:
     """What does not change of requests while they have a slot."""
 
     requests: Sequence[Request]
-    sessions: list[int]
+    gateways: list[int]
     request_ids: list[str]
     attempts: list[int]
     samples: list[int]
@@ -41,7 +41,7 @@ class RequestColumns:
         numbers[3] = [request.adapter_slot for request in requests]
         return cls(
             requests=list(requests),
-            sessions=[key.session for key in keys],
+            gateways=[key.gateway for key in keys],
             request_ids=[key.request_id for key in keys],
             attempts=[key.attempt for key in keys],
             samples=[request.sample for request in requests],
@@ -82,7 +82,7 @@ class RequestColumns:
             end_token_ids = frozenset[int]().union(*present)
         return RequestColumns(
             requests=[*self.requests, request],
-            sessions=[*self.sessions, key.session],
+            gateways=[*self.gateways, key.gateway],
             request_ids=[*self.request_ids, key.request_id],
             attempts=[*self.attempts, key.attempt],
             samples=[*self.samples, request.sample],
@@ -94,7 +94,7 @@ class RequestColumns:
         """Columns of all but one of the requests."""
         return RequestColumns(
             requests=[*self.requests[:row], *self.requests[row + 1 :]],
-            sessions=self.sessions[:row] + self.sessions[row + 1 :],
+            gateways=self.gateways[:row] + self.gateways[row + 1 :],
             request_ids=self.request_ids[:row] + self.request_ids[row + 1 :],
             attempts=self.attempts[:row] + self.attempts[row + 1 :],
             samples=self.samples[:row] + self.samples[row + 1 :],
@@ -106,7 +106,7 @@ class RequestColumns:
         """Columns of some of the requests."""
         return RequestColumns(
             requests=[self.requests[row] for row in rows],
-            sessions=[self.sessions[row] for row in rows],
+            gateways=[self.gateways[row] for row in rows],
             request_ids=[self.request_ids[row] for row in rows],
             attempts=[self.attempts[row] for row in rows],
             samples=[self.samples[row] for row in rows],

@@ -23,7 +23,7 @@ class PlanItem(NamedTuple):
     request: Request
     start: int
     num_tokens: int
-    samples: bool
+    draws: bool
     """Whether a token is drawn from the last row."""
     has_lead: bool = False
     """Whether the token before `start` is run again because a draft needs its state; its KV is
@@ -181,4 +181,4 @@ class Plan:
     @property
     def drawing_chunks(self) -> list[PlanItem]:
         """Chunks from whose last row a token is drawn."""
-        return [item for item in self.chunks if item.samples]
+        return [item for item in self.chunks if item.draws]

@@ -45,9 +45,9 @@ LEGAL_EDGES: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """Identity of a submit: session of a gateway, request id and attempt."""
+    """Identity of a submit: the gateway's stream, request id and attempt."""
 
-    session: int
+    gateway: int
     request_id: str
     attempt: int
 

@@ -55,7 +55,7 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         _num_top(message, name) for name in ("logprobs", "prompt_logprobs")
     )
     return Submit(
-        session=session,
+        gateway=session,
         request_id=message.request_id,
         attempt=message.attempt,
         prompt=assembly.prompt,

@@ -72,7 +72,7 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
     """Joins everything not sent yet into one batch; consecutive tokens of a sample become one
     entry.
     """
-    merged = GatewayBatch(session=-1)
+    merged = GatewayBatch(gateway=-1)
     last: dict[tuple[str, int, int], Tokens] = {}
     for batch in batches:
         merged.accepted += batch.accepted

@@ -51,14 +51,14 @@ class Ledger:
     def on_batch(self, batch: GatewayBatch) -> None:
         """Records a step's results for a session."""
         for finished in batch.finished:
-            key = (batch.session, finished.request_id, finished.attempt)
+            key = (batch.gateway, finished.request_id, finished.attempt)
             known = self._open.get(key)
             if known is not None:
                 known[1].discard(finished.sample)
                 if not known[1]:
                     del self._open[key]
         for failed in batch.failed:
-            self._open.pop((batch.session, failed.request_id, failed.attempt), None)
+            self._open.pop((batch.gateway, failed.request_id, failed.attempt), None)
 
     def on_session_closed(self, session: int) -> None:
         """Drops the requests of a closed session, which are cancelled."""

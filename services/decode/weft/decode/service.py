@@ -89,16 +89,16 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     def _on_submit(self, message: decode_pb2.Submit, submit: Submit) -> None:
         """Passes a Session's submit on to the engine."""
         if self._ledger is not None:
-            self._ledger.on_submit(message, submit.session, submit.prompt)
+            self._ledger.on_submit(message, submit.gateway, submit.prompt)
         self._spans.on_submit(submit)
 
     def on_outbox(self, outbox: Outbox) -> None:
         """Hands a step's results to their sessions."""
-        for batch in outbox.sessions:
+        for batch in outbox.gateways:
             self._spans.on_batch(batch)
             if self._ledger is not None:
                 self._ledger.on_batch(batch)
-            session = self._sessions.get(batch.session)
+            session = self._sessions.get(batch.gateway)
             if session is not None:
                 session.push(batch)
 

@@ -127,7 +127,7 @@ class Session:
             raise InvalidRequest(f"request_id: at most {MAX_ID_BYTES} bytes", param="asked")
         asked = [(key.request_id, key.attempt) for key in message.asked]
         ping = Ping(
-            session=self._number,
+            gateway=self._number,
             nonce=message.nonce,
             asked=asked,
             expects_constraints=message.constraints,
@@ -236,7 +236,7 @@ class Session:
         failed = Failed(
             request_id=message.request_id, attempt=message.attempt, failure=failure_of(error)
         )
-        self.push(GatewayBatch(session=self._number, failed=[failed]))
+        self.push(GatewayBatch(gateway=self._number, failed=[failed]))
 
     def _end_session(self, message: decode_pb2.EndSession) -> None:
         end = SessionEnd(cache_salt=message.cache_salt, session_id=message.session_id)
@@ -245,7 +245,7 @@ class Session:
     def _cancel(self, message: decode_pb2.Cancel) -> None:
         self._partial.pop((message.request_id, message.attempt), None)
         cancel = Cancel(
-            session=self._number,
+            gateway=self._number,
             request_id=message.request_id,
             attempt=message.attempt,
             sample=message.sample if message.HasField("sample") else None,

@@ -60,7 +60,7 @@ class RequestSpans:
         Args:
             submit: Its `traceparent` is changed to name the new span.
         """
-        key = (submit.session, submit.request_id, submit.attempt)
+        key = (submit.gateway, submit.request_id, submit.attempt)
         if not self._tracer.is_on or not submit.traceparent or key in self._open:
             return
         context, parent_id = self._tracer.begin(submit.traceparent)
@@ -79,9 +79,9 @@ class RequestSpans:
         if not self._open:
             return
         for finished in batch.finished:
-            self._finished(batch.session, finished)
+            self._finished(batch.gateway, finished)
         for failed in batch.failed:
-            key = (batch.session, failed.request_id, failed.attempt)
+            key = (batch.gateway, failed.request_id, failed.attempt)
             opened = self._open.pop(key, None)
             if opened is not None:
                 opened.prompt = opened.prompt or failed.timeline

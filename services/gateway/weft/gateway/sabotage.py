@@ -10,9 +10,9 @@ from weft.common.sabotage import wrap
 from weft.engine.base.faults import FaultPoint
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.stream import Delta, TokenStream
-from weft.gateway.fleet.view import Column, PoolView
 from weft.gateway.routing.base import RoutingRequest
 from weft.gateway.routing.page_index import FleetPageIndex
+from weft.gateway.routing.view import Column, PoolView
 
 DELIVER = FaultPoint(
     "gateway.deliver", "the gateway hands out tokens: one of them twice", "sabotage"

@@ -180,8 +180,8 @@ class ModelDrafter(Drafter):
         arrays = StepArrays(
             token_ids=np.full(len(slots), DRAWN, np.int64) if tokens is None else tokens,
             positions=positions,
-            slots=places,
-            rows=slots,
+            places=places,
+            slots=slots,
             cu_q_lens=cu_q_lens,
             kv_lens=(starts + lengths).astype(np.int32),
             logits_rows=cu_q_lens[1 : num_drawing + 1].astype(np.int64) - 1,

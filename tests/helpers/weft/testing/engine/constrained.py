@@ -73,7 +73,7 @@ class Desk:
     ) -> Submit:
         """Creates a request, which is not sent yet."""
         return Submit(
-            session=0,
+            gateway=0,
             request_id=str(next(self._ids)),
             attempt=1,
             prompt=prompt,
@@ -112,7 +112,7 @@ class Desk:
             inbox = None
             if not self.engine.ran_step:
                 time.sleep(0.002)
-            for batch in outbox.sessions:
+            for batch in outbox.gateways:
                 for scores in batch.prompt_logprobs:
                     sample = groups[scores.request_id][0]
                     assert scores.first_position == 1 + len(sample.prompt_logprobs)

@@ -71,7 +71,7 @@ def num_quarantined(engine: Engine) -> int:
 
 def take_destinations(engine: Engine) -> list[int]:
     """Takes all pages that fills could be given now."""
-    area = engine.parts.plane.staging
+    area = engine.parts.transport.staging
     if area is None:
         return engine.memory.allocate(engine.memory.num_available_pages)
     taken: list[int] = []
@@ -82,7 +82,7 @@ def take_destinations(engine: Engine) -> list[int]:
 
 def give_destinations(engine: Engine, pages: list[int]) -> None:
     """Returns what `take_destinations` took."""
-    area = engine.parts.plane.staging
+    area = engine.parts.transport.staging
     if area is None:
         engine.memory.release(pages)
     else:
@@ -147,7 +147,7 @@ class EnginePair:
         self.answers[request_id] = Answer()
         self._to_owner.submits.append(
             Submit(
-                session=1,
+                gateway=1,
                 request_id=request_id,
                 attempt=1,
                 prompt=list(prompt),
@@ -215,7 +215,7 @@ class EnginePair:
             assert staging is None or staging.used == 0, staging
 
     def _take_owner(self, outbox: Outbox) -> None:
-        for batch in outbox.sessions:
+        for batch in outbox.gateways:
             for failed in batch.failed:
                 raise to_error(failed.failure)
             for tokens in batch.all_tokens():

@@ -130,7 +130,7 @@ class Storm(EnginePair):
         text = rng.choice(self.texts)
         names = rng.sample(sorted(self.fillers), rng.randint(0, len(self.fillers)))
         submit = Submit(
-            session=rng.choice(self._sessions),
+            gateway=rng.choice(self._sessions),
             request_id=f"s{len(self.sent)}",
             attempt=rng.randint(1, 3),
             prompt=list(text.prompt),
@@ -141,7 +141,7 @@ class Storm(EnginePair):
         )
         sent = Sent(submit, text)
         self.sent.append(sent)
-        self._open[submit.session, submit.request_id] = sent
+        self._open[submit.gateway, submit.request_id] = sent
         self.send(submits=[submit])
 
     # -- what goes wrong -------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Storm(EnginePair):
         sample = self.rng.choice([None, self.rng.randrange(submit.sampling.n)])
         self.faults["cancel" if sample is None else "cancel of a sample"] += 1
         cancel = Cancel(
-            session=submit.session,
+            gateway=submit.gateway,
             request_id=submit.request_id,
             attempt=submit.attempt,
             sample=sample,
@@ -220,12 +220,12 @@ class Storm(EnginePair):
     # -- what the owner says ---------------------------------------------------------------------
 
     def _take_owner(self, outbox: Outbox) -> None:
-        for batch in outbox.sessions:
+        for batch in outbox.gateways:
             for failed in batch.failed:
-                if (sent := self._open.get((batch.session, failed.request_id))) is not None:
+                if (sent := self._open.get((batch.gateway, failed.request_id))) is not None:
                     sent.failures.append(str(to_error(failed.failure)))
             for tokens in batch.all_tokens():
-                if (sent := self._open.get((batch.session, tokens.request_id))) is not None:
+                if (sent := self._open.get((batch.gateway, tokens.request_id))) is not None:
                     known = sent.tokens.setdefault(tokens.sample, [])
                     assert tokens.first_index <= len(known), "tokens are missing"
                     assert (
@@ -233,7 +233,7 @@ class Storm(EnginePair):
                     )
                     known += tokens.ids[len(known) - tokens.first_index :]
             for finished in batch.finished:
-                if (sent := self._open.get((batch.session, finished.request_id))) is not None:
+                if (sent := self._open.get((batch.gateway, finished.request_id))) is not None:
                     assert finished.completion_tokens == len(sent.tokens.get(finished.sample, []))
                     sent.reasons.setdefault(finished.sample, []).append(finished.reason)
             self.num_preempted += len(batch.preempted)

@@ -81,7 +81,7 @@ class LateDevice:
         """Number of pieces of work enqueued."""
         self.most_queued = 0
         """Most pieces of work enqueued at one time."""
-        window, self._turn = engine.parts.plane._window, engine.turn
+        window, self._turn = engine.parts.transport._window, engine.turn
         if window.staging is not None:
             window._mover.mark = self.mark  # type: ignore[attr-defined]
             engine.turn = self.turn  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ class LateDevice:
         tokens, outputs = _Later(), []
 
         def draw() -> None:
-            output = sampler.sample(logits.value, np.arange(len(slots)), positions)
+            output = sampler.draw(logits.value, np.arange(len(slots)), positions)
             outputs.append(output)
             tokens.value = torch.from_numpy(output.token_ids)
 

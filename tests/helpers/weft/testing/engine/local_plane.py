@@ -90,12 +90,12 @@ def join_planes(owner: Engine, fillers: Sequence[Engine]) -> None:
     """Lets fillers write into the owner's window; the engines have transport `data` and were not
     used yet.
     """
-    plane = owner.parts.plane
+    plane = owner.parts.transport
     receiver = LocalReceiver(plane._window)
     plane._receiver = receiver  # type: ignore[assignment]
     for filler in fillers:
         receivers = {receiver.target().base_address: receiver}
-        senders = LocalSenders(filler.parts.plane._window, receivers)
-        filler.parts.plane._senders = senders  # type: ignore[assignment]
-        filler.parts.plane.shipper._agents = senders  # type: ignore[assignment]
+        senders = LocalSenders(filler.parts.transport._window, receivers)
+        filler.parts.transport._senders = senders  # type: ignore[assignment]
+        filler.parts.transport.shipper._agents = senders  # type: ignore[assignment]
         filler.filler._nixl_version = VERSION

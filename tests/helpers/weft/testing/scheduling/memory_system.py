@@ -358,7 +358,7 @@ class System:
         """Commits a step, and draws tokens."""
         self._run(step)
         self.scheduler.commit(step.number, step.plan)
-        for request in [item.request for item in step.items if item.samples]:
+        for request in [item.request for item in step.items if item.draws]:
             if request.state is State.RUNNING:
                 request.tokens.append(self.rng.randrange(3))
                 if request.num_generated >= request.max_tokens or self.rng.random() < 0.03:

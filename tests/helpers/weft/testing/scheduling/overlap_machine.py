@@ -91,7 +91,7 @@ class OverlapMachine:
         self, running: list[Request], new: list[Request], shape: DraftShape
     ) -> tuple[Plan, list[Run]]:
         plan = Plan([] if shape.num_drafts else running)
-        plan.chunks = [PlanItem(request, 0, 1, samples=True) for request in new]
+        plan.chunks = [PlanItem(request, 0, 1, draws=True) for request in new]
         runs: list[Run] = []
         for request in running if shape.num_drafts else ():
             room = min(shape.num_drafts, max(0, request.max_tokens - request.num_computed - 1))

@@ -242,9 +242,9 @@ class Bench:
             assert item.start == start, "tokens are computed in order, once"
             assert len(request.pages) * PAGE >= end, "computed tokens have pages"
             assert item.num_tokens <= max(limits.chunk_tokens, 1)
-            assert item.samples == (end == request.num_tokens + is_under_way)
+            assert item.draws == (end == request.num_tokens + is_under_way)
             is_within = end // PAGE == item.start // PAGE
-            assert end % PAGE == 0 or item.samples or is_within, "chunks end at page borders"
+            assert end % PAGE == 0 or item.draws or is_within, "chunks end at page borders"
             assert end <= request.num_prompt_tokens + request.max_tokens - 1 or not is_under_way
 
     def _launch(self, plan: Plan) -> _Step:
@@ -268,7 +268,7 @@ class Bench:
         step.run(self.content, self.adapters)
         self._check_free()
         self.scheduler.commit(step.number, step.plan)
-        for request in [item.request for item in step.items if item.samples]:
+        for request in [item.request for item in step.items if item.draws]:
             if request.state is State.FINISHED:
                 self.num_surplus += 1
                 continue
