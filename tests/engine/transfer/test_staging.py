@@ -111,7 +111,7 @@ def hold(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> tuple[list[list[int]], threading.Event]:
     """Holds an engine's copies in one direction; pages of the pool in each, and the release."""
-    mover = engine.parts.transport._window._mover  # type: ignore[attr-defined]
+    mover = engine.parts.transport._exchange._mover  # type: ignore[attr-defined]
     move, may_end = getattr(mover, method), threading.Event()
     held: list[list[int]] = []
 
@@ -274,7 +274,7 @@ class Order:
         self.num_committed = 0
         """Orders of which the engine knows that they are over."""
         executor, scheduler = engine._executor, engine.scheduler
-        mover = engine.parts.transport._window._mover  # type: ignore[attr-defined]
+        mover = engine.parts.transport._exchange._mover  # type: ignore[attr-defined]
         for owner, name, pages_of in (
             (executor, "zero", set),
             (executor, "poison", set),

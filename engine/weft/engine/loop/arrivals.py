@@ -1,4 +1,4 @@
-"""Dispatches what arrived over the data plane since the last turn."""
+"""Dispatches what arrived over the data transport since the last turn."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weft.engine.transfer.transport import Transport
 
 
 def take_transfers(
-    plane: Transport, fills: OwnerFills, filler: Filler, store: StoreLink | None
+    transport: Transport, fills: OwnerFills, filler: Filler, store: StoreLink | None
 ) -> None:
     """Takes fillers' notifications, requested digests, and results of shipped pages."""
     if fills.num_open:
-        for notification in plane.notifications():
+        for notification in transport.notifications():
             arrived: Sequence[tuple[int, bytes, int]] = (notification,)
             if faults.FILL_NOTIFY.is_armed:
                 arrived = faults.FILL_NOTIFY.repeat(notification)
             for owner_epoch, lease_id, chunk in arrived:
                 fills.on_notification(owner_epoch, lease_id, chunk)
-    for tag, digests, pages in plane.port.take():
+    for tag, digests, pages in transport.port.take():
         if isinstance(tag, tuple):
             fills.on_digested(*tag, digests)
         elif store is not None:
             store.on_digested(tag, digests, pages)
-    for item in plane.shipper.take():
+    for item in transport.shipper.take():
         if isinstance(item, ShipResult):
             filler.on_shipped(item)
         else:

@@ -202,10 +202,10 @@ def _load_parts(
         max_masked_rows=max_drafts_of_a_step(config),
     )
     executor.capture_draws(sampler.plain_tables)
-    window: PageExchange = DirectExchange(executor.pool_bytes)
+    exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
-        window = staged_exchange(config, executor.pool, staging, lanes)
-    plane = Transport(config, window, wake)
+        exchange = staged_exchange(config, executor.pool, staging, lanes)
+    plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
     intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens, adapted)

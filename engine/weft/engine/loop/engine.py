@@ -61,7 +61,7 @@ class Engine:
 
     Args:
         config: settings.
-        parts: loaded model, pool and data plane (`weft.engine.loop.build.load_parts`).
+        parts: loaded model, pool and transport (`weft.engine.loop.build.load_parts`).
         clock: monotonic seconds.
     """
 
@@ -249,7 +249,7 @@ class Engine:
         return self._out.take()
 
     def close(self) -> None:
-        """Ends the data plane's threads and agents, and the compiler of constraints."""
+        """Ends the transport's threads and agents, and the compiler of constraints."""
         self._constraints.close()
         self.adapters.close()
         self.drafting.close()

@@ -23,7 +23,7 @@ class FillState(Enum):
 
 
 class OwnerTransport(Protocol):
-    """The owner's data plane (`weft.engine.transfer.transport`)."""
+    """The owner's transport (`weft.engine.transfer.transport`)."""
 
     @property
     def target(self) -> NixlTargetInfo | None:

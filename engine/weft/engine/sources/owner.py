@@ -52,7 +52,7 @@ class OwnerFills:
         epoch: this engine's incarnation.
         page_bytes: of the pool.
         memory: page owner.
-        plane: the pool and the way into it.
+        transport: the pool and the way into it.
         costs: the remote-or-local rule.
         send: puts a command into the outbox.
         clock: monotonic seconds.
@@ -64,7 +64,7 @@ class OwnerFills:
         epoch: int,
         page_bytes: int,
         memory: PageMemory,
-        plane: OwnerTransport,
+        transport: OwnerTransport,
         costs: FillCosts,
         send: Callable[[FillCommand], None],
         clock: Clock,
@@ -73,7 +73,7 @@ class OwnerFills:
         self._epoch = epoch
         self._page_bytes = page_bytes
         self._memory = memory
-        self._plane = plane
+        self._transport = transport
         self._costs = costs
         self._send = send
         self._clock = clock
@@ -81,8 +81,8 @@ class OwnerFills:
         self._by_request: dict[int, Fill] = {}
         self._landing: Landing = (
             DirectLanding(memory, config.max_fill_fraction)
-            if plane.staging is None
-            else StagedLanding(memory, plane.staging, config.max_fill_fraction)
+            if transport.staging is None
+            else StagedLanding(memory, transport.staging, config.max_fill_fraction)
         )
         self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
@@ -160,7 +160,7 @@ class OwnerFills:
                 start_s=now - request.timeline.submitted_at,
                 lease_id=lease_id.hex(),
             ),
-            uses_nixl=self._plane.target is not None,
+            uses_nixl=self._transport.target is not None,
             accepted_token=request.num_computed,
             last_progress_at=now,
             renew_at=now + self._config.renew_interval_s,
@@ -347,7 +347,7 @@ class OwnerFills:
             end_token=fill.end_token,
             pages=list(fill.landed),
             filler_epoch=fill.candidate.epoch,
-            nixl=self._plane.target,
+            nixl=self._transport.target,
             priority=request.priority,
             tenant=request.tenant,
             adapter=request.adapter,
@@ -384,7 +384,7 @@ class OwnerFills:
             return
         if fill.state is FillState.STARTING:
             # A later turn than the one that reserved the pages, so that their wipe is over too.
-            fill.after = self._plane.port.mark()
+            fill.after = self._transport.port.mark()
         # Said again once a second while the job is computed there: a sign of life.
         fill.state = FillState.ACTIVE
         fill.uses_nixl = event.transport == "nixl"
@@ -425,7 +425,7 @@ class OwnerFills:
             self._fail(fill, "malformed data")
             return
         page = fill.landed[(event.start_token - fill.accepted_token) // size]
-        self._plane.port.write(page, event.offset, event.data)
+        self._transport.port.write(page, event.offset, event.data)
         fill.chunk(event.chunk).bytes_arrived += len(event.data)
         self._progress(fill, event.chunk)
 
@@ -450,7 +450,7 @@ class OwnerFills:
             chunk.is_verifying = True
             tag, pages = (fill.lease_id, index), fill.pages[:num_pages]
             self._landing.verifying(tag, pages)
-            self._plane.port.verify(tag, fill.landed[:num_pages], pages, fill.after)
+            self._transport.port.verify(tag, fill.landed[:num_pages], pages, fill.after)
         elif has_bytes:
             self._accept(fill, index, chunk.end_token)
 
@@ -579,7 +579,7 @@ class OwnerFills:
         """Ends proven quarantines by a fence, which waits for open fills."""
         proven = [fill for fill in self._fills.values() if fill.is_proven]
         if proven and all(fill.state is FillState.STOPPING for fill in self._fills.values()):
-            self._plane.fence()
+            self._transport.fence()
             for fill in proven:
                 self._end_quarantine(fill)
 

@@ -72,7 +72,7 @@ class StoreLink:
         page_size: token positions a page.
         memory: page owner.
         num_cached_pages: how many of a request's first so many pages are cached here.
-        plane: digests, and the pool that the store reads from.
+        transport: digests, and the pool that the store reads from.
         page_bytes: content of a page, for the `data` transport.
         send: puts a lookup or a put into the outbox.
         clock: monotonic seconds.
@@ -83,14 +83,14 @@ class StoreLink:
         page_size: int,
         memory: PageMemory,
         num_cached_pages: Callable[[Request, int], int],
-        plane: OwnerTransport,
+        transport: OwnerTransport,
         send: Callable[[StoreLookup | StorePut], None],
         clock: Clock,
     ) -> None:
         self._page_size = page_size
         self._memory = memory
         self._num_cached_pages = num_cached_pages
-        self._plane = plane
+        self._transport = transport
         self._send = send
         self._clock = clock
         self._ids = itertools.count(1)
@@ -186,7 +186,7 @@ class StoreLink:
 
     def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         new = [index for index in indices if keys[index] not in self._known]
-        room = max(0, self._plane.port.max_queued_pages - len(self._queue))
+        room = max(0, self._transport.port.max_queued_pages - len(self._queue))
         for index in new[:room]:
             key = keys[index]
             self._due.pop(key, None)
@@ -211,12 +211,12 @@ class StoreLink:
         while self._queue and len(self._open) < MAX_OPEN_PUTS:
             namespace = self._queue[0].namespace
             offers: list[_Offer] = []
-            while self._queue and len(offers) < self._plane.port.max_put_pages:
+            while self._queue and len(offers) < self._transport.port.max_put_pages:
                 if self._queue[0].namespace != namespace:
                     break
                 offers.append(self._queue.popleft())
             number, put = next(self._ids), _Put(offers)
-            if not self._plane.port.expose(number, put.pages):
+            if not self._transport.port.expose(number, put.pages):
                 self._queue.extendleft(reversed(offers))
                 return
             self._open[number] = put
@@ -238,7 +238,7 @@ class StoreLink:
             self._send_put(result.put, put)
             return
         del self._open[result.put]
-        self._plane.port.conceal(put.exposed)
+        self._transport.port.conceal(put.exposed)
         self._memory.release(put.pages)
         self.counters.store_stored_pages += result.stored_pages
         if not result.is_answered:
@@ -249,7 +249,7 @@ class StoreLink:
             self.counters.store_dropped_pages += len(put.offers)
 
     def _send_put(self, number: int, put: _Put) -> None:
-        source = None if self._sends_data else self._plane.target
+        source = None if self._sends_data else self._transport.target
         put.as_data = source is None
         self._send(
             StorePut(
@@ -261,7 +261,7 @@ class StoreLink:
                 digests=put.digests,
                 pages=put.exposed,
                 source=source,
-                data=[self._plane.port.read(p) for p in put.exposed] if put.as_data else [],
+                data=[self._transport.port.read(p) for p in put.exposed] if put.as_data else [],
             )
         )
 

@@ -1,9 +1,9 @@
 """The memory of an engine that peers access, and the transfer between it and the pool.
 
-A window is chosen once, by where the pool lies:
+An exchange is chosen once, by where the pool lies:
 
-    DirectExchange    the pool is host memory: it is the window itself, nothing is copied
-    StagedExchange    the pool is a device's memory: a staging area is the window
+    DirectExchange    the pool is host memory: it is the exchange itself, nothing is copied
+    StagedExchange    the pool is a device's memory: a staging area is the exchange
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ExchangePort(PagePort, Protocol):
     """The `PagePort` as its owner sees it."""
 
     before_digest: Callable[[StagingPages, Sequence[int]], None] | None
-    """Test hook, called with the window and the pages that landed before they are looked at."""
+    """Test hook, called with its pages and the pages that landed before they are looked at."""
 
     def take(self) -> list[Digested]:
         """Results since the last call."""
@@ -47,7 +47,7 @@ class PageExchange(Protocol):
 
     @property
     def pages(self) -> StagingPages:
-        """The window's bytes, uint8 `[num_pages, page_bytes]`."""
+        """The exchange's bytes, uint8 `[num_pages, page_bytes]`."""
         ...
 
     def region(self) -> PoolRegion:
@@ -56,7 +56,7 @@ class PageExchange(Protocol):
 
     @property
     def staging(self) -> StagingArea | None:
-        """The staging area; None: the window is the pool."""
+        """The staging area; None: the exchange is the pool."""
         ...
 
     def source(self, *, has_digests: bool) -> PageSource:
@@ -64,7 +64,7 @@ class PageExchange(Protocol):
         ...
 
     def port(self, wake: Callable[[], None], *, has_digests: bool) -> ExchangePort:
-        """The engine's port to the window, with a thread of its own."""
+        """The engine's port to the exchange, with a thread of its own."""
         ...
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The data plane over NIXL: an owner's receive agent, a filler's send agents, a store's readers.
+"""The transport over NIXL: an owner's receive agent, a filler's send agents, a store's readers.
 
 What NIXL gives: a WRITE of scattered pages with a notification bound to it, which arrives after
 the bytes, and a READ of scattered pages. What it does not give shapes everything here:

@@ -246,7 +246,7 @@ class ShipThread:
         page_size = (chunk.end_token - chunk.start_token) // len(chunk.local_pages)
         for index, page in enumerate(read.reading.pages):
             _check_term(chunk)
-            content = self._source.window[page]
+            content = self._source.exchanged[page]
             for offset in range(0, len(content), DATA_CHUNK_BYTES):
                 event = FillEvent(
                     kind="data",

@@ -35,7 +35,7 @@ class PageSource(Protocol):
     """Source of pages for the shipping thread, the only caller of `begin` and `end`."""
 
     @property
-    def window(self) -> StagingPages:
+    def exchanged(self) -> StagingPages:
         """The registered memory that is shipped from, `[num_pages, page_bytes]`."""
         ...
 
@@ -88,7 +88,7 @@ class DirectSource:
     max_chunk_pages = None
 
     def __init__(self, pool: NDArray[np.uint8], *, has_digests: bool = True) -> None:
-        self.window: StagingPages = pool
+        self.exchanged: StagingPages = pool
         self._pool = pool
         self._has_digests = has_digests
 

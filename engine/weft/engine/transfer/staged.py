@@ -96,7 +96,7 @@ class StagedSource:
         self._area = area
         self._mover = mover
         self._has_digests = has_digests
-        self.window: StagingPages = area.pages
+        self.exchanged: StagingPages = area.pages
 
     @property
     def max_chunk_pages(self) -> int:

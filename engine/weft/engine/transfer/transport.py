@@ -1,4 +1,4 @@
-"""The data plane of one engine: agents, and the threads that ship and check pages."""
+"""The transport of one engine: agents, and the threads that ship and check pages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Transport:
-    """Owns the agents and threads around one pool's window.
+    """Owns the agents and threads around one pool's exchange.
 
     Args:
         config: role and transport. `auto` takes NIXL where it works and says so where not.
-        window: what peers reach of the pool.
+        exchange: what peers reach of the pool.
         wake: called from threads when there is something to take.
 
     Raises:
@@ -35,19 +35,19 @@ class Transport:
     """
 
     def __init__(
-        self, config: EngineConfig, window: PageExchange, wake: Callable[[], None]
+        self, config: EngineConfig, exchange: PageExchange, wake: Callable[[], None]
     ) -> None:
         self.notices: list[str] = []
         self.memory_type = "DRAM"
-        """Memory type of the window, as NIXL names it."""
+        """Memory type of the exchange, as NIXL names it."""
         self._receiver: ReceiveAgent | None = None
         self._senders: SendAgents | None = None
         if config.transport != "data":
-            self._open_nixl(config, window)
-        self._window = window
-        source = window.source(has_digests=config.page_digests)
+            self._open_nixl(config, exchange)
+        self._exchange = exchange
+        source = exchange.source(has_digests=config.page_digests)
         self.shipper = ShipThread(source, self._senders, wake)
-        self.port = window.port(wake, has_digests=config.page_digests)
+        self.port = exchange.port(wake, has_digests=config.page_digests)
 
     @property
     def target(self) -> NixlTargetInfo | None:
@@ -57,7 +57,7 @@ class Transport:
     @property
     def staging(self) -> StagingArea | None:
         """The area that peers write to instead of the pool; None: they write into the pool."""
-        return self._window.staging
+        return self._exchange.staging
 
     @property
     def nixl_version(self) -> str | None:
@@ -84,7 +84,7 @@ class Transport:
         """Describes transports and lanes, for people."""
         agent = self._senders or self._receiver
         transport = agent.describe() if agent else "gRPC data messages"
-        return ", ".join(filter(None, (transport, self._window.describe())))
+        return ", ".join(filter(None, (transport, self._exchange.describe())))
 
     def sizes(self) -> dict[str, int]:
         """Sizes of the threads' queues and records."""
@@ -98,15 +98,15 @@ class Transport:
             self._senders.close()
         if self._receiver is not None:
             self._receiver.close()
-        self._window.close()
+        self._exchange.close()
 
-    def _open_nixl(self, config: EngineConfig, window: PageExchange) -> None:
+    def _open_nixl(self, config: EngineConfig, exchange: PageExchange) -> None:
         is_available, reason = nixl_available()
         name = f"{config.role}-{config.worker_id}"
         try:
             if not is_available:
                 raise ConfigError(reason)
-            region = window.region()
+            region = exchange.region()
             self.memory_type = region.memory_type
             self._receiver = ReceiveAgent(name, region)
             if config.role == "prefill":

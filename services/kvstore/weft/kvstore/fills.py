@@ -15,7 +15,7 @@ from weft.engine.transfer.chunks import ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
-from weft.kvstore.plane import StorePlane
+from weft.kvstore.transport import StoreTransport
 
 MAX_INLINE_PAGES = 256
 """Longest prompt, in pages, whose keys are hashed on the event loop; longer ones in a thread."""
@@ -26,7 +26,7 @@ class StoreFills:
 
     Args:
         pages: what is held.
-        plane: moves bytes.
+        transport: moves bytes.
         epoch: this incarnation.
         reply: hands an event to its stream.
         max_fills: under way at once.
@@ -39,7 +39,7 @@ class StoreFills:
     def __init__(
         self,
         pages: PageStore,
-        plane: StorePlane,
+        transport: StoreTransport,
         epoch: int,
         reply: Callable[[FillReply], None],
         *,
@@ -50,8 +50,8 @@ class StoreFills:
     ) -> None:
         self._pages = pages
         self._backend = backend
-        self._shipper = plane.shipper
-        self._jobs = StoreJobs(pages, plane.shipper, max_fills)
+        self._shipper = transport.shipper
+        self._jobs = StoreJobs(pages, transport.shipper, max_fills)
         self._filler = Filler(
             None,
             epoch,
@@ -61,7 +61,7 @@ class StoreFills:
             self._jobs,
             reply,
             clock,
-            nixl_version=plane.nixl_version,
+            nixl_version=transport.nixl_version,
             max_chunk_bytes=chunk_bytes,
         )
 

@@ -15,9 +15,9 @@ from weft.kvstore.backends.base import BackendSource
 from weft.kvstore.counters import Counters
 from weft.kvstore.fills import StoreFills
 from weft.kvstore.pages import PageStore
-from weft.kvstore.plane import StorePlane, Transport
 from weft.kvstore.puts import Puts
 from weft.kvstore.settings import KvStoreSettings
+from weft.kvstore.transport import StoreTransport, TransportChoice
 
 MIN_PAGES, MAX_PAGES = 4, 1 << 22
 
@@ -31,7 +31,7 @@ class PageSizeMismatch(WeftError):
 
 
 class PageArena:
-    """Pages, data plane, puts and fills over the arena. Used by the event loop.
+    """Pages, transport, puts and fills over the arena. Used by the event loop.
 
     Args:
         settings: bounds.
@@ -57,7 +57,7 @@ class PageArena:
         epoch: int,
         arena: NDArray[np.uint8],
         page_bytes: int,
-        transport: Transport,
+        transport: TransportChoice,
         counters: Counters,
         threads: ThreadPoolExecutor,
         reply: Callable[[FillReply], None],
@@ -77,10 +77,10 @@ class PageArena:
         self.backend = (
             None if source is None else source.open(self.pages, settings.namespace_quota, threads)
         )
-        self.plane = StorePlane(transport, f"kvstore-{name}", pool, wake)
+        self.transport = StoreTransport(transport, f"kvstore-{name}", pool, wake)
         self.puts = Puts(
             self.pages,
-            self.plane,
+            self.transport,
             counters,
             threads,
             max_puts=settings.max_puts,
@@ -89,7 +89,7 @@ class PageArena:
         )
         self.fills = StoreFills(
             self.pages,
-            self.plane,
+            self.transport,
             epoch,
             reply,
             max_fills=settings.max_fills,

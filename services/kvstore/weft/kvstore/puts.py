@@ -23,7 +23,7 @@ from weft.engine.transfer.nixl import NoOneSidedLane, ReadAgents, TransferError
 from weft.kvstore.convert import PutOrder, check_part
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import Incoming, PageStore, group_of
-from weft.kvstore.plane import StorePlane
+from weft.kvstore.transport import StoreTransport
 from weft.v1 import kvstore_pb2
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Puts:
 
     Args:
         pages: what is held.
-        plane: its agents read.
+        transport: its agents read.
         counters: counted into.
         threads: where pages are read and digested.
         max_puts: in work at once.
@@ -60,7 +60,7 @@ class Puts:
     def __init__(
         self,
         pages: PageStore,
-        plane: StorePlane,
+        transport: StoreTransport,
         counters: Counters,
         threads: ThreadPoolExecutor,
         *,
@@ -69,8 +69,8 @@ class Puts:
         data_timeout_s: float,
     ) -> None:
         self._pages = pages
-        self._readers = plane.readers
-        self._nixl_version = plane.nixl_version
+        self._readers = transport.readers
+        self._nixl_version = transport.nixl_version
         self._counters = counters
         self._threads = threads
         self._max_puts = max_puts

@@ -25,9 +25,9 @@ from weft.kvstore.convert import PutOrder
 from weft.kvstore.counters import Counters
 from weft.kvstore.front import FillFront
 from weft.kvstore.page_arena import PageArena, PageSizeMismatch
-from weft.kvstore.plane import Transport
 from weft.kvstore.puts import PutOutcome
 from weft.kvstore.settings import KvStoreSettings
+from weft.kvstore.transport import TransportChoice
 from weft.v1 import kvstore_pb2
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class KvStore:
         self.store_id = store_id
         self.tracer = make_tracer(settings, store_id)
         self.epoch = secrets.randbits(64) | 1
-        self.transport = Transport(settings.page_transport)
+        self.transport = TransportChoice(settings.page_transport)
         self.counters = Counters()
         self.started_at = monotonic()
         self.front = FillFront(self.tracer)
@@ -179,7 +179,9 @@ class KvStore:
     async def describe_transport(self) -> str:
         """Transports and lanes, for people."""
         if self._arena_pages is not None:
-            text = await self._loop.run_in_executor(self._threads, self._arena_pages.plane.describe)
+            text = await self._loop.run_in_executor(
+                self._threads, self._arena_pages.transport.describe
+            )
         else:
             version = self.transport.nixl_version
             text = f"NIXL {version}" if version else "data"
@@ -263,7 +265,7 @@ class KvStore:
             await self._arena_pages.puts.close(CLOSE_TIMEOUT_S)
             if self._arena_pages.backend is not None:
                 await self._arena_pages.backend.close(CLOSE_TIMEOUT_S)
-            await self._loop.run_in_executor(self._threads, self._arena_pages.plane.close)
+            await self._loop.run_in_executor(self._threads, self._arena_pages.transport.close)
         if self._source is not None:
             await self._source.close()
         self._threads.shutdown(wait=False)
@@ -301,7 +303,9 @@ class KvStore:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
             if self._arena_pages is not None:
-                await self._loop.run_in_executor(self._threads, self._arena_pages.plane.close_idle)
+                await self._loop.run_in_executor(
+                    self._threads, self._arena_pages.transport.close_idle
+                )
 
 
 def _map_memory(num_bytes: int) -> mmap.mmap:

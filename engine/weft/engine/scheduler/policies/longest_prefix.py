@@ -41,20 +41,20 @@ class LongestPrefixQueue(SortedQueue):
 
     def candidates(self, now: float) -> Iterator[Request]:
         """See `AdmissionQueue.candidates`."""
-        window = list(islice(self, WINDOW))
-        self._look_up(window)
+        first = list(islice(self, WINDOW))
+        self._look_up(first)
         aged = now - self._ageing_s
-        young = [request for request in window if request.timeline.submitted_at > aged]
+        young = [request for request in first if request.timeline.submitted_at > aged]
         # Sorting is stable: equal ones stay in the order of submission.
         young.sort(key=lambda request: -self._known[request][0])
-        return chain(window[: len(window) - len(young)], young)
+        return chain(first[: len(first) - len(young)], young)
 
-    def _look_up(self, window: list[Request]) -> None:
+    def _look_up(self, first: list[Request]) -> None:
         self._turn += 1
         known = self._known
         never = (0, -1)
-        stalest = sorted(window, key=lambda request: known.get(request, never)[1])
+        stalest = sorted(first, key=lambda request: known.get(request, never)[1])
         for request in stalest[:MAX_LOOK_UPS]:
             known[request] = (self._num_cached_tokens(request), self._turn)
-        for request in window:
+        for request in first:
             known.setdefault(request, never)

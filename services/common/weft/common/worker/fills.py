@@ -139,7 +139,7 @@ def target_to_proto(target: NixlTargetInfo) -> kv_pb2.NixlTarget:
 
 
 def target_from_proto(message: kv_pb2.NixlTarget) -> NixlTargetInfo:
-    """Converts a NIXL target from the wire; the data plane checks it before use."""
+    """Converts a NIXL target from the wire; the transport checks it before use."""
     return NixlTargetInfo(
         version=message.version,
         agent_name=message.agent_name,

@@ -81,9 +81,9 @@ class LateDevice:
         """Number of pieces of work enqueued."""
         self.most_queued = 0
         """Most pieces of work enqueued at one time."""
-        window, self._turn = engine.parts.transport._window, engine.turn
-        if window.staging is not None:
-            window._mover.mark = self.mark  # type: ignore[attr-defined]
+        exchange, self._turn = engine.parts.transport._exchange, engine.turn
+        if exchange.staging is not None:
+            exchange._mover.mark = self.mark  # type: ignore[attr-defined]
             engine.turn = self.turn  # type: ignore[method-assign]
         for name in ("launch", "keep", "copy", "zero", "mark"):
             setattr(executor, name, getattr(self, name))

@@ -91,11 +91,11 @@ def join_planes(owner: Engine, fillers: Sequence[Engine]) -> None:
     used yet.
     """
     plane = owner.parts.transport
-    receiver = LocalReceiver(plane._window)
+    receiver = LocalReceiver(plane._exchange)
     plane._receiver = receiver  # type: ignore[assignment]
     for filler in fillers:
         receivers = {receiver.target().base_address: receiver}
-        senders = LocalSenders(filler.parts.transport._window, receivers)
+        senders = LocalSenders(filler.parts.transport._exchange, receivers)
         filler.parts.transport._senders = senders  # type: ignore[assignment]
         filler.parts.transport.shipper._agents = senders  # type: ignore[assignment]
         filler.filler._nixl_version = VERSION

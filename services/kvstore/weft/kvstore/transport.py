@@ -1,4 +1,4 @@
-"""The store's data plane: agents and the shipping thread."""
+"""The store's transport: agents and the shipping thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.engine.transfer.source import DirectSource
 logger = logging.getLogger(__name__)
 
 
-class Transport:
+class TransportChoice:
     """The transports that this process can use, determined once.
 
     Args:
@@ -56,7 +56,7 @@ class Transport:
         return ["nixl", "data"] if self.nixl_version else ["data"]
 
 
-class StorePlane:
+class StoreTransport:
     """Agents and threads around the pool.
 
     Args:
@@ -67,7 +67,11 @@ class StorePlane:
     """
 
     def __init__(
-        self, transport: Transport, name: str, pool: NDArray[np.uint8], wake: Callable[[], None]
+        self,
+        transport: TransportChoice,
+        name: str,
+        pool: NDArray[np.uint8],
+        wake: Callable[[], None],
     ) -> None:
         self.nixl_version = transport.nixl_version
         self.senders: SendAgents | None = None
