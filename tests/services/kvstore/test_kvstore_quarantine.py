@@ -20,7 +20,7 @@ from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.digest import digest_pages_numpy
 from weft.engine.transfer.nixl import TransferError
-from weft.kvstore import main, plane
+from weft.kvstore import main, transport
 from weft.kvstore.convert import PutOrder, put_order
 from weft.kvstore.counters import Counters
 from weft.kvstore.pages import PageStore
@@ -76,10 +76,10 @@ class Bench:
         self.pages = PageStore(np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8))
         self.readers = FakeReaders(self.contents, self.pages.pool)
         self.counters = Counters()
-        plane: Any = SimpleNamespace(readers=self.readers, nixl_version="1")
+        transport: Any = SimpleNamespace(readers=self.readers, nixl_version="1")
         self.puts = Puts(
             self.pages,
-            plane,
+            transport,
             self.counters,
             ThreadPoolExecutor(2),
             max_puts=4,
@@ -172,11 +172,11 @@ async def test_a_store_that_loses_its_arena_drains_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     senders = SimpleNamespace(describe=str, close_idle=int, close=bool)
-    monkeypatch.setattr(plane, "nixl_available", lambda: (True, ""))
-    monkeypatch.setattr(plane, "load_binding", lambda: SimpleNamespace(version="1"))
-    monkeypatch.setattr(plane, "PoolRegion", SimpleNamespace(of_array=lambda pool: pool))
-    monkeypatch.setattr(plane, "SendAgents", lambda name, region: senders)
-    monkeypatch.setattr(plane, "ReadAgents", UndeadReaders)
+    monkeypatch.setattr(transport, "nixl_available", lambda: (True, ""))
+    monkeypatch.setattr(transport, "load_binding", lambda: SimpleNamespace(version="1"))
+    monkeypatch.setattr(transport, "PoolRegion", SimpleNamespace(of_array=lambda pool: pool))
+    monkeypatch.setattr(transport, "SendAgents", lambda name, region: senders)
+    monkeypatch.setattr(transport, "ReadAgents", UndeadReaders)
     monkeypatch.setattr(main, "configure_logging", lambda *arguments: None)
     ready = tmp_path / "ready.json"
     settings = KvStoreSettings(
