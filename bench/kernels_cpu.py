@@ -232,17 +232,7 @@ def attention_row(model: Model, name: str, requests: Sequence[tuple[int, int]]) 
 
     def run(function: Callable[..., torch.Tensor]) -> torch.Tensor:
         for layer in range(LAYERS):
-            out = function(
-                q,
-                model.pool,
-                layer,
-                step.page_table,
-                step.cu_q_lens,
-                step.kv_lens,
-                DIM**-0.5,
-                step.max_q_len,
-                step.max_kv_len,
-            )
+            out = function(q, model.pool, layer, SPEC, step.group)
         return out
 
     check(run(paged_attention), run(paged_attention_reference))

@@ -21,7 +21,7 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
-from weft.kernels.gpu import activation, attention, draft_rows, greedy, norm, rope
+from weft.kernels.gpu import activation, draft_rows, greedy, norm, rope
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
@@ -85,10 +85,6 @@ def gpu_kernels() -> Iterator[None]:
         assert num_kv_heads == pool.shape[1]
         plain = (None, None, 1e-6)
         return rope.rope_and_cache(qkv, positions, cos_sin, pool, layer, slots, num_heads, *plain)
-
-    def paged_attention(*arguments: object, **trees: object) -> torch.Tensor:
-        *common, first_position = arguments
-        return attention.paged_attention(*common, first_position=first_position, **trees)
 
     def normed_linear(
         x: torch.Tensor,

@@ -433,19 +433,20 @@ class StepGraphs:
 
     def _forward(self, bucket: GraphBucket) -> torch.Tensor:
         if bucket.kind == "decode":
-            batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
+            step = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
         else:
-            batch = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
+            step = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
+        known: dict[str, int] = {"is_cold": bucket.kind == "prompts"}
         if bucket.kind in ("verify", "tree"):
-            batch.max_q_len = 1 + bucket.drafts
-        # Beside trees there may be prompts.
-        batch.wants_all = bucket.kind in ("decode", "verify")
-        batch.is_cold = bucket.kind == "prompts"
+            known["max_q_len"] = 1 + bucket.drafts
         if bucket.kind == "cold":
             # With one request, as many positions as rows say that nothing is before them. Rows of
             # padding come after all others, which therefore do not see them.
-            batch.max_kv_len = bucket.tokens
-        return self._model.forward(batch, self._pool)
+            known["max_kv_len"] = bucket.tokens
+        step.groups = tuple(group._replace(**known) for group in step.groups)
+        # Beside trees there may be prompts.
+        step.wants_all = bucket.kind in ("decode", "verify")
+        return self._model.forward(step, self._pool)
 
 
 @contextmanager
