@@ -21,7 +21,7 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
-from weft.kernels.gpu import activation, draft_rows, greedy, norm, rope
+from weft.kernels.gpu import activation, attention, draft_rows, greedy, norm, rope
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed
@@ -100,7 +100,7 @@ def gpu_kernels() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_head, "rope_and_cache", rope_and_cache)
-        patch.setattr(draft_head, "paged_attention", paged_attention)
+        patch.setattr(draft_head, "paged_attention", attention.paged_attention)
         patch.setattr(draft_head, "normed_linear", normed_linear)
         patch.setattr(draft_head, "rms_norm", norm.rms_norm)
         patch.setattr(draft_head, "_join", draft_rows.join_rows)

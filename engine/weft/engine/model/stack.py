@@ -32,7 +32,7 @@ class Run:
         """Runs the layers; returns the step as they have prepared it for further runs."""
         if self._dense is None or not self._dense.fits(pool):
             return self.by_operation(stream, step, pool)
-        first, group = self.layers[0].index, step.groups[Attention.group]
+        first, group = self.layers[0].number, step.groups[Attention.group]
         hidden = stream.settle()
         self._dense(hidden, step.positions, group, pool, first, step.lora, stream.taps)
         return step
@@ -42,7 +42,7 @@ class Run:
         first, rows = self.layers[0], stream.rows
         stream.begin_run(first.mixer.folds(rows, step.lora) and first.feed.folds(rows, step.lora))
         for layer in self.layers:
-            stream.enter(layer.index)
+            stream.enter(layer.number)
             x = stream.normed(layer.input_norm)
             step = layer.mixer.prepare(step, rows, pool)
             layer.finish(stream, layer.mixer.write(x, step, pool), step, pool)
@@ -124,7 +124,7 @@ class Stack:
             return self.norm(hidden.index_select(0, rows))
         # Of the last layer only the wanted rows are needed, apart from their K and V.
         last, stream = self._last, Stream(run_all(self._but_last, hidden, step, pool, taps), taps)
-        stream.enter(last.index)
+        stream.enter(last.number)
         query = last.mixer.write(stream.normed(last.input_norm), step, pool)
         if rows.shape[0] == 0:
             return hidden.new_empty((0, hidden.shape[1]))

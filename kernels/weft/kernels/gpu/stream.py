@@ -25,9 +25,9 @@ from weft.kernels.stream import Combine, GatedSum, Normed, Pending, Stream, Sum,
 class GpuStream(Stream):
     """`Stream` through consecutive layers on a GPU.
 
-    What was added last is pending until the next norm is asked for, or none is to follow. Of few
-    rows (`begin_run`) it is added by its own product, which the tap of the layer behind goes with too;
-    else by the kernel of that norm.
+    What was added last is pending until the next norm is asked for, or the stream is settled. Of
+    few rows its own product adds it, and taps what enters the layer behind (`begin_run`); of more
+    rows the kernel of the next norm does.
 
     Args:
         value: [T, H], contiguous; overwritten.

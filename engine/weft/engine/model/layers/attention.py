@@ -113,7 +113,7 @@ class Attention:
             spec.kv_heads,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
-            0.0 if norm is None else norm.eps,
+            1e-6 if norm is None else norm.eps,
             None if own is None else own.k,
             is_settled=group.is_settled,
         )

@@ -75,7 +75,7 @@ class Layer(NamedTuple):
     It is cut in two where the last layer of a step may stop, or go on with fewer rows.
     """
 
-    index: int
+    number: int
     """Its index in the pool."""
     input_norm: Norm
     mixer: Mixer

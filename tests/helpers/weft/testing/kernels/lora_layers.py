@@ -17,7 +17,7 @@ from weft.kernels.attention import AttentionSpec, GroupStep
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.norm import Norm
-from weft.testing.kernels.layer_cases import step_of
+from weft.testing.kernels.layer_cases import make_cos_sin, step_of
 from weft.testing.kernels.lora_cases import LoraCase, draw_slots, make_lora
 
 LAYERS, PAGE_SIZE, MAX_CONTEXT, EPS = 2, 16, 40, 1e-5
@@ -148,9 +148,7 @@ def make_layers(
     weights = [_draw_layer(sizes, dtype, device) for _ in range(LAYERS)]
     _, _, heads, kv_heads, dim = sizes
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
-    steps = torch.arange(0, dim, 2) / dim
-    angles = torch.outer(torch.arange(MAX_CONTEXT).float(), 1e4**-steps).to(device)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    cos_sin = make_cos_sin(dim, MAX_CONTEXT).to(device)
     layers = [
         Layer(
             index,
