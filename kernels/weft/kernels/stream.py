@@ -132,7 +132,7 @@ class Stream:
 
     def of_rows(self, rows: torch.Tensor) -> Stream:
         """A stream of some of the rows ([L] int64)."""
-        return Stream(self._value.index_select(0, rows))
+        return Stream(self.settle().index_select(0, rows))
 
 
 def stream_of(hidden: torch.Tensor, taps: Taps | None) -> Stream:

@@ -32,9 +32,10 @@ class Run:
         """Runs the layers; returns the step as they have prepared it for further runs."""
         if self._dense is None or not self._dense.fits(pool):
             return self.by_operation(stream, step, pool)
-        first, group = self.layers[0].number, step.groups[Attention.group]
-        hidden = stream.settle()
-        self._dense(hidden, step.positions, group, pool, first, step.lora, stream.taps)
+        first, hidden = self.layers[0], stream.settle()
+        assert isinstance(first.mixer, Attention)
+        group = step.groups[first.mixer.group]
+        self._dense(hidden, step.positions, group, pool, first.number, step.lora, stream.taps)
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:

@@ -69,7 +69,7 @@ class GpuStream(Stream):
 
     def add(self, pending: Pending) -> None:
         """See `Stream.add`."""
-        assert self._pending is None, "a norm follows each addition"
+        assert self._pending is None, "a norm is read between two additions"
         self._pending = pending
 
     def settle(self) -> torch.Tensor:
