@@ -1,9 +1,9 @@
 """The residual stream: the one contract between layers.
 
-A layer reads the stream through a norm and adds to it. What it adds is `Pending` until it is
-settled, so that a GPU can compute an addition, the norm behind it and the product that reads that
-norm in fewer launches (`weft.kernels.gpu.stream`). Every addition passes `Stream.add`, whoever
-makes it: what belongs to additions of all kinds has its one place there.
+A layer reads the stream through a norm and returns what it adds. That is `Pending` until the
+stream settles it, so that a GPU can compute an addition, the norm behind it and the product that
+reads that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the stream by
+itself: what concerns every addition, whoever makes it, belongs into `Stream`.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def test_a_step_that_begins_one_token_early_needs_nothing_that_was_kept(setup: S
     null_page = driver._free_pages.pop()
     request.num_cached, request.slot = 23, 6
     batch = driver.batch([(request, text[23:40])])
-    batch.slots[0] = null_page * driver.page_size
+    batch.groups[0].places[0] = null_page * driver.page_size
     with torch.inference_mode():
         setup.model.forward(batch, driver.pool)
     check_entries(setup, driver, request, text[:40])

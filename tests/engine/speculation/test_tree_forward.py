@@ -45,9 +45,9 @@ def test_each_path_is_as_the_same_chain(
     chain = PagedRequest()
     work = [*zip(requests, brought, strict=True), (chain, tokens_of(9))]
     batch = driver.batch(work, logits_rows=range(1 + sum(map(len, trees))))
-    batch.ancestors = torch.tensor(
-        [1, *(word for parents in trees for word in words_of(parents)), *[-1] * 69]
-    )
+    words = [1, *(word for parents in trees for word in words_of(parents)), *[-1] * 69]
+    (group,) = batch.groups
+    batch.groups = (group._replace(ancestors=torch.tensor(words)),)
     begin = 1
     for parents in trees:
         start = int(batch.positions[begin])
