@@ -386,11 +386,11 @@ def first_logits(llm: LLM, prompts: list[list[int]]) -> tuple[torch.Tensor, list
 
 def change_a_tile(llm: LLM) -> None:
     """Changes one tile of the second layer's last projection."""
-    layer = llm.engine._executor._model.model.layers[1]  # type: ignore[attr-defined]
-    if isinstance(layer.mlp, SparseMLP):
-        layer.mlp.weight.experts.stacked[1][:, :256, :256].add_(0.5)
+    feed = llm.engine._executor._model.model.layers[1].feed  # type: ignore[attr-defined]
+    if isinstance(feed, SparseMLP):
+        feed.weight.experts.stacked[1][:, :256, :256].add_(0.5)
     else:
-        layer.mlp.down_proj.weight.data[:256, :256].add_(0.5)
+        feed.down_proj.data[:256, :256].add_(0.5)
 
 
 def bench_model(

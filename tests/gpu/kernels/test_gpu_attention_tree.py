@@ -201,8 +201,8 @@ class Steps:
         return StepArrays(
             token_ids=np.array([token for new in tokens for token in new]),
             positions=positions,
-            slots=pages * PAGE + positions % PAGE,
-            rows=np.array(slots),
+            places=pages * PAGE + positions % PAGE,
+            slots=np.array(slots),
             cu_q_lens=np.cumsum([0, *q_lens]).astype(np.int32),
             kv_lens=np.add(starts, q_lens).astype(np.int32),
             logits_rows=np.arange(sum(q_lens)),

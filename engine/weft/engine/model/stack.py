@@ -110,7 +110,7 @@ class Stack:
         """Assembles the parts; `embed_tokens` is [vocab, hidden]."""
         self.embed_tokens = embed_tokens
         self.norm = norm
-        self._last = layers[-1]
+        self.layers = tuple(layers)
         self._whole = runs_of(layers)
         self._but_last = runs_of(layers[:-1])
 
@@ -124,7 +124,10 @@ class Stack:
             hidden = run_all(self._whole, hidden, step, pool, taps)
             return self.norm(hidden.index_select(0, rows))
         # Of the last layer only the wanted rows are needed, apart from their K and V.
-        last, stream = self._last, Stream(run_all(self._but_last, hidden, step, pool, taps), taps)
+        last, stream = (
+            self.layers[-1],
+            Stream(run_all(self._but_last, hidden, step, pool, taps), taps),
+        )
         stream.enter(last.number)
         query = last.mixer.write(stream.normed(last.input_norm), step, pool)
         if rows.shape[0] == 0:

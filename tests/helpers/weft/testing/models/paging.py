@@ -40,7 +40,7 @@ class PagedDriver:
         work: Sequence[tuple[PagedRequest, Sequence[int]]],
         logits_rows: Sequence[int] | None = None,
     ) -> Step:
-        """Describes a step and counts its tokens as cached.
+        """Describes a step, on the pool's device, and counts its tokens as cached.
 
         Args:
             work: Requests with their new tokens.
@@ -64,20 +64,23 @@ class PagedDriver:
         table = [r.pages + [-1] * (width - len(r.pages)) for r, _ in work]
         rows = [end - 1 for end in starts[1:]] if logits_rows is None else list(logits_rows)
         kv_lens = [request.num_cached for request, _ in work]
+        device = self.pool.device
         group = GroupStep(
-            page_table=torch.tensor(table, dtype=torch.int32),
-            places=torch.tensor(places),
-            cu_q_lens=torch.tensor(starts, dtype=torch.int32),
-            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            page_table=torch.tensor(table, dtype=torch.int32, device=device),
+            places=torch.tensor(places, device=device),
+            cu_q_lens=torch.tensor(starts, dtype=torch.int32, device=device),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
             max_q_len=max(len(tokens) for _, tokens in work),
             max_kv_len=max(kv_lens),
         )
         return Step(
-            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
-            positions=torch.tensor(positions),
+            token_ids=torch.tensor(
+                [token for _, tokens in work for token in tokens], device=device
+            ),
+            positions=torch.tensor(positions, device=device),
             groups=(group,),
-            logits_rows=torch.tensor(rows, dtype=torch.int64),
-            slots=torch.tensor([request.slot for request, _ in work]),
+            logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            slots=torch.tensor([request.slot for request, _ in work], device=device),
         )
 
     @torch.inference_mode()
