@@ -72,7 +72,7 @@ DRAFTS = {
 }
 
 
-MAX_ORDERS = 200_000
+MAX_ORDERS = 20_000
 """Steps after which no order of an instance's properties is tried any more."""
 BYTES = tokenizer_of([*(bytes([byte]) for byte in range(256)), b""], [256])
 """Tokens of single bytes."""
