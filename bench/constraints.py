@@ -219,13 +219,19 @@ def _behind(
         if (closed := _consumed(matcher, begin.strip(", ") + end, budget)) is not None:
             yield closed
         return
+    found: list[tuple[int, LLMatcher, list[tuple[str, Any]]]] = []
     for index, (name, part) in enumerate(left if end == "}" else left[:1]):
         named = _consumed(matcher, begin + name, budget)
         if named is None:
             continue
         rest = left[:index] + left[index + 1 :]
         for behind in in_some_order(named, part, budget):
-            yield from _behind(behind, ", ", rest, end, budget)
+            num_next = sum(_consumed(behind, f", {name}", budget) is not None for name, _ in rest)
+            found.append((num_next, behind, rest))
+    # First the member behind which most of the others may come: it is the first in the grammar.
+    found.sort(key=lambda one: -one[0])
+    for _, behind, rest in found:
+        yield from _behind(behind, ", ", rest, end, budget)
 
 
 def _consumed(matcher: LLMatcher, text: str, budget: Iterator[int]) -> LLMatcher | None:

@@ -56,8 +56,12 @@ def test_gateway_and_store_need_no_torch(package: str) -> None:
 
 
 def test_the_store_needs_no_valkey_unless_it_is_asked_for() -> None:
-    apart = [f"weft.kvstore.backends.{name}" for name in ("valkey", "valkey_servers")]
-    import_all("weft.kvstore", "valkey,libvalkey", apart)
+    import_all("weft.kvstore", "valkey,libvalkey", ["weft.kvstore.backends.valkey"])
+
+
+def test_the_gateway_needs_no_valkey_unless_it_is_asked_for() -> None:
+    apart = ["weft.gateway.api.responses.shared_store"]
+    import_all("weft.gateway", "valkey,libvalkey", apart)
 
 
 @pytest.mark.parametrize("package", ["weft.kernels", "weft.engine"])

@@ -100,7 +100,7 @@ def test_small_images_have_the_projects_bounds(group: str) -> None:
     extras = project["project"]["optional-dependencies"]
     known = {*project["project"]["dependencies"], *extras["otlp"], *extras["valkey"]}
     assert set(wanted) <= known
-    assert (set(extras["valkey"]) <= set(wanted)) == (group == "kvstore")
+    assert set(extras["valkey"]) <= set(wanted)
     assert not [name for name in wanted if name.startswith(("torch", "transformers", "triton"))]
 
 

@@ -410,3 +410,15 @@ async def test_a_call_without_arguments_has_an_empty_object(mesh: Mesh) -> None:
         mesh.text = f"</think><tool_call>{written}</tool_call>"
         message, _ = await mesh.whole(tools=TOOLS)
         assert message["tool_calls"] == [call("{}", "stop")]
+
+
+@templates(UNTOLD)
+async def test_chunks_of_tokens_without_text_have_an_empty_content(mesh: Mesh) -> None:
+    """The token that ends a text has log-probabilities; clients expect a text in every chunk."""
+    mesh.text = "Thought.</think>Sunny."
+    events = await mesh.harness.events("ChatCompletions", {"messages": USER, "logprobs": True})
+    choices = [choice for event in events for choice in event["choices"]]
+    assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) > len("Sunny.") / 2
+    for choice in choices[:-1]:
+        assert choice["delta"].keys() & {"content", "reasoning"}
+    assert choices[-1]["delta"] == {}

@@ -55,6 +55,15 @@ def test_whole_numbers(bounds: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("step", [0.25, 0.125, 0.05, 0.75])
+def test_multiples_may_leave_zeros_at_their_end_away(step: float) -> None:
+    grammar = compiled({"type": "number", "multipleOf": step, "minimum": -3, "maximum": 40})
+    for thousandths in range(-4000, 4000, 5):
+        text = repr(thousandths / 1000)
+        is_multiple = Fraction(text) % Fraction(repr(step)) == 0 and thousandths >= -3000
+        assert accepts(grammar, text) == is_multiple, text
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_numbers_within_random_bounds(merged: bool) -> None:
     """Walks through the masks end at numbers that are valid, and bounds themselves are allowed."""

@@ -20,6 +20,11 @@ OBJECT = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "k": {"enum": ["x", "y"]}},
 }
+BARE = {
+    "type": "object",
+    "properties": {"c": {"type": "integer"}},
+    "additionalProperties": False,
+}
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, 2, -1, 3.5, "", "a", "b", "bc", "abc", [], [1], [1, 1], [1, 2]),
     *(
@@ -54,6 +59,8 @@ COMBINED: list[Any] = [
     {**OBJECT, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     {**OBJECT, "oneOf": [{"required": ["a", "b"]}, {"required": ["k"]}]},
     {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "maxItems": 1}]},
+    {"oneOf": [{**OBJECT, "additionalProperties": False}, {**BARE, "required": ["c"]}]},
+    {"oneOf": [BARE, {**BARE, "properties": {"a": {"type": "integer"}}}]},
     {"oneOf": [{"const": 1}, {"enum": [2, "a"]}, {"type": "null"}]},
     {"oneOf": [{"type": "integer", "maximum": 0}, {"type": "integer", "minimum": 1}]},
     {**OBJECT, "dependentRequired": {"a": ["b"], "k": ["a"]}},
@@ -313,3 +320,18 @@ def test_an_older_draft_reads_references_alone() -> None:
     validator = validators.validator_for(schema)(schema)
     for text in ("[]", "[1]", '["a"]', "[1,2]"):
         assert accepts(grammar, text) == validator.is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize("keywords", [{"properties": {}}, {"required": [], "items": {}}])
+def test_keywords_that_exclude_nothing_imply_no_type(keywords: Any) -> None:
+    grammar = compiled({"type": "object", "properties": {"a": keywords}})
+    for value in ("text", 3, {"b": 1}, [1]):
+        assert accepts(grammar, written({"a": value})), value
+    assert not accepts(compiled({"type": "object", "properties": {}}), written({"b": 1}))
+
+
+def test_a_class_that_may_match_anywhere_is_cheap() -> None:
+    grammar = compiled({"type": "string", "pattern": "[A-Za-z0-9-_.:]{1,255}"})
+    assert accepts(grammar, '"  a  "')
+    assert accepts(grammar, json.dumps("a" * 300))
+    assert not accepts(grammar, '"  "')

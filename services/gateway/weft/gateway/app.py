@@ -25,7 +25,7 @@ from weft.gateway.admission.slo import LatencyGate
 from weft.gateway.admission.slo.admission import LatencyAdmission
 from weft.gateway.admission.tenants import Tenants
 from weft.gateway.api.adapter_calls import AdapterCalls
-from weft.gateway.api.dialects import add_dialects
+from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.catalogue import Catalogue, ServedModel
@@ -125,6 +125,7 @@ class GatewayApp:
         self.metrics = GatewayMetrics(is_on=settings.metrics_port is not None)
         self._gateway_id = f"gateway-{secrets.token_hex(4)}"
         self._gateway_epoch = secrets.randbits(64)
+        self._responses = make_response_store(settings)
         self.fleet = Fleet(discovery or make_discovery(settings), self._make_worker, self._models)
         self._admission = Admission(settings.max_running_requests, settings.max_queued_requests)
         self._tenants = Tenants(settings.tenants_file)
@@ -250,6 +251,7 @@ class GatewayApp:
             openai=self._openai,
             registry=self.metrics.registry,
             gateway=self._gateway_id.removeprefix("gateway-"),
+            responses=self._responses,
         )
 
     def _add_gauges(self) -> None:
@@ -366,6 +368,7 @@ class GatewayApp:
         # One that failed has said so when it did.
         await asyncio.gather(*tasks, return_exceptions=True)
         self._openai.close()
+        await self._responses.close()
         for served in self.catalogue:
             served.latency_admission.close()
             served.preparer.close()

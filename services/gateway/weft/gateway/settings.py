@@ -323,6 +323,31 @@ class GatewaySettings(ServiceSettings):
     max_stored_responses: int = Field(
         4096, ge=1, description="responses that are kept at most, in responses"
     )
+    response_store_url: list[str] = Field(
+        [],
+        max_length=64,
+        repr=False,
+        description="Valkey or Redis server, or some nodes of a cluster, that keeps responses "
+        "instead, for all gateways with the same URL: valkey://HOST:PORT or "
+        "valkeys://USER:PASSWORD@HOST:PORT?ssl_ca_certs=FILE (TLS)",
+    )
+    response_store_password_file: Path | None = Field(
+        None, description="file with that server's password, instead of one in the URL"
+    )
+    response_store_prefix: str = Field(
+        "weft-responses",
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="prefix of the responses' names there; meshes with different ones share none",
+    )
+    response_store_timeout_s: float = Field(
+        1.0, ge=0.01, le=60, description="time limit of a call to that server, in seconds"
+    )
+    response_ttl_s: float = Field(
+        7 * 86400.0,
+        ge=1,
+        le=10 * 365 * 86400,
+        description="time after its last use at which a response expires there, in seconds",
+    )
     rest_metrics: bool = Field(
         False,
         description="serve the gateway's metrics as /metrics on the REST port; with API keys only "

@@ -88,7 +88,20 @@ def prepare_number(
     out |= {"minimum": _json(low, -1), "maximum": _json(high, 1)}
     if given["multipleOf"] is not None or not (is_integer or is_merged):
         out["multipleOf"] = _json(step)
-    return out
+    if is_merged or step * 10**decimals == 1:
+        return out
+    # llguidance takes 2.50 for a multiple of 0.25, but 2.5 for none: it is one of 0.5.
+    multiples = {_common_multiple(step, Fraction(1, 10**count)) for count in range(1, decimals)}
+    shorter = [one for one in sorted(multiples - {step}) if math.ceil(low / one) * one <= high]
+    found = [out, *({**out, "multipleOf": _json(multiple)} for multiple in shorter)]
+    return {"anyOf": found} if shorter else out
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    """The least common multiple."""
+    return Fraction(
+        math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator)
+    )
 
 
 def _number(schema: Mapping[str, Json], name: str, at: str) -> Fraction | None:

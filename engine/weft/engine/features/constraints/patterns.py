@@ -34,6 +34,8 @@ _IGNORING_CASE = re.compile(r"\(\?i\)")
 _REPEATED = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
 _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})")
 _PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=]+\}")
+_ONE_CLASS = re.compile(r"(\[\^?[^\[\]\\^]+\])\{([0-9]+),[0-9]*\}")
+"""A class that is repeated, and nothing else: a pattern that matches anywhere in a string."""
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
@@ -51,7 +53,11 @@ def convert_pattern(pattern: str) -> str:
     Raises:
         ValueError: Something in it has no equal.
     """
-    return _Converter(_WITHOUT_LOOKAHEAD.get(pattern, pattern), keeps_anchors=True).convert()
+    pattern = _WITHOUT_LOOKAHEAD.get(pattern, pattern)
+    if found := _ONE_CLASS.fullmatch(pattern):
+        # The longer matches contain the shortest one, and say nothing more.
+        pattern = f"{found[1]}{{{found[2]}}}"
+    return _Converter(pattern, keeps_anchors=True).convert()
 
 
 def convert_regex(regex: str) -> str:

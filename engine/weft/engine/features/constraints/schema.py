@@ -66,6 +66,18 @@ _ANY: Json = {
 """Any value: numbers end, which those of llguidance's own do not."""
 _SHARED: dict[str, Json] = {"any": _ANY, **FREE_NUMBERS}
 """Definitions of what is compiled once for each schema that needs it."""
+_VACUOUS: dict[str, tuple[Json, ...]] = {
+    "properties": ({},),
+    "patternProperties": ({},),
+    "required": ([],),
+    "additionalProperties": (True, {}),
+    "items": (True, {}),
+    "minItems": (0,),
+    "minLength": (0,),
+    "minProperties": (0,),
+    "uniqueItems": (False,),
+}
+"""Values of keywords that exclude nothing, and so imply no type either."""
 _ESCAPED = "\b\t\n\f\r"
 """Control characters that JSON can spell without a code."""
 
@@ -175,6 +187,8 @@ class _Rewriter:
         if "enum" in schema or "const" in schema:
             return self._listed(schema, at)
         base = {name: schema[name] for name in schema if name in _ASSERTING}
+        if _is_vacuous(base):
+            base = {}
         combined = [name for name in schema if name in _COMBINING and self._says(schema, name)]
         several = len(combined) + bool(base) > 1 or is_merged
         if len(combined) == 1 and combined[0] == "allOf" and not base:
@@ -201,10 +215,11 @@ class _Rewriter:
     def _is_any(self, schema: Mapping[str, Json]) -> bool:
         if self._is_old and "contentMediaType" in schema:
             return False
-        return not any(
-            name in _ASSERTING or name in _COMBINING or name in _NEVER or name in ("enum", "const")
-            for name in schema
-        )
+        if any(
+            name in _COMBINING or name in _NEVER or name in ("enum", "const") for name in schema
+        ):
+            return False
+        return _is_vacuous({name: schema[name] for name in schema if name in _ASSERTING})
 
     def _any(self) -> Json:
         self._shared("number")
@@ -305,13 +320,16 @@ class _Rewriter:
             j: negated(behind[j], self.behind_references)
             for j in {j for others in overlaps.values() for j in others}
         }
-        if any(opposite is None for opposite in opposites.values()):
-            message = "the schemas may overlap; use anyOf, or tell them apart by a constant"
-            raise ValueError(_at(at, message))
-        branches = [
-            self._all([(parts[i], f"{at}/{i}"), *((opposites[j], f"{at}/{j}") for j in others)])
-            for i, others in overlaps.items()
-        ]
+        branches = []
+        for i, others in overlaps.items():
+            whole = [(parts[i], f"{at}/{i}")]
+            for j in others:
+                opposite = _either_of(opposites[j], _outside(behind[i], behind[j]))
+                if opposite is None:
+                    message = "the schemas may overlap; use anyOf, or tell them apart by a constant"
+                    raise ValueError(_at(at, message))
+                whole.append((opposite, f"{at}/{j}"))
+            branches.append(self._all(whole))
         return [_any_of(branches)]
 
     def _not(
@@ -537,7 +555,8 @@ class _Rewriter:
         if values is None:
             message = "is supported for items of an enum alone"
             raise ValueError(_at(f"{at}/uniqueItems", message))
-        values = [_plain(value) for value in values if _can_be_written(value)]
+        plain = [_plain(value) for value in values if _can_be_written(value)]
+        values = list({json.dumps(value, sort_keys=True): value for value in plain}.values())
         sizes = range(least, min(len(values), len(values) if most is None else int(most)) + 1)
         for arrange in (itertools.permutations, itertools.combinations):
             arrays = (list(found) for size in sizes for found in arrange(values, size))
@@ -706,6 +725,31 @@ class _Rewriter:
     def _require(is_right: bool, at: str, message: str) -> None:
         if not is_right:
             raise ValueError(_at(at, message))
+
+
+def _outside(one: Json, other: Json) -> list[Json]:
+    """Schemas of objects under one schema that have a property which the other does not allow."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return []
+    is_shut = other.get("additionalProperties") is False and "patternProperties" not in other
+    if not is_shut or "$ref" in other:
+        return []
+    names = one.get("properties", {}).keys() - other.get("properties", {}).keys()
+    return [{"type": "object", "required": [name]} for name in sorted(names)]
+
+
+def _either_of(schema: Json, others: list[Json]) -> Json:
+    """A schema of what one of them allows; None: there is none."""
+    found = ([schema] if schema is not None else []) + others
+    return {"anyOf": found} if len(found) > 1 else found[0] if found else None
+
+
+def _is_vacuous(asserting: Mapping[str, Json]) -> bool:
+    """Whether keywords exclude nothing, whatever type a value has."""
+    return all(
+        any(type(value) is type(known) and value == known for known in _VACUOUS.get(name, ()))
+        for name, value in asserting.items()
+    )
 
 
 def _any_of(parts: Iterable[Json]) -> Json:

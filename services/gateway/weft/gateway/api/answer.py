@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -60,6 +60,7 @@ async def run_answer(
     *,
     is_streamed: bool,
     headers: tuple[tuple[str, str], ...] = (),
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Runs a request and sends its answer.
 
@@ -70,6 +71,7 @@ async def run_answer(
         context: The call to be answered.
         is_streamed: Send the answer as it comes.
         headers: More that the client is told ahead of the answer.
+        before_end: What is awaited once the answer is whole, before the client is told its end.
 
     Raises:
         WeftError: The request was refused or failed.
@@ -86,6 +88,8 @@ async def run_answer(
                 await context.write(HttpBody(content_type=kind, data=data))
         await stream.settle()
         last = writer.end() if is_streamed else to_json(writer.whole())
+    if before_end is not None:
+        await before_end()
     await context.write(HttpBody(content_type=kind, data=last))
 
 

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import grpc
 from prometheus_client import CollectorRegistry
+from weft.engine.base.errors import ConfigError
 from weft.gateway.api.anthropic.service import AnthropicFace
 from weft.gateway.api.ollama.service import OllamaFace
 from weft.gateway.api.openai.service import OpenAIFace
 from weft.gateway.api.responses.service import ResponsesFace
-from weft.gateway.api.responses.store import ResponseStore
+from weft.gateway.api.responses.store import MemoryResponses, ResponseStore
 from weft.gateway.api.server.service import ServerFace
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.settings import GatewaySettings
 from weft.v1 import dialects_pb2_grpc
+
+
+def make_response_store(settings: GatewaySettings) -> ResponseStore:
+    """Makes the store of responses that the settings ask for.
+
+    Raises:
+        ConfigError: They make no sense.
+    """
+    if not settings.response_store_url:
+        return MemoryResponses(settings.response_store_bytes, settings.max_stored_responses)
+    if importlib.util.find_spec("valkey") is None:
+        raise ConfigError(
+            "the package `valkey` is not installed: pip install 'weft[valkey]'",
+            param="response_store_url",
+        )
+    # Imported here: the client of these servers is an extra of the package.
+    from weft.gateway.api.responses.shared_store import SharedResponses
+
+    return SharedResponses(
+        settings.response_store_url,
+        settings.response_store_password_file,
+        prefix=settings.response_store_prefix,
+        ttl_s=settings.response_ttl_s,
+        timeout_s=settings.response_store_timeout_s,
+    )
 
 
 def add_dialects(
@@ -25,6 +53,7 @@ def add_dialects(
     openai: OpenAIFace,
     registry: CollectorRegistry,
     gateway: str,
+    responses: ResponseStore,
 ) -> None:
     """Wires the faces.
 
@@ -36,11 +65,11 @@ def add_dialects(
         openai: The face whose parser of bodies and whose readiness they share.
         registry: Metrics of the gateway.
         gateway: Name of this gateway in ids of responses: letters and digits.
+        responses: Keeps responses.
     """
     bodies = openai.bodies
-    store = ResponseStore(settings.response_store_bytes, settings.max_stored_responses)
-    responses = ResponsesFace(pipeline, bodies, store, gateway)
-    dialects_pb2_grpc.add_ResponsesServiceServicer_to_server(responses, server)
+    face = ResponsesFace(pipeline, bodies, responses, gateway)
+    dialects_pb2_grpc.add_ResponsesServiceServicer_to_server(face, server)
     anthropic = AnthropicFace(pipeline, models, bodies)
     dialects_pb2_grpc.add_AnthropicServiceServicer_to_server(anthropic, server)
     ollama = OllamaFace(pipeline, models, bodies)

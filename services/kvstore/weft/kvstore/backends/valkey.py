@@ -15,19 +15,17 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from valkey.exceptions import OutOfMemoryError
+from weft.common.valkey_servers import Command, Reply, ValkeyServers, read_password
 from weft.engine.base.clock import monotonic
-from weft.engine.base.errors import ConfigError
 from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.tiers.policy import TierPolicy
 from weft.engine.sources.tiers.tier import TierCounters
 from weft.engine.transfer.digest import digest_pages
 from weft.kvstore.backends.fetching import Fetching
-from weft.kvstore.backends.valkey_servers import Command, Reply, ValkeyServers
 from weft.kvstore.backends.valkey_values import (
     HEADER_BYTES,
     StoredPage,
@@ -73,7 +71,7 @@ class ValkeySource:
     def __init__(self, settings: KvStoreSettings) -> None:
         password = None
         if settings.valkey_password_file is not None:
-            password = _read_password(settings.valkey_password_file)
+            password = read_password(settings.valkey_password_file, "valkey_password_file")
         self._settings = settings
         self._servers = ValkeyServers(settings.valkey_url, password, settings.valkey_timeout_s)
 
@@ -370,12 +368,3 @@ def _is_number(reply: Reply, number: int) -> bool:
 def _num_leading(are_true: Sequence[bool]) -> int:
     """Number of leading true values."""
     return next((index for index, is_true in enumerate(are_true) if not is_true), len(are_true))
-
-
-def _read_password(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error}", param="valkey_password_file"
-        ) from error

@@ -21,7 +21,10 @@ class Mesh:
 
     def script(self, submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         ids = self.harness.ids(self.text)
-        return Script(tokens=[ids if self.is_cut else [*ids, self.harness.end]])
+        return Script(
+            tokens=[ids if self.is_cut else [*ids, self.harness.end]],
+            top_logprobs=0 if submit.HasField("logprobs") else None,
+        )
 
     @property
     def prompt(self) -> str:

@@ -281,7 +281,8 @@ class ChatWriter(AnswerWriter):
         logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
         choice = {
             "index": delta.sample,
-            "delta": added,
+            # Of tokens without a text of their own, such as one that ends it; clients add texts up.
+            "delta": added or {"content": ""},
             "logprobs": logprobs,
             "finish_reason": None,
             **self._ids(delta),

@@ -70,7 +70,16 @@ class BodyParser:
             body = parse_body(cls, data, self._max_bytes)
             return body, translate(body)
 
-        if len(data) <= _LARGE_BYTES:
+        return await self.run(len(data), work)
+
+    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Does work that takes the longer the more bytes a body has.
+
+        Args:
+            num_bytes: Of the body.
+            work: What is to be done.
+        """
+        if num_bytes <= _LARGE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 

@@ -30,6 +30,7 @@ from weft.gateway.api.responses.translate import (
     AskedResponse,
     Conversation,
     continued,
+    referred_items,
     response_request,
 )
 from weft.gateway.api.responses.writer import PREFIX, ResponseWriter
@@ -42,10 +43,12 @@ from weft.v1 import dialects_pb2, dialects_pb2_grpc
 _CANCEL_S = 5.0
 """Seconds to wait for the end of a cancelled response."""
 _SHOWN_CHARS = 80
+_MAX_REFERRED = 64
+"""Most responses whose items one input may refer to."""
 
 
 class ResponseNotFound(WeftError):
-    """This gateway keeps no such response of the calling tenant."""
+    """There is no such response of the calling tenant."""
 
     reason = "RESPONSE_NOT_FOUND"
     grpc_code = "NOT_FOUND"
@@ -91,15 +94,13 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         with field_names(NAMES, PARTS):
             facts = call_facts(context, f"{PREFIX}{self._gateway}")
             tenant = facts.tenant
-            outputs: dict[str, list[Any]] = {}
-            body, asked = await self._bodies.parse(
-                ResponsesBody,
-                request.data,
-                lambda body: response_request(
-                    body, facts, lambda id_: self._item(tenant, id_, outputs)
-                ),
+            body, ids = await self._bodies.parse(ResponsesBody, request.data, referred_items)
+            items = await self._items(tenant, ids)
+            asked = await self._bodies.run(
+                len(request.data),
+                lambda: response_request(body, facts, lambda id_: _item(items, id_)),
             )
-            history = self._history(tenant, body.previous_response_id)
+            history = await self._history(tenant, body.previous_response_id)
             generate = continued(asked, history)
             running = self._running[facts.request_id] = _Running(tenant)
             try:
@@ -117,17 +118,24 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         history: Sequence[Mapping[str, Any]],
         context: Context,
     ) -> None:
-        def keep(response: Mapping[str, object]) -> None:
+        ended: list[Mapping[str, object]] = []
+
+        async def keep() -> None:
             if body.store is not False:
-                self._keep(request, asked, history, response)
+                await self._keep(request, asked, history, ended[-1])
 
         def make_writer(stream: TokenStream) -> ResponseWriter:
-            running.writer = ResponseWriter(request, body, stream, keep)
+            running.writer = ResponseWriter(request, body, stream, ended.append)
             return running.writer
 
         try:
             await run_answer(
-                self._pipeline, request, make_writer, context, is_streamed=bool(body.stream)
+                self._pipeline,
+                request,
+                make_writer,
+                context,
+                is_streamed=bool(body.stream),
+                before_end=keep,
             )
         except WeftError as error:
             writer = running.writer
@@ -146,7 +154,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         running = self._running_of(tenant, request.response_id)
         if running is not None and running.writer is not None:
             return json_body(running.writer.response("in_progress"))
-        stored = self._stored(tenant, request.response_id, "response_id")
+        stored = await self._stored(tenant, request.response_id, "response_id")
         return HttpBody(content_type=JSON, data=stored.response)
 
     async def DeleteResponse(
@@ -154,8 +162,8 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     ) -> HttpBody:
         """See dialects.proto."""
         tenant, id_ = current_tenant.get(), request.response_id
-        self._stored(tenant, id_, "response_id")
-        self._store.delete(_name(tenant), id_)
+        if not await self._store.delete(_name(tenant), id_):
+            raise self._missing(id_, "response_id")
         return json_body({"id": id_, "object": "response", "deleted": True})
 
     async def CancelResponse(
@@ -165,7 +173,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         tenant, id_ = current_tenant.get(), request.response_id
         running = self._running_of(tenant, id_)
         if running is None:
-            stored = self._stored(tenant, id_, "response_id")
+            stored = await self._stored(tenant, id_, "response_id")
             if json.loads(stored.response)["status"] != "cancelled":
                 raise invalid("response_id", "this response has ended; nothing is left to cancel")
             return HttpBody(content_type=JSON, data=stored.response)
@@ -183,8 +191,8 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         running = self._running.get(id_)
         return running if running is not None and running.tenant == tenant else None
 
-    def _stored(self, tenant: Tenant | None, id_: str, param: str) -> StoredResponse:
-        stored = self._store.get(_name(tenant), id_)
+    async def _stored(self, tenant: Tenant | None, id_: str, param: str) -> StoredResponse:
+        stored = await self._store.get(_name(tenant), id_)
         if stored is None:
             raise self._missing(id_, param)
         return stored
@@ -192,7 +200,9 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
     def _missing(self, id_: str, param: str) -> ResponseNotFound:
         maker, _, _ = id_.removeprefix(PREFIX).partition("-")
         why = "it was not stored, or the room for it was needed"
-        if id_.startswith(PREFIX) and maker != self._gateway:
+        if self._store.is_shared:
+            why = "it was not stored, has expired, or is not complete yet"
+        elif id_.startswith(PREFIX) and maker != self._gateway:
             why = "another gateway made it, or this one before a restart; they share no responses"
         return ResponseNotFound(
             f"{param}: there is no response `{id_[:_SHOWN_CHARS]}` here: {why}; send the whole "
@@ -201,40 +211,27 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             param=param,
         )
 
-    def _history(self, tenant: Tenant | None, id_: str | None) -> list[dict[str, Any]]:
+    async def _history(self, tenant: Tenant | None, id_: str | None) -> list[dict[str, Any]]:
         """The conversation that a response ended; none without an id."""
         if id_ is None:
             return []
-        stored = self._stored(tenant, id_, "previous_response_id")
+        stored = await self._stored(tenant, id_, "previous_response_id")
         history: list[dict[str, Any]] = json.loads(stored.history)
         return history
 
-    def _item(
-        self, tenant: Tenant | None, id_: str, outputs: dict[str, list[Any]]
-    ) -> Mapping[str, Any]:
-        """The output item of a stored response that an item's id names.
-
-        Args:
-            tenant: Whose response it is.
-            id_: The item's id.
-            outputs: Outputs that were read for this request, by response; gains one.
-        """
-        response_id = f"{PREFIX}{id_.partition('_')[2].rpartition('_')[0]}"
-        if response_id not in outputs:
-            stored = self._store.peek(_name(tenant), response_id)
+    async def _items(self, tenant: Tenant | None, ids: Sequence[str]) -> dict[str, Any]:
+        """Output items of stored responses by their ids, those that are asked for among them."""
+        makers = list(dict.fromkeys(_maker(id_) for id_ in ids))
+        if len(makers) > _MAX_REFERRED:
+            raise invalid("input", f"refers to items of more than {_MAX_REFERRED} responses")
+        items: dict[str, Any] = {}
+        for maker in makers:
+            stored = await self._store.get(_name(tenant), maker)
             output = [] if stored is None else json.loads(stored.response)["output"]
-            outputs[response_id] = output
-        for item in outputs[response_id]:
-            if item["id"] == id_:
-                found: Mapping[str, Any] = item
-                return found
-        raise ResponseNotFound(
-            f"input: there is no item `{id_[:_SHOWN_CHARS]}` here; send the item itself",
-            stage="validate",
-            param="input",
-        )
+            items |= {item["id"]: item for item in output}
+        return items
 
-    def _keep(
+    async def _keep(
         self,
         request: GenerateRequest,
         asked: AskedResponse,
@@ -248,8 +245,24 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             answer.add(ItemBody.model_validate(item), "output")
         messages = [*history, *asked.stored_messages, *answer.messages]
         stored = StoredResponse(to_json(response), to_json(messages))
-        self._store.put(_name(request.tenant), request.request_id, stored)
+        await self._store.put(_name(request.tenant), request.request_id, stored)
 
 
 def _name(tenant: Tenant | None) -> str:
     return "" if tenant is None else tenant.name
+
+
+def _maker(item_id: str) -> str:
+    """The id of the response that an item's id names."""
+    return f"{PREFIX}{item_id.partition('_')[2].rpartition('_')[0]}"
+
+
+def _item(items: Mapping[str, Any], id_: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] | None = items.get(id_)
+    if found is None:
+        raise ResponseNotFound(
+            f"input: there is no item `{id_[:_SHOWN_CHARS]}` here; send the item itself",
+            stage="validate",
+            param="input",
+        )
+    return found

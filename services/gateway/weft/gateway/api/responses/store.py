@@ -1,9 +1,10 @@
-"""Responses that can be read and continued later: in the memory of one gateway, bounded."""
+"""Responses that can be read and continued later; those in the memory of one gateway."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 ENTRY_OVERHEAD_BYTES = 512
 """Assumed size of an entry beside its two texts."""
@@ -24,12 +25,45 @@ class StoredResponse:
         return len(self.response) + len(self.history) + ENTRY_OVERHEAD_BYTES
 
 
-class ResponseStore:
-    """Keeps responses of tenants apart and forgets the least recently used ones.
+class ResponseStore(Protocol):
+    """Keeps responses of tenants apart."""
+
+    is_shared: bool
+    """Whether other gateways and later starts of this one find them."""
+
+    async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Keeps a response, if there is room for it."""
+        ...
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Finds a response of a tenant; None: it is not kept, or is another tenant's.
+
+        Raises:
+            PeerUnavailable: Whether it is kept cannot be told now.
+        """
+        ...
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Forgets a response; False: there is none.
+
+        Raises:
+            PeerUnavailable: As above.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Releases what the store holds."""
+        ...
+
+
+class MemoryResponses:
+    """Implements `ResponseStore` in the memory of one gateway: least recently used ones go.
 
     Where there is too much, the tenant with the most bytes loses its oldest response, so that one
     tenant cannot drive out the others.
     """
+
+    is_shared = False
 
     def __init__(self, max_bytes: int, max_responses: int) -> None:
         """Creates an empty store.
@@ -53,31 +87,32 @@ class ResponseStore:
         """Number of entries."""
         return sum(len(entries) for entries in self._entries.values())
 
-    def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+    async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         """Keeps a response; one that is larger than the store is not kept."""
-        self.delete(tenant, response_id)
+        self._forget(tenant, response_id)
         if stored.num_bytes > self._max_bytes:
             return
         self._entries.setdefault(tenant, OrderedDict())[response_id] = stored
         self._bytes[tenant] = self._bytes.get(tenant, 0) + stored.num_bytes
         while self.num_bytes > self._max_bytes or self.num_responses > self._max_responses:
             heaviest = max(self._bytes, key=self._bytes.__getitem__)
-            self.delete(heaviest, next(iter(self._entries[heaviest])))
+            self._forget(heaviest, next(iter(self._entries[heaviest])))
 
-    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Finds a response of a tenant; None: it is not kept, or is another tenant's."""
         entries = self._entries.get(tenant, OrderedDict())
         if (found := entries.get(response_id)) is not None:
             entries.move_to_end(response_id)
         return found
 
-    def peek(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """As `get`, from any thread: it counts as no use."""
-        entries = self._entries.get(tenant)
-        return None if entries is None else entries.get(response_id)
-
-    def delete(self, tenant: str, response_id: str) -> bool:
+    async def delete(self, tenant: str, response_id: str) -> bool:
         """Forgets a response; False: there is none."""
+        return self._forget(tenant, response_id)
+
+    async def close(self) -> None:
+        """See `ResponseStore.close`."""
+
+    def _forget(self, tenant: str, response_id: str) -> bool:
         entries = self._entries.get(tenant, OrderedDict())
         found = entries.pop(response_id, None)
         if found is None:

@@ -253,6 +253,16 @@ def _allowed(
     return tuple(allowed)
 
 
+def referred_items(body: ResponsesBody) -> list[str]:
+    """Ids of the items that the input refers to, without their contents."""
+    given = body.input if isinstance(body.input, list) else ()
+    return [item.id for item in given if item.id and _is_reference(item)]
+
+
+def _is_reference(item: ItemBody) -> bool:
+    return item.type == "item_reference" or (item.type is None and item.role is None)
+
+
 def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> list[dict[str, Any]]:
     """The messages that input items are for chat templates: what the assistant thought, said and
     called in one turn is one message.
@@ -267,7 +277,7 @@ def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> li
     conversation = Conversation()
     for number, item in enumerate(given):
         where = f"input[{number}]"
-        if item.type == "item_reference" or (item.type is None and item.role is None):
+        if _is_reference(item):
             if not item.id:
                 raise invalid(f"{where}.id", "is missing")
             item = ItemBody.model_validate(find(item.id))

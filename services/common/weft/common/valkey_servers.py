@@ -1,7 +1,7 @@
 """A client of a Valkey or Redis server or cluster in which every failure is a miss.
 
 Answers are those of a cache: what a node does not say in time is not there. Each node has its own
-connections and its own circuit breaker, so that a lost one costs its share of the pages and a few
+connections and its own circuit breaker, so that a lost one costs its share of the keys and a few
 timeouts, then nothing. Commands are sent once: a redirection makes the map of the cluster be read
 again, and its key is a miss until then.
 """
@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from valkey.asyncio import ConnectionPool, SSLConnection, Valkey
@@ -37,6 +38,22 @@ _NO_CLUSTER = "cluster support disabled"
 
 Command = tuple[bytes | str | int, ...]
 """A command; its second item is the key."""
+
+
+def read_password(file: Path, param: str) -> str:
+    """Reads the password of servers.
+
+    Args:
+        file: Where it is.
+        param: Name of the setting, for the error.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}", param=param) from error
 
 
 class NoAnswer:
@@ -99,6 +116,7 @@ class ValkeyServers:
         password: None: it is in the URLs, or there is none.
         timeout_s: To connect, and for an answer.
         clock: Monotonic seconds.
+        param: Name of the setting with the URLs, for errors.
 
     Raises:
         ConfigError: A URL is not valid.
@@ -110,7 +128,9 @@ class ValkeyServers:
         password: str | None,
         timeout_s: float,
         clock: Clock = monotonic,
+        param: str = "valkey_url",
     ) -> None:
+        self._param = param
         self._options: dict[str, Any] = {
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
@@ -139,8 +159,8 @@ class ValkeyServers:
             # The error may quote a password that has characters which end a URL's first part.
             raise ConfigError(
                 "a URL is not valid: write valkey://HOST:PORT, and special characters of a "
-                "password as %XX, or take --valkey-password-file",
-                param="valkey_url",
+                "password as %XX, or put it into a file",
+                param=self._param,
             ) from None
         about = pool.connection_kwargs
         name = about.get("path") or f"{about.get('host', 'localhost')}:{about.get('port', 6379)}"
@@ -220,7 +240,7 @@ class ValkeyServers:
             self._is_stale = True
             problem = str(error) or "no answer in time"
             if not node.problem:
-                logger.warning("valkey at %s: %s: its pages are misses", node.name, problem)
+                logger.warning("valkey at %s: %s: what it keeps is missing", node.name, problem)
             node.problem = problem
             node.breaker.failed(self._clock(), problem)
         except BaseException:
