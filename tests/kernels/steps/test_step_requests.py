@@ -46,8 +46,8 @@ def laid_out(requests: StepInput, table: np.ndarray, page_size: int) -> StepArra
     return StepArrays(
         token_ids=np.zeros_like(positions),
         positions=positions,
-        slots=places,
-        rows=requests.slots,
+        places=places,
+        slots=requests.slots,
         cu_q_lens=np.concatenate([[0], np.cumsum(requests.counts)]).astype(np.int32),
         kv_lens=lengths.astype(np.int32),
         logits_rows=np.arange(len(positions)),
