@@ -74,9 +74,10 @@ def texts(model_dir: Path) -> list[Text]:
     return texts_of(model_dir, 20)
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
 @pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
 def test_freed_pages_are_not_touched_however_late_the_device_is(
-    model_dir: Path, texts: list[Text], is_staged: bool
+    model_dir: Path, texts: list[Text], is_staged: bool, leaves: bool
 ) -> None:
     """Random ends, cancels, pre-emptions and faults; owner and fillers on late devices."""
     seed = random.randrange(2**32)
@@ -96,7 +97,7 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")
     ]
-    devices = [LateDevice(engine, rng) for engine in (owner, *fillers)]
+    devices = [LateDevice(engine, rng, leaves=leaves) for engine in (owner, *fillers)]
     storm = Storm(owner, fillers, clock, texts, rng)
     try:
         ride_out(storm, NUM_REQUESTS, MAX_OPEN)

@@ -63,6 +63,7 @@ BOUNDS: Mapping[str, Bound] = {
     "max_step_tokens": Bound(ge=16),
     "prefill_chunk_tokens": Bound(ge=1),
     "inter_token_target_s": Bound(gt=0),
+    "step_lead_s": Bound(ge=0),
     "ageing_s": Bound(gt=0, le=1e6),
     "preemption_threshold": Bound(ge=1, le=2_000_000),
     "max_fill_fraction": Bound(gt=0, le=1),
@@ -132,6 +133,11 @@ class EngineConfig:
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds: prompt chunks are cut so that a step that also decodes
     keeps to it.
+    """
+    step_lead_s: float = 0.002
+    """On a GPU worker that exchanges pages with others: seconds before the expected end of a step
+    of running requests at which the next one begins, in addition to what the host needs for that.
+    What comes until then takes part in it. Longer than a step: it begins at once.
     """
     scheduling_policy: PolicyName = "fcfs"
     """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""

@@ -54,6 +54,12 @@ logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
+IDLE_S = 0.05
+"""Longest time between two turns."""
+STANDSTILL_S = 0.001
+"""The same while requests wait for what no message announces."""
+ARRIVAL_POLL_S = 2e-4
+"""The same while bytes are awaited whose digests are there: NIXL's notifications wake nobody."""
 
 
 class Engine:
@@ -139,6 +145,7 @@ class Engine:
             is_overlapped=config.is_overlapped,
             drafter=self.drafting.drafter,
             host=parts.host,
+            lead_s=config.step_lead_s,
         )
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
@@ -146,7 +153,7 @@ class Engine:
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
-        """Whether the last turn computed something."""
+        """Whether the last turn began or completed a step."""
         self._expire_at = self._report_at = 0.0
 
     def _make_filler(self) -> Filler:
@@ -211,6 +218,26 @@ class Engine:
     def _prefill_rate(self) -> float:
         return self.costs.local_tokens_per_s
 
+    def leave_steps(self) -> None:
+        """Lets turns return while the device computes, where other workers wait for this one's
+        word; whoever calls `turn` waits for `rest_s` then.
+        """
+        is_alone = not self.config.ships_pages
+        self.pipeline.leaves = self._executor.is_asynchronous and not is_alone
+
+    def rest_s(self) -> float:
+        """Seconds for which the caller may wait for messages, or to be woken, before the next turn;
+        0: it takes the next turn at once.
+        """
+        if self.ran_step:
+            return 0.0
+        rest_s = ARRIVAL_POLL_S if self.fills.awaits_arrival else IDLE_S
+        if self.pipeline.num_steps:
+            return min(rest_s, self.pipeline.rest_s())
+        if self.has_work:
+            return min(rest_s, STANDSTILL_S)
+        return min(rest_s, EXPIRY_INTERVAL_S) if self.fills.num_open else rest_s
+
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""
         self.pipeline.host_goes_on()
@@ -229,7 +256,11 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.tick()
             self.filler.tick()
-        plan = self.scheduler.plan(now)
+        if self.pipeline.may_begin():
+            plan = self.scheduler.plan(now)
+        else:
+            plan = Plan()
+            self.scheduler.admit(now)
         self._note_plan()
         self.ran_step = self.pipeline.turn(plan)
         self.adapters.turn()

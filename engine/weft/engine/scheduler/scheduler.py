@@ -219,12 +219,33 @@ class Scheduler:
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
         self.running_plans.add_prompts(plan, chunks)
+        for chunk in chunks:
+            timeline = chunk.request.timeline
+            if timeline.local_prefill_began_s is None:
+                timeline.local_prefill_began_s = now - timeline.submitted_at
         return plan
 
+    def admit(self, now: float) -> None:
+        """Admits requests between two plans, so that others begin to fill their pages at once.
+
+        Prompts that are computed here wait for the next plan: as many as one step takes.
+        """
+        self._start_waiting_fills()
+        if self.waiting:
+            num_tokens = sum(request.num_pending for request in self.prefilling)
+            self._plan_waiting(now, self._limits.max_step_tokens - num_tokens, None, is_empty=False)
+
     def _plan_waiting(
-        self, now: float, budget: int, items: list[PlanItem], *, is_empty: bool
+        self, now: float, budget: int, items: list[PlanItem] | None, *, is_empty: bool
     ) -> None:
-        """Admits requests, and plans the first chunks of those that are computed here."""
+        """Admits requests, and plans the first chunks of those that are computed here.
+
+        Args:
+            now: On the engine's clock.
+            budget: Prompt tokens that may be planned.
+            items: Gets the chunks; None: they are planned later.
+            is_empty: Whether the step has nothing else.
+        """
         self.waiting.observe(self.running)
         self._lacks_pages = False
         while budget > 0 and self._free_slots and (request := self._admit_next(now)):
@@ -232,7 +253,10 @@ class Scheduler:
             self.waiting.on_admitted(request)
             if request.state is State.PREFILLING:
                 self._enter_prefilling(request)
-                budget -= self._plan_chunk(request, budget, items)
+                if items is None:
+                    budget -= request.num_pending
+                else:
+                    budget -= self._plan_chunk(request, budget, items)
             else:
                 self.filling.append(request)
         has_others = items or self.running or self.prefilling or self.filling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weft.engine.base.clock import Clock
 from weft.engine.protocol.handle import NixlTargetInfo
@@ -53,6 +53,14 @@ class ShipChunk:
     owner_epoch: int
     term: LeaseTerm
     """Term of the lease: nothing of the chunk is posted once it is over."""
+
+
+class ChunkPosted(NamedTuple):
+    """A chunk's write was posted: its digests may travel beside its bytes."""
+
+    lease_id: bytes
+    index: int
+    digests: list[int]
 
 
 @dataclass(slots=True)

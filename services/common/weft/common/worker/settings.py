@@ -89,6 +89,12 @@ class WorkerSettings(PageSettings):
         "time that prompts may add to a step that also decodes, in seconds; prompt chunks are "
         "sized to it",
     )
+    step_lead_s: float = engine_field(
+        "step_lead_s",
+        0.002,
+        "on a GPU worker that exchanges pages: time before the expected end of a step of running "
+        "requests at which the next one begins, in seconds; what comes until then takes part in it",
+    )
     scheduling_policy: PolicyName = Field(
         "fcfs",
         description="order of admission: first come first served, longest cached prefix, most "

@@ -214,6 +214,9 @@ class Bench:
         self._check_plan(items)
         self.num_computed += plan.num_tokens
         step = self._launch(plan) if items else None
+        if self.rng.random() < 0.3:
+            self.fills.turn()
+            self.scheduler.admit(self.now)
         if self._flying is not None:
             self._end(self._flying)
         self._flying = step
