@@ -46,8 +46,8 @@ class RestClient:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._model: str = get_json(url, "/v1/models")["data"][0]["id"]
 
-    def encode(self, prompt: list[int], num_tokens: int) -> bytes:
-        """See `Client.encode`."""
+    def encode(self, prompt: list[int], num_tokens: int, **more: object) -> bytes:
+        """See `Client.encode`; `more` are further fields of the body."""
         body = json.dumps(
             {
                 "model": self._model,
@@ -58,6 +58,7 @@ class RestClient:
                 "skip_special_tokens": False,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **more,
             }
         ).encode()
         head = (
@@ -86,7 +87,7 @@ class RestClient:
         times_s: list[float] = []
         num_counted = 0
         time_s = raw.sent_s
-        for message, time_s in _messages(raw):
+        for message, time_s in messages(raw):
             if "error" in message:
                 raise LoadError(f"{message['error']}")
             if usage := message.get("usage"):
@@ -124,7 +125,7 @@ class _Collector(asyncio.Protocol):
                 self._ended.set_exception(exc)
 
 
-def _messages(raw: Raw) -> Iterator[tuple[dict[str, Any], float]]:
+def messages(raw: Raw) -> Iterator[tuple[dict[str, Any], float]]:
     """The events of a stream with their times of arrival; the last must be `[DONE]`."""
     is_done = False
     pending = b""

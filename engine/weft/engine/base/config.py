@@ -12,7 +12,7 @@ from weft.engine.base.errors import ConfigError
 Role = Literal["decode", "prefill"]
 DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
-PolicyName = Literal["fcfs", "longest_prefix", "priority", "fair"]
+PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
 """Admission policies (`weft.engine.scheduler.policies`)."""
 EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 """Eviction policies (`weft.engine.memory.eviction`)."""
@@ -64,6 +64,7 @@ BOUNDS: Mapping[str, Bound] = {
     "prefill_chunk_tokens": Bound(ge=1),
     "inter_token_target_s": Bound(gt=0),
     "step_lead_s": Bound(ge=0),
+    "first_token_weight": Bound(ge=0, le=1e6),
     "ageing_s": Bound(gt=0, le=1e6),
     "preemption_threshold": Bound(ge=1, le=2_000_000),
     "max_fill_fraction": Bound(gt=0, le=1),
@@ -132,7 +133,11 @@ class EngineConfig:
     """Largest chunk of one prompt in a step; a multiple of page_size."""
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds: prompt chunks are cut so that a step that also decodes
-    keeps to it.
+    keeps to it, unless first tokens that wait count for more.
+    """
+    first_token_weight: float = 1.0
+    """Worth of a second of delay of a first token, in seconds of delay of next tokens
+    (`weft.engine.scheduler.prompt_budget`). 0: prompts always keep to the target.
     """
     step_lead_s: float = 0.002
     """On a GPU worker that exchanges pages with others: seconds before the expected end of a step
@@ -142,8 +147,8 @@ class EngineConfig:
     scheduling_policy: PolicyName = "fcfs"
     """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""
     ageing_s: float = 30.0
-    """Waiting time that counts as one level of priority, and after which a short prefix does not
-    matter.
+    """Waiting time that counts as one level of priority or makes up for one full step of prompt
+    tokens, and after which a short prefix does not matter.
     """
     preemption_threshold: int | None = 10
     """With `priority`: a running request is preempted for one that is this many levels more urgent.

@@ -133,7 +133,7 @@ class Mark:
 
     def is_reached(self) -> bool:
         """Whether the device has reached the mark."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def hold(self, stream: torch.cuda.Stream | None) -> None:
         """Makes later work of a stream wait for the mark; without a stream, blocks the caller."""

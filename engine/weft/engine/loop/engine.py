@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from weft.engine.base.clock import Clock, monotonic
@@ -42,6 +41,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
@@ -98,7 +98,12 @@ class Engine:
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
         )
-        waiting = make_queue(config.scheduling_policy, config.ageing_s, pages.num_cached_tokens)
+        waiting = make_queue(
+            config.scheduling_policy,
+            config.ageing_s,
+            pages.num_cached_tokens,
+            config.max_step_tokens,
+        )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self.scheduler = Scheduler(
@@ -110,8 +115,14 @@ class Engine:
             self._on_slot_free,
             self.adapters.places,
             events=events,
-            prompt_budget=partial(self.costs.tokens_within, config.inter_token_target_s),
+            prompt_budget=PromptBudget(
+                self.costs,
+                config.inter_token_target_s,
+                config.first_token_weight,
+                config.max_step_tokens,
+            ).tokens,
         )
+        self.costs.local_queue = self.scheduler.num_prefilling_tokens
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)

@@ -49,8 +49,9 @@ class Scheduler:
         on_slot_free: called when a slot is given back.
         adapters: of requests; None: they have none.
         events: receive what happens to requests' pages; None: nobody does.
-        prompt_budget: the most prompt tokens in a step that also decodes, as things are now;
-            None: no such bound.
+        prompt_budget: the most prompt tokens in a step that also decodes, given the numbers of
+            running requests and of prompts that are not computed (`PromptBudget.tokens`); None: no
+            such bound.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Scheduler:
         adapters: AdapterResidency | None = None,
         *,
         events: SchedulerEvents | None = None,
-        prompt_budget: Callable[[], int] | None = None,
+        prompt_budget: Callable[[int, int], int] | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -127,6 +128,10 @@ class Scheduler:
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to be computed by this engine."""
         return sum(r.num_to_compute for r in chain(self.waiting, self.waitlist, self.prefilling))
+
+    def num_prefilling_tokens(self) -> int:
+        """Prompt tokens that are still to be computed of those admitted for that."""
+        return sum(request.num_pending for request in self.prefilling)
 
     def num_tokens_before(self, adapter: bytes) -> int:
         """Queued tokens ahead of a request for `adapter`; those for other adapters do not count."""
@@ -209,7 +214,8 @@ class Scheduler:
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
         if has_running and self._prompt_budget is not None:
-            wanted = self._prompt_budget()
+            num_waiting = len(self.prefilling) + len(self.waiting)
+            wanted = self._prompt_budget(len(self.running), num_waiting)
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
@@ -232,8 +238,8 @@ class Scheduler:
         """
         self._start_waiting_fills()
         if self.waiting:
-            num_tokens = sum(request.num_pending for request in self.prefilling)
-            self._plan_waiting(now, self._limits.max_step_tokens - num_tokens, None, is_empty=False)
+            room = self._limits.max_step_tokens - self.num_prefilling_tokens()
+            self._plan_waiting(now, room, None, is_empty=False)
 
     def _plan_waiting(
         self, now: float, budget: int, items: list[PlanItem] | None, *, is_empty: bool
@@ -577,11 +583,8 @@ class Scheduler:
             on_computed(request, held, request.num_published_pages)
 
     def _enter_prefilling(self, request: Request) -> None:
-        """Queues a prompt in order of admission; if priorities count, urgent ones first."""
-        if self._limits.by_priority:
-            insort(self.prefilling, request, key=lambda other: other.priority)
-        else:
-            self.prefilling.append(request)
+        """Queues a prompt by its rank in the policy, equals in order of admission."""
+        insort(self.prefilling, request, key=self.waiting.rank)
 
     def _strip_waiting(self) -> None:
         """Releases pages of queued requests: nothing runs and the head does not fit."""

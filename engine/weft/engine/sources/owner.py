@@ -527,7 +527,7 @@ class OwnerFills:
         del self._fills[fill.lease_id]
         if fill.is_done:
             record = fill.record
-            self._costs.observe(fill.candidate, record, record.end_s - record.start_s)
+            self._costs.observe(record, record.end_s - record.start_s)
             if self.on_filled is not None:
                 self.on_filled(record)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weft.engine.base.clock import Clock
 from weft.engine.protocol.handle import NixlTargetInfo
@@ -55,7 +55,8 @@ class ShipChunk:
     """Term of the lease: nothing of the chunk is posted once it is over."""
 
 
-class ChunkPosted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChunkPosted:
     """A chunk's write was posted: its digests may travel beside its bytes."""
 
     lease_id: bytes

@@ -72,8 +72,9 @@ class ServerLink:
     def wait(self, timeout_s: float) -> None:
         """Waits for a message, a wake-up or the time-out."""
         # `poll` counts in milliseconds, too coarse for a step.
-        sending = [self._sock] if self._unsent else []
-        readable, _, _ = select.select([self._wake, self._sock], sending, [], timeout_s)
+        number = self._sock.fileno()
+        sending = [number] if self._unsent else []
+        readable, _, _ = select.select([self._wake, number], sending, [], timeout_s)
         if self._wake in readable:
             os.eventfd_read(self._wake)
 

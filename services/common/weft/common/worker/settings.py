@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 from weft.common.settings import PageSettings
 from weft.engine.base.config import BOUNDS, EngineConfig, EvictionName, PolicyName, Role
+from weft.engine.base.gpus import resolve_device
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
@@ -41,7 +42,9 @@ class WorkerSettings(PageSettings):
         "auto",
         description="number format of weights and KV; auto = what the machine computes fast",
     )
-    device: str = Field("cpu", description="torch device")
+    device: str = Field(
+        "auto", description="torch device; auto = a GPU where one is usable, else the CPU"
+    )
     page_size: int = engine_field(
         "page_size",
         16,
@@ -87,7 +90,13 @@ class WorkerSettings(PageSettings):
         "inter_token_target_s",
         0.1,
         "time that prompts may add to a step that also decodes, in seconds; prompt chunks are "
-        "sized to it",
+        "sized to it, unless first tokens that wait count for more",
+    )
+    first_token_weight: float = engine_field(
+        "first_token_weight",
+        1.0,
+        "worth of a second of delay of a first token, in seconds of delay of next tokens; 0 = "
+        "prompts always keep to inter_token_target_s",
     )
     step_lead_s: float = engine_field(
         "step_lead_s",
@@ -97,14 +106,15 @@ class WorkerSettings(PageSettings):
     )
     scheduling_policy: PolicyName = Field(
         "fcfs",
-        description="order of admission: first come first served, longest cached prefix, most "
-        "urgent priority, or fair (the tenant that was served the fewest tokens)",
+        description="order of admission: first come first served, longest cached prefix, "
+        "shortest_remaining (fewest prompt tokens to compute), most urgent priority, or fair (the "
+        "tenant that was served the fewest tokens)",
     )
     ageing_s: float = engine_field(
         "ageing_s",
         30.0,
-        "waiting time that counts as one level of priority, and after which a longer prefix does "
-        "not overtake, in seconds",
+        "waiting time that counts as one level of priority or makes up for one full step of prompt "
+        "tokens, and after which a longer prefix does not overtake, in seconds",
     )
     preemption_threshold: int | None = engine_field(
         "preemption_threshold",
@@ -317,7 +327,8 @@ class WorkerSettings(PageSettings):
         values |= {"has_store": bool(self.kvstore), "transport": self.page_transport}
         values |= {"enable_lora": self.adapter_root is not None}
         values |= {"lora_projections": _names(self.lora_projections)}
-        sizes = _GPU_SIZES if self.device.startswith("cuda") else _CPU_SIZES
+        values["device"] = resolve_device(self.device)
+        sizes = _GPU_SIZES if values["device"].startswith("cuda") else _CPU_SIZES
         values |= {name: size for name, size in sizes.items() if values[name] is None}
         return EngineConfig(**values)
 
