@@ -107,10 +107,16 @@ class Simulation:
         policy: Order of admission.
         first_token_weight: See `EngineConfig`.
         max_running: Requests that run at once.
+        shared_step_tokens: See `EngineConfig`.
     """
 
     def __init__(
-        self, device: Device, policy: PolicyName, first_token_weight: float, max_running: int
+        self,
+        device: Device,
+        policy: PolicyName,
+        first_token_weight: float,
+        max_running: int,
+        shared_step_tokens: int | None = None,
     ) -> None:
         self._device = device
         self.costs = FillCosts(None, PAGE)
@@ -123,6 +129,7 @@ class Simulation:
             device.chunk_tokens,
             max_running,
             decodes_beside=device.decodes_beside,
+            shared_step_tokens=shared_step_tokens,
         )
         budget = PromptBudget(self.costs, TARGET_S, first_token_weight, device.step_tokens)
         self.scheduler = Scheduler(
@@ -226,7 +233,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 def measure(name: str, policy: PolicyName, weight: float, options: argparse.Namespace) -> Row:
     """Runs one burst behind some requests that show the engine its own rates."""
     rng = random.Random(1)
-    simulation = Simulation(DEVICES[name], policy, weight, options.max_running)
+    simulation = Simulation(
+        DEVICES[name], policy, weight, options.max_running, options.shared_step_tokens
+    )
     simulation.run([(0.0, 2 * DEVICES[name].chunk_tokens, 64)] * 4, rng)
     simulation.answers.clear()
     end_s = simulation.run(list(arrivals_of(options, random.Random(2))), rng)
@@ -281,6 +290,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of each")
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--policy", nargs="+", default=["fcfs", "shortest_remaining"])
+    parser.add_argument(
+        "--shared-step-tokens", type=int, help="prompt tokens up to which prompts share a step"
+    )
     parser.add_argument("--first-token-weight", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()

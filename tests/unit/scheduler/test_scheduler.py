@@ -340,3 +340,15 @@ def test_drafts_leave_prompts_a_page() -> None:
     assert [item.num_tokens for item in plan.chunks if item.request is prompt] == [PAGE]
     assert plan.num_tokens == 5 * PAGE
     assert min(plan.most_accepted) == 3
+
+
+def test_a_prompt_shares_its_step_only_up_to_a_number_of_tokens() -> None:
+    """One that fills this number is computed alone, short ones together, and nothing is left."""
+    limits = SchedulerLimits(PAGE, 256, 128, 8, shared_step_tokens=4 * PAGE)
+    bench = Bench(random.Random(3), 400, limits)
+    long, *short = (bench.add(length, 1) for length in (100, 20, 8, 4, 3, 2))
+    assert [item.request for item in bench.step()] == [long]
+    planned = bench.step()
+    assert [item.request for item in planned] == short[:1]
+    assert sum(item.num_tokens for item in planned) <= 20
+    bench.run(long, *short)

@@ -64,6 +64,7 @@ BOUNDS: Mapping[str, Bound] = {
     "prefill_chunk_tokens": Bound(ge=1),
     "inter_token_target_s": Bound(gt=0),
     "step_lead_s": Bound(ge=0),
+    "shared_step_tokens": Bound(ge=1),
     "first_token_weight": Bound(ge=0, le=1e6),
     "ageing_s": Bound(gt=0, le=1e6),
     "preemption_threshold": Bound(ge=1, le=2_000_000),
@@ -131,6 +132,11 @@ class EngineConfig:
     """
     prefill_chunk_tokens: int = 256
     """Largest chunk of one prompt in a step; a multiple of page_size."""
+    shared_step_tokens: int | None = None
+    """Prompt tokens of a step up to which further prompts join the first one: with more, prompts
+    that come first would wait for those behind them, and a device is busy with fewer. None: as many
+    as fit.
+    """
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds: prompt chunks are cut so that a step that also decodes
     keeps to it, unless first tokens that wait count for more.

@@ -221,7 +221,8 @@ class Scheduler:
         chunks: list[PlanItem] = []
         for request in self.prefilling:
             taken = self._plan_chunk(request, budget, chunks)
-            budget = budget - taken if taken else 0  # Else shorter ones might pass it for ever.
+            # Else shorter ones might pass it for ever.
+            budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
         self.running_plans.add_prompts(plan, chunks)
@@ -262,7 +263,8 @@ class Scheduler:
                 if items is None:
                     budget -= request.num_pending
                 else:
-                    budget -= self._plan_chunk(request, budget, items)
+                    taken = self._plan_chunk(request, budget, items)
+                    budget = self._budget_behind(budget, taken, items)
             else:
                 self.filling.append(request)
         has_others = items or self.running or self.prefilling or self.filling
@@ -473,6 +475,14 @@ class Scheduler:
         samples = is_last and not request.is_fill
         items.append(PlanItem(request, start, num_tokens, samples, has_lead))
         return num_tokens
+
+    def _budget_behind(self, budget: int, taken: int, items: list[PlanItem]) -> int:
+        """Tokens that further prompts may bring, behind one that has taken some."""
+        budget -= taken
+        if self._limits.shared_step_tokens is not None:
+            num_planned = sum(item.num_tokens for item in items)
+            budget = min(budget, self._limits.shared_step_tokens - num_planned)
+        return max(0, budget)
 
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
         """Reserves a waiting request's pages and starts it; False: not now.

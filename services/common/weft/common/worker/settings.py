@@ -13,6 +13,8 @@ from weft.engine.base.gpus import resolve_device
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
 """Default step sizes on a GPU, which keep the device busy."""
+_GPU_SHARED_TOKENS = 2048
+"""Prompt tokens that keep a GPU busy with products, though several prompts have to share a step."""
 
 
 def engine_field(name: str, default: Any, description: str) -> Any:
@@ -85,6 +87,12 @@ class WorkerSettings(PageSettings):
         "prefill_chunk_tokens",
         None,
         "largest chunk of one prompt in a step, in tokens; default 256, on a GPU 4096",
+    )
+    shared_step_tokens: int | None = engine_field(
+        "shared_step_tokens",
+        None,
+        "prompt tokens of a step up to which further prompts join the first one; default as many "
+        "as fit, on a GPU prefill worker 2048: a prompt does not wait for those behind it",
     )
     inter_token_target_s: float = engine_field(
         "inter_token_target_s",
@@ -330,6 +338,8 @@ class WorkerSettings(PageSettings):
         values["device"] = resolve_device(self.device)
         sizes = _GPU_SIZES if values["device"].startswith("cuda") else _CPU_SIZES
         values |= {name: size for name, size in sizes.items() if values[name] is None}
+        if role == "prefill" and sizes is _GPU_SIZES and values["shared_step_tokens"] is None:
+            values["shared_step_tokens"] = _GPU_SHARED_TOKENS
         return EngineConfig(**values)
 
     @property
