@@ -175,8 +175,9 @@ class EngineConfig:
     fill_progress_timeout_s: float = 5.0
     transport: Literal["auto", "nixl", "data"] = "auto"
     staging_bytes: int | None = None
-    """Memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB, or the
-    size of the pool if that is given.
+    """Memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB in the
+    host's memory, in the GPU's own a sixteenth of it and at most 4 GiB; no more than the size of
+    the pool if that is given.
     """
     staging_memory: Literal["auto", "host", "device"] = "auto"
     """Kind of memory used for staging pages. auto: the GPU's own where NIXL works, another GPU of

@@ -73,15 +73,21 @@ class _Step:
     is_ready: bool = True
     """Whether nothing was under way when it began."""
     is_plain: bool = False
-    """Whether it consists of decodes without drafts."""
+    """Whether it takes as long as decodes without drafts."""
     end: Mark | None = None
     """All of its work, where turns may leave it."""
 
 
 WATCH_S = 2e-4
-"""Interval of looking whether a step has ended whose duration cannot be foretold."""
+"""Shortest interval of looking whether a step has ended."""
 CLOSE_S = 3e-4
-"""Time before the expected end of a step from which it is waited for."""
+"""Time before the expected end of a step of decodes from which it is waited for."""
+MAX_PLAIN_TOKENS = 32
+"""Prompt tokens, as of the ends of prompts that were shipped, that hardly make a step longer."""
+MOST_RISE = 1.25
+"""Growth of an expected duration from step to step. One that is too short costs a look too many,
+one that is too long, after a step that was slow by chance, a device without work.
+"""
 
 
 class StepPipeline:
@@ -128,7 +134,9 @@ class StepPipeline:
         self._behind: _Step | None = None
         """The step behind it, whose drawing has not begun. None at the end of turns that wait."""
         self._plain_s = 0.0
-        """Duration of the last step of decodes alone, 0: unknown."""
+        """Expected duration of a step of decodes alone; 0: unknown."""
+        self._token_s = 0.0
+        """The same of any other step, for each token."""
         self._start_s = 0.0
         """What planning and starting a step takes the host at most, lately."""
         self._last_ended_at = 0.0
@@ -158,10 +166,11 @@ class StepPipeline:
         if step is None:
             return 0.0
         if self._behind is None and (begins_in_s := self._begins_in_s(step)) > 0.0:
-            return begins_in_s
-        if not step.is_plain or not self._plain_s:
-            return WATCH_S
-        return max(0.0, self._expected_end(step) - CLOSE_S - self._clock())
+            return max(WATCH_S, begins_in_s / 2)
+        left_s = self._expected_end(step) - self._clock()
+        if step.is_plain and self._plain_s:
+            return max(0.0, left_s - CLOSE_S)
+        return max(WATCH_S, 0.8 * left_s)
 
     def _begins_in_s(self, step: _Step) -> float:
         """Seconds until the step behind this one is to begin; at most 0: now."""
@@ -171,8 +180,15 @@ class StepPipeline:
         return self._expected_end(step) - lead_s - self._clock()
 
     def _expected_end(self, step: _Step) -> float:
-        """When a step of decodes ends, if it takes as long as the last one."""
-        return max(step.began_at, self._last_ended_at) + self._plain_s
+        """When a step ends if it takes as long as those before it."""
+        expected_s = self._plain_s if step.is_plain else self._token_s * step.plan.num_tokens
+        return max(step.began_at, self._last_ended_at) + expected_s
+
+    def _learn(self, step: _Step, duration_s: float) -> None:
+        if step.is_plain:
+            self._plain_s = _follow(self._plain_s, duration_s)
+        elif num_tokens := step.plan.num_tokens:
+            self._token_s = _follow(self._token_s, duration_s / num_tokens)
 
     def _is_left(self, step: _Step) -> bool:
         """Whether this turn leaves a step under way instead of waiting for it."""
@@ -230,7 +246,7 @@ class StepPipeline:
         # Steps that do not overlap cost what lies between them too: who compares must know.
         began_at = self._last_ended_at if self._goes_on else self._clock()
         step = _Step(self._scheduler.launch(plan), plan, began_at, drawing, is_ready=is_ready)
-        step.is_plain = not (plan.verifies or plan.chunks)
+        step.is_plain = not plan.verifies and plan.num_chunk_tokens <= MAX_PLAIN_TOKENS
         if self.flight is not None:
             self.flight.begin(plan)
         try:
@@ -298,8 +314,7 @@ class StepPipeline:
         lost_s = self._drawing.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
-        if step.is_plain:
-            self._plain_s = duration_s
+        self._learn(step, duration_s)
         self._owner.step_done(step.plan, drawn, duration_s)
 
     def _fail(self, step: _Step, error: Exception) -> None:
@@ -313,3 +328,8 @@ class StepPipeline:
             step.mark = self._executor.mark()
         except RuntimeError:
             logger.exception("the device takes no more work")
+
+
+def _follow(known: float, new: float) -> float:
+    """An expectation that falls at once, and rises slowly."""
+    return min(new, MOST_RISE * known) if known else new

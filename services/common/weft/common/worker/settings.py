@@ -294,7 +294,8 @@ class WorkerSettings(PageSettings):
         "staging_bytes",
         None,
         "memory that pages pass through on their way from and to a KV pool on a GPU, in bytes; "
-        "default 2 GiB, or the size of the pool if that is given",
+        "default 2 GiB in the host's memory, in the GPU's own a sixteenth of it and at most 4 GiB; "
+        "no more than the pool if its size is given",
     )
     staging_memory: Literal["auto", "host", "device"] = Field(
         "auto",
