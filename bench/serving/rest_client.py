@@ -11,8 +11,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
+from serving.answers import Answer
 from serving.load import LoadError, Raw
-from serving.systems import Answer
 
 GET_TIMEOUT_S = 30.0
 
