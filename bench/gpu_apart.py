@@ -19,7 +19,11 @@ Correctness comes first: the same prompts greedily on every system; answers that
 by transformers in float32 at the end (`gpu_reference.py`). Prefix caches are off but for `agents`.
 Each call measures one section of one model on the systems named, which start one after the other;
 with two systems of Llama-3.1-8B that is within ten minutes. Needs the REST edge
-(`services/rest/bin/weft-rest`), and NIXL for pages to travel between GPUs.
+(`services/rest/bin/weft-rest`), NIXL for pages to travel between GPUs, and a tokenizer.
+
+With a store or a host tier: `--up-args "--kvstore 1"`, `--up-args "--host-cache-bytes 20000000000"`.
+Settings beside their defaults: `--prefill-args`, `--decode-args`, as in
+`--decode-args "--step-lead-s 1"`, `--prefill-args "--shared-step-tokens 8192"`.
 """
 
 from __future__ import annotations
@@ -104,17 +108,17 @@ class Result:
     """Of the compared prompts, by system."""
 
 
-def make_model(folder: Path, name: str, vocabulary: int) -> Path:
-    """A model's directory without weights, with the demo model's tokenizer."""
+def make_model(folder: Path, name: str, vocabulary: int, tokenizer: Path | None) -> Path:
+    """A model's directory without weights, with the demo model's tokenizer or another one."""
     shape = TINY if name == "tiny" else MODELS[name]
     config = {**shape, "vocab_size": vocabulary, "eos_token_id": 2}
     model = folder / name
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    demo = resolve_model("demo")
+    source = resolve_model("demo") if tokenizer is None else tokenizer
     for file in TOKENIZER_FILES:
-        if (demo / file).exists():
-            (model / file).write_bytes((demo / file).read_bytes())
+        if (source / file).exists():
+            (model / file).write_bytes((source / file).read_bytes())
     return model
 
 
@@ -125,13 +129,12 @@ def mesh_of(system: str, model: Path, options: argparse.Namespace) -> Iterator[M
     worker = "--dummy-weights"
     if options.section != "agents":
         worker += " --no-prefix-cache"
-    worker = f"{worker} {options.worker_args}".strip()
     flags = [
         SYSTEMS[system].format(devices[0], devices[-1]),
         "--prefill-args",
-        shlex.quote(worker),
+        shlex.quote(f"{worker} {options.prefill_args}".strip()),
         "--decode-args",
-        shlex.quote(worker),
+        shlex.quote(f"{worker} {options.decode_args}".strip()),
         options.up_args,
     ]
     mesh = MeshProcess(str(model), options.dtype, " ".join(flags))
@@ -289,6 +292,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0,cuda:1")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vocab", type=int, default=49_152)
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder of its files; default the demo model's"
+    )
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--turns", type=int, default=9, help="of each length alone")
     parser.add_argument("--rates", type=float, nargs="+", default=[16.0])
@@ -301,7 +307,8 @@ def parse() -> argparse.Namespace:
         help="of goodput: prompt+new tokens",
     )
     parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--worker-args", default="", help="further flags of every worker")
+    parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
+    parser.add_argument("--decode-args", default="", help="further flags of decode workers")
     parser.add_argument("--up-args", default="", help="further flags of `weft up`")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -313,7 +320,7 @@ def main() -> int:
     options = parse()
     result = Result()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), options.model, options.vocab)
+        model = make_model(Path(folder), options.model, options.vocab, options.tokenizer)
         for system in options.systems:
             with mesh_of(system, model, options) as mesh:
                 measure(system, mesh, options, result)
