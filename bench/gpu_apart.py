@@ -21,7 +21,8 @@ Each call measures one section of one model on the systems named, which start on
 with two systems of Llama-3.1-8B that is within ten minutes. Needs the REST edge
 (`services/rest/bin/weft-rest`), NIXL for pages to travel between GPUs, and a tokenizer.
 
-With a store or a host tier: `--up-args "--kvstore 1"`, `--up-args "--host-cache-bytes 20000000000"`.
+With a store: `--up-args "--kvstore 1"`; with a host tier: `--up-args "--host-cache-bytes
+20000000000"`.
 Settings beside their defaults: `--prefill-args`, `--decode-args`, as in
 `--decode-args "--step-lead-s 1"`, `--prefill-args "--shared-step-tokens 8192"`.
 """
