@@ -134,6 +134,31 @@ def test_a_page_to_be_copied_stays_until_the_device_has_copied_it(model_dir: Pat
         pair.close()
 
 
+def test_a_prompt_is_shipped_and_accepted_while_a_step_is_under_way(model_dir: Path) -> None:
+    """No word between owner and filler waits for a device that does nothing."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    clock = ManualClock()
+    owner = make_engine(model_dir, "decode", clock, overlap="on")
+    filler = make_engine(model_dir, "prefill", clock, worker_id="p0")
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        device = LateDevice(owner, random.Random(0), early_chance=0.0, leaves=True)
+        stream = pair.submit(random_prompt(5), NUM_NEW)
+        pair.run(lambda: owner.pipeline.num_steps == 2)
+        before = device.num_done
+        prompt = random_prompt(4 * PAGE + 3)
+        shipped = pair.submit(prompt, NUM_NEW, candidates=[pair.candidate("p0")])
+        pair.run(lambda: owner.counters()["fills_done"] == 1)
+        assert device.num_done == before, "something waited for the device"
+        assert owner.pipeline.num_steps == 2
+        owner.pipeline.leaves = False
+        pair.finish(stream, shipped)
+        assert pair.answers[shipped].tokens[0] == greedy(model, prompt)
+        pair.settle()
+    finally:
+        pair.close()
+
+
 def test_stop_tokens_end_texts_where_they_would_without_overlap(model_dir: Path) -> None:
     prompts = [random_prompt(random.randint(1, 5 * PAGE)) for _ in range(12)]
     free = StopCriteria(max_tokens=40, ignore_eos=True)
