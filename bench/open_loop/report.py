@@ -12,6 +12,10 @@ from rich.table import Table
 from open_loop.clients import Outcome
 
 
+WIDTH = 150
+"""Columns of the table, where the output is no terminal too."""
+
+
 @dataclass(slots=True)
 class Goal:
     """Targets of one request, which count together."""
@@ -119,7 +123,7 @@ def show(rows: Sequence[Row], goal: Goal) -> None:
             f"{row.cached_share:.0%}",
             f"{row.late_p99:,.1f}",
         )
-    console = Console()
+    console = Console(width=WIDTH)
     console.print(table)
     for row in rows:
         for error in row.errors:

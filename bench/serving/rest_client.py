@@ -132,7 +132,9 @@ def messages(raw: Raw) -> Iterator[tuple[dict[str, Any], float]]:
     for data, time_s in _chunks(raw):
         *events, pending = (pending + data).split(b"\n\n")
         for event in events:
-            payload = event.strip().removeprefix(b"data:").strip()
+            # Lines that begin with a colon are comments, which keep a silent stream open.
+            lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
+            payload = b"\n".join(line.removeprefix(b"data:").strip() for line in lines)
             if payload == b"[DONE]":
                 is_done = True
             elif payload:

@@ -53,6 +53,7 @@ class Server:
             writer.write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n")
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"9\r\n: quiet\n\n\r\n")
         count = body["max_tokens"]
         events: list[Any] = [
             {"id": "x", "choices": [{"text": "", "token_ids": list(range(at, min(at + 2, count)))}]}
