@@ -234,7 +234,7 @@ def loads_of(options: argparse.Namespace) -> list[list[str]]:
         ]
     if options.section == "agents":
         sessions = ["--sessions", "8", "--turns", "6", "--session-rate", str(options.rates[0])]
-        history = ["--history", "8000", "64000", "--prompt", "200", "1500"]
+        history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
         return [[*sessions, *history, "--tokens", "50", "200", *common]]
     return []
 
@@ -306,6 +306,9 @@ def parse() -> argparse.Namespace:
         type=lambda text: tuple(map(int, text.split("+"))),
         default=[(2048, 200), (8192, 400)],
         help="of goodput: prompt+new tokens",
+    )
+    parser.add_argument(
+        "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from open_loop.clients import Outcome
 
-
 WIDTH = 150
 """Columns of the table, where the output is no terminal too."""
 
