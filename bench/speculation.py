@@ -46,9 +46,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from serving.answers import Answer
 from serving.checking import Checker, Verdict
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
-from serving.systems import Answer
 from step_kinds import StepCounts, StepKinds, described_steps, table_of_steps
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer

@@ -43,6 +43,7 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
     if resolved.transport == "data":
         staging_parts.PinnedStagingPages = SharedPages  # type: ignore[assignment,misc]
     engine = Engine(resolved, load_parts(resolved))
+    engine.leave_steps()
     lock = threading.Lock()
 
     def send(message: FromWorker) -> None:
@@ -56,7 +57,7 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
     is_open = True
     while is_open:
         inbox = Inbox()
-        while connection.poll(0 if engine.ran_step else IDLE_S):
+        while connection.poll(min(IDLE_S, engine.rest_s())):
             kind, content = connection.recv()
             if kind == "close":
                 is_open = False

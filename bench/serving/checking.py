@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.adapters.formats import read_adapter
 
-from serving.systems import Answer, load_transformers
+from serving.answers import Answer
+from serving.systems import load_transformers
 
 NEAR_TIE_ULPS = 4
 """In bfloat16: distance from the largest float32 logit up to which a token counts as right."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from weft.v1 import common_pb2
 
+from serving.answers import Outcome, System
 from serving.load import LoadError
 from serving.sections import FIRST_TOKEN, attempt
 from serving.series import Ledger
-from serving.systems import Outcome, System
 from serving.workload import Prompts
 
 COLD, LOCAL, STORE = "cold", "local hit", "store hit"

@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
+from serving.answers import Answer
 from serving.load import LoadError, Raw
-from serving.systems import Answer
 
 COMPLETE = "/weft.v1.GatewayService/Complete"
 MAX_MESSAGE_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from serving.systems import Answer, Arrivals, Outcome
+from serving.answers import Answer, Arrivals, Outcome
 
 TIMEOUT_S = 300.0
 T = TypeVar("T")

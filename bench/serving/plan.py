@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from weft.engine.transfer.nixl import nixl_available
 
+from serving.answers import Streaming, System
 from serving.first_token import FirstToken
 from serving.flush import find_flush
 from serving.grpc_client import GrpcClient
@@ -30,7 +31,7 @@ from serving.sections import (
 )
 from serving.series import Ledger
 from serving.shipping import Shipping
-from serving.systems import EngineSystem, Streaming, System, TransformersSystem
+from serving.systems import EngineSystem, TransformersSystem
 from serving.workload import Prompts
 
 UP_FLAGS = "--local-prefill-max-tokens 128 --kvstore 1"

@@ -11,8 +11,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
+from serving.answers import Answer
 from serving.load import LoadError, Raw
-from serving.systems import Answer
 
 GET_TIMEOUT_S = 30.0
 
@@ -46,8 +46,8 @@ class RestClient:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._model: str = get_json(url, "/v1/models")["data"][0]["id"]
 
-    def encode(self, prompt: list[int], num_tokens: int) -> bytes:
-        """See `Client.encode`."""
+    def encode(self, prompt: list[int], num_tokens: int, **more: object) -> bytes:
+        """See `Client.encode`; `more` are further fields of the body."""
         body = json.dumps(
             {
                 "model": self._model,
@@ -58,6 +58,7 @@ class RestClient:
                 "skip_special_tokens": False,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **more,
             }
         ).encode()
         head = (
@@ -86,7 +87,7 @@ class RestClient:
         times_s: list[float] = []
         num_counted = 0
         time_s = raw.sent_s
-        for message, time_s in _messages(raw):
+        for message, time_s in messages(raw):
             if "error" in message:
                 raise LoadError(f"{message['error']}")
             if usage := message.get("usage"):
@@ -124,14 +125,16 @@ class _Collector(asyncio.Protocol):
                 self._ended.set_exception(exc)
 
 
-def _messages(raw: Raw) -> Iterator[tuple[dict[str, Any], float]]:
+def messages(raw: Raw) -> Iterator[tuple[dict[str, Any], float]]:
     """The events of a stream with their times of arrival; the last must be `[DONE]`."""
     is_done = False
     pending = b""
     for data, time_s in _chunks(raw):
         *events, pending = (pending + data).split(b"\n\n")
         for event in events:
-            payload = event.strip().removeprefix(b"data:").strip()
+            # Lines that begin with a colon are comments, which keep a silent stream open.
+            lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
+            payload = b"\n".join(line.removeprefix(b"data:").strip() for line in lines)
             if payload == b"[DONE]":
                 is_done = True
             elif payload:

@@ -9,17 +9,10 @@ from typing import Protocol, TypeVar
 
 from weft.engine.base.errors import WeftError
 
+from serving.answers import Answer, Arrivals, Outcome, Streaming, System
 from serving.load import LoadError
 from serving.series import Ledger, Series
-from serving.systems import (
-    Answer,
-    Arrivals,
-    EngineSystem,
-    Outcome,
-    Streaming,
-    System,
-    TransformersSystem,
-)
+from serving.systems import EngineSystem, TransformersSystem
 from serving.workload import NUM_WARMUP_TOKENS, Prompts
 
 FAILURES = (WeftError, LoadError, OSError, RuntimeError)

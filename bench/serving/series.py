@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.answers import Answer
 from serving.checking import Checker, Verdict
-from serving.systems import Answer
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""`weft trace ID`: what happened to one request, as a tree with times and sizes.
+"""`weft trace ID`: what happened to one request, as a tree with times and sizes; with `--timeline`
+as one line of time up to its first token, gaps named.
 
 The spans come from the services themselves, which keep those of recent requests; no collector is
 needed.
@@ -27,6 +28,7 @@ from weft.cli.channel import (
     find_gateway,
     open_channel,
 )
+from weft.cli.trace_timeline import first_token_pieces
 from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.rpc.tls import Identity
 from weft.engine.base.errors import ConfigError
@@ -42,7 +44,13 @@ def main(argv: Sequence[str]) -> int:
         "id", help="`id` of the answer (chatcmpl-..., cmpl-...), or a trace id (32 hex digits)"
     )
     add_gateway_flags(parser)
-    parser.add_argument("--json", action="store_true", help="the spans as JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="the spans as JSON")
+    form.add_argument(
+        "--timeline",
+        action="store_true",
+        help="what the time to the first token consists of, with what lies between processes",
+    )
     arguments = parser.parse_args(argv)
     address = arguments.address
     try:
@@ -66,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         spans = [MessageToDict(span, preserving_proto_field_name=True) for span in found.spans]
         sys.stdout.write(json.dumps(spans, indent=2) + "\n")
+    elif arguments.timeline:
+        show_timeline(Console(), list(found.spans))
     else:
         show(Console(), list(found.spans))
     return 0
@@ -105,6 +115,29 @@ def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
     for root in build_trees(spans):
         _add(table, root, "", "")
     console.print(table)
+
+
+def show_timeline(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
+    """Prints what the time to the first token consists of, gaps in yellow, with their sums."""
+    for root in build_trees(spans):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("at", justify="right", no_wrap=True)
+        table.add_column("took", justify="right", no_wrap=True)
+        table.add_column("what", no_wrap=True)
+        table.add_column("where", no_wrap=True)
+        pieces = first_token_pieces(root)
+        for piece in pieces:
+            what = f"[yellow]{escape(piece.what)}[/]" if piece.is_gap else escape(piece.what)
+            table.add_row(_ms(piece.begin_s), _ms(piece.duration_s), what, escape(piece.where))
+        console.print(table)
+        between_s = sum(piece.duration_s for piece in pieces if piece.is_between)
+        within_s = sum(piece.duration_s for piece in pieces if piece.is_gap) - between_s
+        console.print(
+            f"{_ms(sum(piece.duration_s for piece in pieces))} in all, of which {_ms(between_s)} "
+            f"between processes and {_ms(within_s)} between stages of one",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _add(table: Table, node: SpanNode, lead: str, below: str) -> None:

@@ -74,9 +74,10 @@ def texts(model_dir: Path) -> list[Text]:
     return texts_of(model_dir, 20)
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
 @pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
 def test_freed_pages_are_not_touched_however_late_the_device_is(
-    model_dir: Path, texts: list[Text], is_staged: bool
+    model_dir: Path, texts: list[Text], is_staged: bool, leaves: bool
 ) -> None:
     """Random ends, cancels, pre-emptions and faults; owner and fillers on late devices."""
     seed = random.randrange(2**32)
@@ -96,7 +97,7 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         make_engine(model_dir, "prefill", clock, num_pages=48, worker_id=name, **shared)
         for name in ("p0", "p1")
     ]
-    devices = [LateDevice(engine, rng) for engine in (owner, *fillers)]
+    devices = [LateDevice(engine, rng, leaves=leaves) for engine in (owner, *fillers)]
     storm = Storm(owner, fillers, clock, texts, rng)
     try:
         ride_out(storm, NUM_REQUESTS, MAX_OPEN)
@@ -128,6 +129,31 @@ def test_a_page_to_be_copied_stays_until_the_device_has_copied_it(model_dir: Pat
             pair.send(flush_cache=[1])
         assert pair.answers[request_id].tokens[0] == greedy(model, prompt)
         assert engine.counters()["partial_page_hits"] == 1
+        pair.settle()
+    finally:
+        pair.close()
+
+
+def test_a_prompt_is_shipped_and_accepted_while_a_step_is_under_way(model_dir: Path) -> None:
+    """No word between owner and filler waits for a device that does nothing."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    clock = ManualClock()
+    owner = make_engine(model_dir, "decode", clock, overlap="on")
+    filler = make_engine(model_dir, "prefill", clock, worker_id="p0")
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        device = LateDevice(owner, random.Random(0), early_chance=0.0, leaves=True)
+        stream = pair.submit(random_prompt(5), NUM_NEW)
+        pair.run(lambda: owner.pipeline.num_steps == 2)
+        before = device.num_done
+        prompt = random_prompt(4 * PAGE + 3)
+        shipped = pair.submit(prompt, NUM_NEW, candidates=[pair.candidate("p0")])
+        pair.run(lambda: owner.counters()["fills_done"] == 1)
+        assert device.num_done == before, "something waited for the device"
+        assert owner.pipeline.num_steps == 2
+        owner.pipeline.leaves = False
+        pair.finish(stream, shipped)
+        assert pair.answers[shipped].tokens[0] == greedy(model, prompt)
         pair.settle()
     finally:
         pair.close()

@@ -1,10 +1,11 @@
-"""`weft up --device A,B`: where each worker runs, and its share of a GPU."""
+"""`weft up --device A,B`: where each worker runs, its share of a GPU, and what is chosen for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from weft.cli.up.devices import with_devices
 from weft.cli.up.plan import ModelFolder, plan_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
@@ -71,3 +72,34 @@ def test_workers_of_two_models_share_a_gpu(tmp_path: Path) -> None:
         if spec.name.startswith("decode")
     }
     assert shares == {"decode-0": "0.5", "decode-1": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "devices", "prefill", "decode"),
+    [
+        ("", 0, ["cpu"], 1, 1),
+        ("", 1, ["cuda:0"], 0, 1),
+        ("--device auto", 2, ["cuda:0", "cuda:1"], 1, 1),
+        ("", 8, [f"cuda:{index}" for index in range(8)], 2, 6),
+        ("--prefill 3", 4, [f"cuda:{index}" for index in range(4)], 3, 1),
+        ("--device cuda:1", 4, ["cuda:1"], 1, 1),
+        ("--device cpu --decode 2", 4, ["cpu"], 1, 2),
+    ],
+)
+def test_what_is_not_said_follows_from_the_gpus(
+    flags: str, num_gpus: int, devices: list[str], prefill: int, decode: int
+) -> None:
+    chosen = with_devices(load_settings(UpSettings, flags.split(), {}), num_gpus)
+    assert (chosen.device, chosen.prefill, chosen.decode) == (devices, prefill, decode)
+
+
+def test_models_share_the_gpus() -> None:
+    settings = load_settings(UpSettings, ["--model", "a,b"], {})
+    chosen = with_devices(settings, 4)
+    assert (chosen.prefill, chosen.decode) == (1, 1)
+
+
+def test_auto_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(UpSettings, ["--device", "auto,cuda:1"], {})
+    assert "auto" in capsys.readouterr().err

@@ -160,7 +160,7 @@ def test_who_loses_least_is_preempted_and_comes_back_first() -> None:
 
 def test_prompts_beside_decodes_keep_to_their_share_of_a_step() -> None:
     limits = SchedulerLimits(PAGE, 64, 64, 4)
-    bench = Bench(random.Random(5), 200, limits, prompt_budget=lambda: 2 * PAGE)
+    bench = Bench(random.Random(5), 200, limits, prompt_budget=lambda running, waiting: 2 * PAGE)
     decoding = bench.add(4, 1000)
     bench.step()
     long = bench.add(10 * PAGE, 5)
@@ -290,7 +290,7 @@ def test_prompts_beside_decodes_fill_what_a_step_is_padded_to() -> None:
 def test_a_step_with_decodes_is_filled_to_its_size() -> None:
     sizes = [4 * PAGE, 20 * PAGE, 30 * PAGE]
     limits = SchedulerLimits(PAGE, 40 * PAGE, 40 * PAGE, 8, step_sizes=sizes)
-    bench = Bench(random.Random(5), 400, limits, prompt_budget=lambda: 17 * PAGE)
+    bench = Bench(random.Random(5), 400, limits, prompt_budget=lambda running, waiting: 17 * PAGE)
     decoding = [bench.add(4, 1000) for _ in range(3)]
     bench.step()
     prompts = [bench.add(33 * PAGE, 5), bench.add(33 * PAGE, 5)]
@@ -340,3 +340,15 @@ def test_drafts_leave_prompts_a_page() -> None:
     assert [item.num_tokens for item in plan.chunks if item.request is prompt] == [PAGE]
     assert plan.num_tokens == 5 * PAGE
     assert min(plan.most_accepted) == 3
+
+
+def test_a_prompt_shares_its_step_only_up_to_a_number_of_tokens() -> None:
+    """One that fills this number is computed alone, short ones together, and nothing is left."""
+    limits = SchedulerLimits(PAGE, 256, 128, 8, shared_step_tokens=4 * PAGE)
+    bench = Bench(random.Random(3), 400, limits)
+    long, *short = (bench.add(length, 1) for length in (100, 20, 8, 4, 3, 2))
+    assert [item.request for item in bench.step()] == [long]
+    planned = bench.step()
+    assert [item.request for item in planned] == short[:1]
+    assert sum(item.num_tokens for item in planned) <= 20
+    bench.run(long, *short)

@@ -49,6 +49,39 @@ def test_a_level_of_priority_is_worth_its_seconds_of_waiting() -> None:
     assert order(bench) == [urgent, old, late]
 
 
+def test_shortest_remaining_counts_what_is_to_be_computed() -> None:
+    bench = Bench(random.Random(1), 200, ONE_AT_A_TIME, "shortest_remaining", ageing_s=1e6)
+    known = bench.add(40, 2)
+    bench.run(known)
+    long, short = bench.add(40, 2), bench.add(8, 2)
+    cached = bench.add(42, 2, prefix=known.tokens[:40])
+    assert order(bench) == [cached, short, long]
+    bench.run(long, short, cached)
+    assert bench.finished[1:] == [cached, short, long]
+
+
+def test_waiting_makes_up_for_the_length_of_a_prompt() -> None:
+    """64 tokens are a full step: a prompt of 48 more is overtaken for 7.5 s at 10 s each."""
+    bench = Bench(random.Random(1), 200, ONE_AT_A_TIME, "shortest_remaining", ageing_s=10.0)
+    long = bench.add(56, 2)
+    bench.now += 7.0
+    early = bench.add(8, 2)
+    bench.now += 1.0
+    late = bench.add(8, 2)
+    assert order(bench) == [early, long, late]
+
+
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    limits = SchedulerLimits(PAGE, 16, 8, 4)
+    bench = Bench(random.Random(1), 200, limits, "shortest_remaining", ageing_s=1e6)
+    long = bench.add(120, 1)
+    bench.step()
+    short = bench.add(24, 1)
+    bench.run(short)
+    assert long.state is State.PREFILLING
+    bench.run(long)
+
+
 def test_fair_serves_the_tenant_that_had_least() -> None:
     """A flood of one tenant costs another one no more than the request under way."""
     bench = Bench(random.Random(1), 400, ONE_AT_A_TIME, "fair")

@@ -39,8 +39,10 @@ def decide(costs: FillCosts, num_tokens: int, match: int = 0, queued: int = 0) -
     return costs.decide(request, num_tokens // PAGE * PAGE, PAGE_BYTES)
 
 
-def fill(costs: FillCosts, num_tokens: int, rest_s: float) -> None:
-    """A fill that was computed whole, and took so much longer than that."""
+def fill(costs: FillCosts, num_tokens: int, rest_s: float, num_steps: int = 1) -> None:
+    """A fill that was computed whole, and took so much longer than that; each step's pages leave
+    while the next one computes.
+    """
     num_bytes = num_tokens // PAGE * PAGE_BYTES
     moved_s = num_bytes / BYTES_PER_S
     record = FillRecord(
@@ -52,10 +54,11 @@ def fill(costs: FillCosts, num_tokens: int, rest_s: float) -> None:
         start_s=0.0,
         computed_tokens=num_tokens,
         bytes=num_bytes,
-        first_write_posted_s=1.0,
-        last_write_complete_s=1.0 + moved_s,
+        first_write_posted_s=num_tokens / RATE / num_steps,
+        last_chunk_computed_s=num_tokens / RATE,
+        last_write_complete_s=num_tokens / RATE + moved_s / num_steps,
     )
-    costs.observe(candidate(), record, num_tokens / RATE + moved_s + rest_s)
+    costs.observe(record, num_tokens / RATE + moved_s / num_steps + rest_s)
 
 
 def known(rest_s: float) -> FillCosts:
@@ -93,6 +96,26 @@ def test_it_goes_where_it_takes_less() -> None:
     assert decide(costs, num_tokens, match).is_remote
     assert not decide(costs, num_tokens, match, queued=num_tokens).is_remote
     assert not decide(costs, 16, 16).is_remote, "a fill takes longer than so few tokens here"
+
+
+def test_what_moves_beside_computing_costs_nothing() -> None:
+    """A fill of many steps says nothing about bandwidth, and exposes what one step ships."""
+    costs = known(rest_s=0.01)
+    for _ in range(3):
+        fill(costs, 64_000, 0.01, num_steps=1_000)
+    decision = decide(costs, 64_000)
+    assert decision.remote_s == pytest.approx(64.0 + 4 * PAGE_BYTES / BYTES_PER_S + 0.01)
+    assert not decision.is_remote
+    # What the filler has cached moves all at once.
+    cached = decide(costs, 64_000, match=64_000).remote_s
+    assert cached == pytest.approx(4_000 * PAGE_BYTES / BYTES_PER_S + 0.01)
+
+
+def test_prompts_that_wait_here_count() -> None:
+    costs = known(rest_s=0.01)
+    assert not decide(costs, 1_024).is_remote
+    costs.local_queue = lambda: 512
+    assert decide(costs, 1_024).is_remote
 
 
 def test_one_slow_fill_says_nothing() -> None:

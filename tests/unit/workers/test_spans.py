@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from weft.cli.trace_timeline import SMALLEST_S, first_token_pieces
 from weft.cli.trace_tree import SpanNode, build_trees
 from weft.common.telemetry.spans import (
     Span,
@@ -180,3 +181,63 @@ def test_another_hosts_clock_does_not_change_the_times_within_it(error_s: float)
 
 def test_a_span_that_names_itself_is_a_root() -> None:
     assert shape(build_trees([wire(1, 1, "gateway", 0.0, 1.0)])) == [("1", [])]
+
+
+# -- the way to the first token ------------------------------------------------------------------
+
+
+def named(span: trace_pb2.Span, name: str) -> trace_pb2.Span:
+    span.name = name
+    return span
+
+
+def test_the_time_to_the_first_token_is_divided_without_rest() -> None:
+    spans = [
+        named(wire(1, 0, "gateway", 100.0, 10.0), "text_completion"),
+        named(wire(2, 1, "gateway", 100.5, 0.5), "route"),
+        named(wire(3, 1, "decode", 102.0, 7.0), "request"),
+        named(wire(4, 3, "prefill", 103.0, 2.0), "compute"),
+        named(wire(5, 3, "decode", 105.5, 1.5), "prefill"),
+        named(wire(6, 1, "gateway", 107.25, 2.75), "render"),
+    ]
+    (root,) = build_trees(spans)
+    pieces = first_token_pieces(root)
+    found = [(piece.what, piece.begin_s, piece.duration_s, piece.is_between) for piece in pieces]
+    expected = [
+        ("text_completion → route", 0.0, 0.5, False),
+        ("route", 0.5, 0.5, False),
+        ("route → request", 1.0, 1.0, True),
+        ("request → compute", 2.0, 1.0, True),
+        ("compute", 3.0, 2.0, False),
+        ("compute → prefill", 5.0, 0.5, True),
+        ("prefill", 5.5, 1.5, False),
+        ("prefill → first token", 7.0, 0.25, False),
+    ]
+    assert [(what, between) for what, _, _, between in found] == [
+        (what, between) for what, _, _, between in expected
+    ]
+    for piece, (_, begin_s, duration_s, _) in zip(pieces, expected, strict=True):
+        assert piece.begin_s == pytest.approx(begin_s, abs=1e-5)
+        assert piece.duration_s == pytest.approx(duration_s, abs=1e-5)
+        assert piece.is_gap == ("→" in piece.what)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.floats(0, 9), st.floats(0.01, 5)), min_size=1, max_size=8
+    )
+)
+def test_pieces_follow_one_another_whatever_the_spans(
+    below: list[tuple[int, float, float]],
+) -> None:
+    spans = [wire(1, 0, "gateway", 100.0, 10.0)]
+    for number, (parent, start_s, duration_s) in enumerate(below, start=2):
+        spans.append(wire(number, min(parent, number - 1), "gateway", 100.0 + start_s, duration_s))
+    (root,) = build_trees(spans)
+    pieces = first_token_pieces(root)
+    missing_s = 10.0 - sum(piece.duration_s for piece in pieces)
+    assert 0.0 <= missing_s + 1e-5 <= 50 * SMALLEST_S
+    ends = [piece.begin_s + piece.duration_s for piece in pieces]
+    assert all(
+        end_s <= piece.begin_s + 1e-5 for end_s, piece in zip(ends, pieces[1:], strict=False)
+    )

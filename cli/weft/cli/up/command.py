@@ -17,6 +17,7 @@ from weft.cli.output import SteadyOutput, finish_output
 from weft.cli.rest_binary import find_rest_binary
 from weft.cli.up.adapters import load_adapters
 from weft.cli.up.console import ConsoleReporter
+from weft.cli.up.devices import with_devices
 from weft.cli.up.exits import report_exit
 from weft.cli.up.liveness import health_checker
 from weft.cli.up.mesh import run_mesh
@@ -29,13 +30,14 @@ from weft.cli.up.state import StateFolder, locked_state_folder
 from weft.common.admin import read_token
 from weft.common.settings import load_settings
 from weft.engine.base.errors import ConfigError, WeftError
+from weft.engine.base.gpus import num_usable_gpus
 
 _TAIL_LINES = 25
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `weft up`; returns the exit status."""
-    settings = load_settings(UpSettings, argv)
+    settings = with_devices(load_settings(UpSettings, argv), num_usable_gpus())
     console = Console(file=cast("IO[str]", SteadyOutput()))
     try:
         _check_platform()
@@ -135,7 +137,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, resolve_model
     from weft.engine.checkpoint.dtypes import resolve_dtype
 
-    for device in settings.device or ["cpu"]:
+    for device in settings.device:
         resolve_dtype(settings.dtype, device)
     models: list[ModelFolder] = []
     for number, model in enumerate(settings.model):

@@ -20,8 +20,20 @@ class UpSettings(Settings):
     program: ClassVar[str] = "up"
     command: ClassVar[str] = "weft"
 
-    prefill: int = Field(1, ge=0, le=64, description="number of prefill workers of each model")
-    decode: int = Field(1, ge=1, le=64, description="number of decode workers of each model")
+    prefill: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="number of prefill workers of each model; default 1, on GPUs as many as they "
+        "allow (none on one GPU) unless device or decode is given",
+    )
+    decode: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="number of decode workers of each model; default 1, on GPUs one for each that "
+        "is left unless device or prefill is given",
+    )
     kvstore: int = Field(
         0,
         ge=0,
@@ -52,7 +64,8 @@ class UpSettings(Settings):
         [],
         max_length=64,
         description="devices of the workers, which take them in turn, prefill workers first: cpu, "
-        "cuda or cuda:N; workers on one GPU share its memory; empty = their default",
+        "cuda or cuda:N; workers on one GPU share its memory; empty or auto = all GPUs that are "
+        "there, else the CPU",
     )
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")
@@ -174,6 +187,13 @@ class UpSettings(Settings):
     def _take_one(cls, value: object) -> object:
         """A file may have a single text."""
         return [value] if isinstance(value, str) else value
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, devices: list[str]) -> list[str]:
+        if "auto" in devices and len(devices) > 1:
+            raise ValueError("auto stands for all devices: give it alone")
+        return devices
 
     @field_validator("prefill_args", "decode_args", "kvstore_args", "gateway_args", "rest_args")
     @classmethod

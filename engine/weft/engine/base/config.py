@@ -12,7 +12,7 @@ from weft.engine.base.errors import ConfigError
 Role = Literal["decode", "prefill"]
 DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
-PolicyName = Literal["fcfs", "longest_prefix", "priority", "fair"]
+PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
 """Admission policies (`weft.engine.scheduler.policies`)."""
 EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 """Eviction policies (`weft.engine.memory.eviction`)."""
@@ -63,6 +63,9 @@ BOUNDS: Mapping[str, Bound] = {
     "max_step_tokens": Bound(ge=16),
     "prefill_chunk_tokens": Bound(ge=1),
     "inter_token_target_s": Bound(gt=0),
+    "step_lead_s": Bound(ge=0),
+    "shared_step_tokens": Bound(ge=1),
+    "first_token_weight": Bound(ge=0, le=1e6),
     "ageing_s": Bound(gt=0, le=1e6),
     "preemption_threshold": Bound(ge=1, le=2_000_000),
     "max_fill_fraction": Bound(gt=0, le=1),
@@ -129,15 +132,29 @@ class EngineConfig:
     """
     prefill_chunk_tokens: int = 256
     """Largest chunk of one prompt in a step; a multiple of page_size."""
+    shared_step_tokens: int | None = None
+    """Prompt tokens of a step up to which further prompts join the first one: with more, prompts
+    that come first would wait for those behind them, and a device is busy with fewer. None: as many
+    as fit.
+    """
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds: prompt chunks are cut so that a step that also decodes
-    keeps to it.
+    keeps to it, unless first tokens that wait count for more.
+    """
+    first_token_weight: float = 1.0
+    """Worth of a second of delay of a first token, in seconds of delay of next tokens
+    (`weft.engine.scheduler.prompt_budget`). 0: prompts always keep to the target.
+    """
+    step_lead_s: float = 0.002
+    """On a GPU worker that exchanges pages with others: seconds before the expected end of a step
+    of running requests at which the next one begins, in addition to what the host needs for that.
+    What comes until then takes part in it. Longer than a step: it begins at once.
     """
     scheduling_policy: PolicyName = "fcfs"
     """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""
     ageing_s: float = 30.0
-    """Waiting time that counts as one level of priority, and after which a short prefix does not
-    matter.
+    """Waiting time that counts as one level of priority or makes up for one full step of prompt
+    tokens, and after which a short prefix does not matter.
     """
     preemption_threshold: int | None = 10
     """With `priority`: a running request is preempted for one that is this many levels more urgent.
@@ -158,8 +175,9 @@ class EngineConfig:
     fill_progress_timeout_s: float = 5.0
     transport: Literal["auto", "nixl", "data"] = "auto"
     staging_bytes: int | None = None
-    """Memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB, or the
-    size of the pool if that is given.
+    """Memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB in the
+    host's memory, in the GPU's own a sixteenth of it and at most 4 GiB; no more than the size of
+    the pool if that is given.
     """
     staging_memory: Literal["auto", "host", "device"] = "auto"
     """Kind of memory used for staging pages. auto: the GPU's own where NIXL works, another GPU of

@@ -131,6 +131,10 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_reached(self) -> bool:
+        """Whether the device has reached the mark."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def hold(self, stream: torch.cuda.Stream | None) -> None:
         """Makes later work of a stream wait for the mark; without a stream, blocks the caller."""
         if stream is None:

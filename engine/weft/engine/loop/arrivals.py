@@ -8,14 +8,14 @@ from weft.engine.base import faults
 from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
-from weft.engine.transfer.chunks import ShipResult
+from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.engine.transfer.transport import Transport
 
 
 def take_transfers(
     transport: Transport, fills: OwnerFills, filler: Filler, store: StoreLink | None
 ) -> None:
-    """Takes fillers' notifications, requested digests, and results of shipped pages."""
+    """Takes fillers' notifications, requested digests, and what became of shipped pages."""
     if fills.num_open:
         for notification in transport.notifications():
             arrived: Sequence[tuple[int, bytes, int]] = (notification,)
@@ -31,5 +31,7 @@ def take_transfers(
     for item in transport.shipper.take():
         if isinstance(item, ShipResult):
             filler.on_shipped(item)
+        elif isinstance(item, ChunkPosted):
+            filler.on_posted(item)
         else:
             filler.on_data(*item)

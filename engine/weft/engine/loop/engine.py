@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from weft.engine.base.clock import Clock, monotonic
@@ -42,6 +41,7 @@ from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan, Run
 from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
@@ -54,6 +54,12 @@ logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.02
 REPORT_INTERVAL_S = 0.1
+IDLE_S = 0.05
+"""Longest time between two turns."""
+STANDSTILL_S = 0.001
+"""The same while requests wait for what no message announces."""
+ARRIVAL_POLL_S = 2e-4
+"""The same while bytes are awaited whose digests are there: NIXL's notifications wake nobody."""
 
 
 class Engine:
@@ -92,7 +98,12 @@ class Engine:
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
         )
-        waiting = make_queue(config.scheduling_policy, config.ageing_s, pages.num_cached_tokens)
+        waiting = make_queue(
+            config.scheduling_policy,
+            config.ageing_s,
+            pages.num_cached_tokens,
+            config.max_step_tokens,
+        )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self.scheduler = Scheduler(
@@ -104,8 +115,14 @@ class Engine:
             self._on_slot_free,
             self.adapters.places,
             events=events,
-            prompt_budget=partial(self.costs.tokens_within, config.inter_token_target_s),
+            prompt_budget=PromptBudget(
+                self.costs,
+                config.inter_token_target_s,
+                config.first_token_weight,
+                config.max_step_tokens,
+            ).tokens,
         )
+        self.costs.local_queue = self.scheduler.num_prefilling_tokens
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
@@ -139,6 +156,7 @@ class Engine:
             is_overlapped=config.is_overlapped,
             drafter=self.drafting.drafter,
             host=parts.host,
+            lead_s=config.step_lead_s,
         )
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
@@ -146,7 +164,7 @@ class Engine:
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
-        """Whether the last turn computed something."""
+        """Whether the last turn began or completed a step."""
         self._expire_at = self._report_at = 0.0
 
     def _make_filler(self) -> Filler:
@@ -211,6 +229,26 @@ class Engine:
     def _prefill_rate(self) -> float:
         return self.costs.local_tokens_per_s
 
+    def leave_steps(self) -> None:
+        """Lets turns return while the device computes, where other workers wait for this one's
+        word; whoever calls `turn` waits for `rest_s` then.
+        """
+        is_alone = not self.config.ships_pages
+        self.pipeline.leaves = self._executor.is_asynchronous and not is_alone
+
+    def rest_s(self) -> float:
+        """Seconds for which the caller may wait for messages, or to be woken, before the next turn;
+        0: it takes the next turn at once.
+        """
+        if self.ran_step:
+            return 0.0
+        rest_s = ARRIVAL_POLL_S if self.fills.awaits_arrival else IDLE_S
+        if self.pipeline.num_steps:
+            return min(rest_s, self.pipeline.rest_s())
+        if self.has_work:
+            return min(rest_s, STANDSTILL_S)
+        return min(rest_s, EXPIRY_INTERVAL_S) if self.fills.num_open else rest_s
+
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""
         self.pipeline.host_goes_on()
@@ -229,7 +267,11 @@ class Engine:
             if self.sessions is not None:
                 self.sessions.tick()
             self.filler.tick()
-        plan = self.scheduler.plan(now)
+        if self.pipeline.may_begin():
+            plan = self.scheduler.plan(now)
+        else:
+            plan = Plan()
+            self.scheduler.admit(now)
         self._note_plan()
         self.ran_step = self.pipeline.turn(plan)
         self.adapters.turn()

@@ -8,11 +8,16 @@ device. Its drawing may need them on the host (masks of constraints follow them)
 the step before is committed; the device has the forward to do meanwhile.
 
 Not overlapped, a step is committed in the turn in which it begins. All else is the same.
+
+Where others wait for this engine's word while the device computes, a turn may leave the step under
+way (`leaves`): it returns, and a later turn commits the step once it has ended. Then the step
+behind decodes also begins as late as it can (`lead_s`): what comes until then takes part in it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,6 +70,24 @@ class _Step:
     mark: Mark | None = None
     """Work of the device for this step that does not end with drawing."""
     ended_at: float = 0.0
+    is_ready: bool = True
+    """Whether nothing was under way when it began."""
+    is_plain: bool = False
+    """Whether it takes as long as decodes without drafts."""
+    end: Mark | None = None
+    """All of its work, where turns may leave it."""
+
+
+WATCH_S = 2e-4
+"""Shortest interval of looking whether a step has ended."""
+CLOSE_S = 3e-4
+"""Time before the expected end of a step of decodes from which it is waited for."""
+MAX_PLAIN_TOKENS = 32
+"""Prompt tokens, as of the ends of prompts that were shipped, that hardly make a step longer."""
+MOST_RISE = 1.25
+"""Growth of an expected duration from step to step. One that is too short costs a look too many,
+one that is too long, after a step that was slow by chance, a device without work.
+"""
 
 
 class StepPipeline:
@@ -79,6 +102,8 @@ class StepPipeline:
         is_overlapped: A step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
         host: Is told when this thread waits, if the device works by itself.
+        lead_s: Where turns leave steps: time before the expected end of a step of decodes at which
+            the next one begins, at the latest; what planning and starting took lately counts too.
     """
 
     def __init__(
@@ -92,6 +117,7 @@ class StepPipeline:
         is_overlapped: bool,
         drafter: Drafter | None = None,
         host: HostPriority,
+        lead_s: float = math.inf,
     ) -> None:
         self._drafter = drafter
         self._executor = executor
@@ -101,7 +127,18 @@ class StepPipeline:
         self._clock = clock
         self._is_overlapped = is_overlapped
         self._host = host
+        self._lead_s = lead_s
+        self.leaves = False
+        """Whether a turn may return while a step is under way, to be called again."""
         self._flying: _Step | None = None
+        self._behind: _Step | None = None
+        """The step behind it, whose drawing has not begun. None at the end of turns that wait."""
+        self._plain_s = 0.0
+        """Expected duration of a step of decodes alone; 0: unknown."""
+        self._token_s = 0.0
+        """The same of any other step, for each token."""
+        self._start_s = 0.0
+        """What planning and starting a step takes the host at most, lately."""
         self._last_ended_at = 0.0
         self._goes_on = False
         """Whether the last turn had work and left some."""
@@ -111,7 +148,53 @@ class StepPipeline:
     @property
     def num_steps(self) -> int:
         """Number of steps that have begun and are not committed."""
-        return int(self._flying is not None)
+        return (self._flying is not None) + (self._behind is not None)
+
+    def may_begin(self) -> bool:
+        """Whether this turn may begin a step: none lies behind the one under way, and that one ends
+        soon or nobody knows when.
+        """
+        if self._behind is not None:
+            return False
+        return self._flying is None or self._begins_in_s(self._flying) <= 0.0
+
+    def rest_s(self) -> float:
+        """Seconds for which the caller may look after other things, after a turn that left a step;
+        it may look whether the step has ended before.
+        """
+        step = self._flying
+        if step is None:
+            return 0.0
+        if self._behind is None and (begins_in_s := self._begins_in_s(step)) > 0.0:
+            return max(WATCH_S, begins_in_s / 2)
+        left_s = self._expected_end(step) - self._clock()
+        if step.is_plain and self._plain_s:
+            return max(0.0, left_s - CLOSE_S)
+        return max(WATCH_S, 0.8 * left_s)
+
+    def _begins_in_s(self, step: _Step) -> float:
+        """Seconds until the step behind this one is to begin; at most 0: now."""
+        lead_s = self._lead_s + 2 * self._start_s
+        if not (self.leaves and step.is_plain) or self._plain_s <= lead_s:
+            return 0.0
+        return self._expected_end(step) - lead_s - self._clock()
+
+    def _expected_end(self, step: _Step) -> float:
+        """When a step ends if it takes as long as those before it."""
+        expected_s = self._plain_s if step.is_plain else self._token_s * step.plan.num_tokens
+        return max(step.began_at, self._last_ended_at) + expected_s
+
+    def _learn(self, step: _Step, duration_s: float) -> None:
+        if step.is_plain:
+            self._plain_s = _follow(self._plain_s, duration_s)
+        elif num_tokens := step.plan.num_tokens:
+            self._token_s = _follow(self._token_s, duration_s / num_tokens)
+
+    def _is_left(self, step: _Step) -> bool:
+        """Whether this turn leaves a step under way instead of waiting for it."""
+        if not self.leaves or step.end is None or step.end.is_reached():
+            return False
+        return self.rest_s() > 0.0
 
     def host_goes_on(self) -> None:
         """Other threads give way to this one; not where it computes the steps itself, on a CPU."""
@@ -125,17 +208,24 @@ class StepPipeline:
     def turn(self, plan: Plan) -> bool:
         """Starts a step, if there is anything to do, and commits the previous one.
 
+        Args:
+            plan: Empty unless `may_begin`.
+
         Returns:
-            There was a step to begin or to commit.
+            A step was begun or committed. False: none, though one may be under way (`num_steps`).
         """
-        before, self._flying = self._flying, None
-        # With nothing under way, all that masks depend on is known before the forward.
-        is_ready = before is None
-        step = self._start(plan, is_ready=is_ready) if len(plan) else None
+        if len(plan):
+            # With nothing under way, all that masks depend on is known before the forward.
+            self._behind = self._start(plan, is_ready=self._flying is None)
+        before = self._flying
         if before is not None:
+            if self._is_left(before):
+                return False
+            self._flying = None
             self._end(before)
+        step, self._behind = self._behind, None
         if step is not None:
-            self._draw(step, is_ready=is_ready)
+            self._draw(step, is_ready=step.is_ready)
             if self._is_overlapped:
                 self._flying = step
             else:
@@ -152,9 +242,11 @@ class StepPipeline:
         if plan.verifies or plan.chunks:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
+        started_at = self._clock()
         # Steps that do not overlap cost what lies between them too: who compares must know.
         began_at = self._last_ended_at if self._goes_on else self._clock()
-        step = _Step(self._scheduler.launch(plan), plan, began_at, drawing)
+        step = _Step(self._scheduler.launch(plan), plan, began_at, drawing, is_ready=is_ready)
+        step.is_plain = not plan.verifies and plan.num_chunk_tokens <= MAX_PLAIN_TOKENS
         if self.flight is not None:
             self.flight.begin(plan)
         try:
@@ -174,6 +266,7 @@ class StepPipeline:
             step.drawable, plan.scores = launched
         except Exception as error:
             self._fail(step, error)
+        self._start_s = max(0.9 * self._start_s, self._clock() - started_at)
         return step
 
     def _draw(self, step: _Step, *, is_ready: bool) -> None:
@@ -195,6 +288,8 @@ class StepPipeline:
                 if step.plan.has_trees:
                     # K and V of accepted drafts move behind the drawing.
                     step.mark = self._executor.mark()
+            if self.leaves:
+                step.end = self._executor.mark()
         except Exception as error:
             self._fail(step, error)
         step.ended_at = self._clock()
@@ -219,6 +314,7 @@ class StepPipeline:
         lost_s = self._drawing.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
+        self._learn(step, duration_s)
         self._owner.step_done(step.plan, drawn, duration_s)
 
     def _fail(self, step: _Step, error: Exception) -> None:
@@ -232,3 +328,8 @@ class StepPipeline:
             step.mark = self._executor.mark()
         except RuntimeError:
             logger.exception("the device takes no more work")
+
+
+def _follow(known: float, new: float) -> float:
+    """An expectation that falls at once, and rises slowly."""
+    return min(new, MOST_RISE * known) if known else new

@@ -71,7 +71,11 @@ class FillTimings:
     queued_s: float = 0.0
     first_write_posted_s: float = 0.0
     last_chunk_computed_s: float = 0.0
+    last_write_posted_s: float = 0.0
+    """When the last chunk had been read from the pool and digested, and was posted."""
     last_write_complete_s: float = 0.0
+    reported_s: float = 0.0
+    """When the engine took note of that and said that all is done."""
     computed_tokens: int = 0
     bytes: int = 0
 
@@ -81,9 +85,9 @@ class FillEvent:
     """One event of a fill; which fields are set depends on `kind`.
 
     accepted: filler_epoch, transport, cached_tokens. declined: reason, message. written: chunk,
-    start_token, end_token, digests. data: chunk, start_token (of the page), offset, data.
-    done: timings. failed: message, is_stopped, needs_fence. broken (the stream ended without a
-    last event).
+    start_token, end_token, digests, and with the last one computed_tokens. data: chunk, start_token
+    (of the page), offset, data. done: timings. failed: message, is_stopped, needs_fence. broken
+    (the stream ended without a last event).
     """
 
     kind: EventKind
@@ -96,6 +100,8 @@ class FillEvent:
     start_token: int = 0
     end_token: int = 0
     digests: list[int] = field(default_factory=list)
+    computed_tokens: int | None = None
+    """With the last chunk: prompt tokens that the filler computed; None: not known yet."""
     offset: int = 0
     data: bytes = b""
     is_stopped: bool = False

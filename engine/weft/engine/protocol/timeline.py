@@ -40,6 +40,10 @@ class FillRecord:
     first_write_posted_s: float = 0.0
     last_chunk_computed_s: float = 0.0
     last_write_complete_s: float = 0.0
+    announced_s: float = 0.0
+    """When the digests of the last chunk were noted."""
+    arrived_s: float = 0.0
+    """When the arrival of the last chunk's bytes was noted."""
     failure: str = ""
     filler_failed: bool = False
     """Whether the filler was at fault: neither declined nor stopped by this owner."""
@@ -72,6 +76,8 @@ class Timeline:
     admitted_s: float | None = None
     matched_tokens: int = 0
     local_prefill_tokens: int = 0
+    local_prefill_began_s: float | None = None
+    """When the first step that computed some of them here was planned."""
     fills: list[FillRecord] = field(default_factory=list)
     first_token_s: float | None = None
     finish_s: float | None = None

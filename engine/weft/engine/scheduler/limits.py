@@ -23,6 +23,9 @@ class SchedulerLimits(NamedTuple):
 
     decodes_beside: int = 0
     """Rows of running requests that do not count towards `max_step_tokens`."""
+    shared_step_tokens: int | None = None
+    """Prompt tokens of a step up to which further prompts join the first one; None: as many as fit.
+    """
     step_sizes: Sequence[int] = ()
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_draft: bool = False
@@ -40,6 +43,7 @@ class SchedulerLimits(NamedTuple):
             by_priority=by_priority,
             preemption_threshold=config.preemption_threshold if by_priority else None,
             decodes_beside=config.decodes_beside,
+            shared_step_tokens=config.shared_step_tokens,
             step_sizes=step_sizes,
             has_draft=config.head_dir is not None,
         )

@@ -49,8 +49,9 @@ class Scheduler:
         on_slot_free: called when a slot is given back.
         adapters: of requests; None: they have none.
         events: receive what happens to requests' pages; None: nobody does.
-        prompt_budget: the most prompt tokens in a step that also decodes, as things are now;
-            None: no such bound.
+        prompt_budget: the most prompt tokens in a step that also decodes, given the numbers of
+            running requests and of prompts that are not computed (`PromptBudget.tokens`); None: no
+            such bound.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Scheduler:
         adapters: AdapterResidency | None = None,
         *,
         events: SchedulerEvents | None = None,
-        prompt_budget: Callable[[], int] | None = None,
+        prompt_budget: Callable[[int, int], int] | None = None,
     ) -> None:
         self._limits = limits
         self.pages = pages
@@ -127,6 +128,10 @@ class Scheduler:
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to be computed by this engine."""
         return sum(r.num_to_compute for r in chain(self.waiting, self.waitlist, self.prefilling))
+
+    def num_prefilling_tokens(self) -> int:
+        """Prompt tokens that are still to be computed of those admitted for that."""
+        return sum(request.num_pending for request in self.prefilling)
 
     def num_tokens_before(self, adapter: bytes) -> int:
         """Queued tokens ahead of a request for `adapter`; those for other adapters do not count."""
@@ -209,22 +214,45 @@ class Scheduler:
         num_tokens = self.running_plans.num_tokens_beside_prompts(plan)
         budget = self._limits.max_step_tokens - max(0, num_tokens - self._limits.decodes_beside)
         if has_running and self._prompt_budget is not None:
-            wanted = self._prompt_budget()
+            num_waiting = len(self.prefilling) + len(self.waiting)
+            wanted = self._prompt_budget(len(self.running), num_waiting)
             budget = min(budget, fitting_budget(num_tokens, wanted, self._limits.step_sizes))
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:
             taken = self._plan_chunk(request, budget, chunks)
-            budget = budget - taken if taken else 0  # Else shorter ones might pass it for ever.
+            # Else shorter ones might pass it for ever.
+            budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
         self.running_plans.add_prompts(plan, chunks)
+        for chunk in chunks:
+            timeline = chunk.request.timeline
+            if timeline.local_prefill_began_s is None:
+                timeline.local_prefill_began_s = now - timeline.submitted_at
         return plan
 
+    def admit(self, now: float) -> None:
+        """Admits requests between two plans, so that others begin to fill their pages at once.
+
+        Prompts that are computed here wait for the next plan: as many as one step takes.
+        """
+        self._start_waiting_fills()
+        if self.waiting:
+            room = self._limits.max_step_tokens - self.num_prefilling_tokens()
+            self._plan_waiting(now, room, None, is_empty=False)
+
     def _plan_waiting(
-        self, now: float, budget: int, items: list[PlanItem], *, is_empty: bool
+        self, now: float, budget: int, items: list[PlanItem] | None, *, is_empty: bool
     ) -> None:
-        """Admits requests, and plans the first chunks of those that are computed here."""
+        """Admits requests, and plans the first chunks of those that are computed here.
+
+        Args:
+            now: On the engine's clock.
+            budget: Prompt tokens that may be planned.
+            items: Gets the chunks; None: they are planned later.
+            is_empty: Whether the step has nothing else.
+        """
         self.waiting.observe(self.running)
         self._lacks_pages = False
         while budget > 0 and self._free_slots and (request := self._admit_next(now)):
@@ -232,7 +260,11 @@ class Scheduler:
             self.waiting.on_admitted(request)
             if request.state is State.PREFILLING:
                 self._enter_prefilling(request)
-                budget -= self._plan_chunk(request, budget, items)
+                if items is None:
+                    budget -= request.num_pending
+                else:
+                    taken = self._plan_chunk(request, budget, items)
+                    budget = self._budget_behind(budget, taken, items)
             else:
                 self.filling.append(request)
         has_others = items or self.running or self.prefilling or self.filling
@@ -444,6 +476,14 @@ class Scheduler:
         items.append(PlanItem(request, start, num_tokens, samples, has_lead))
         return num_tokens
 
+    def _budget_behind(self, budget: int, taken: int, items: list[PlanItem]) -> int:
+        """Tokens that further prompts may bring, behind one that has taken some."""
+        budget -= taken
+        if self._limits.shared_step_tokens is not None:
+            num_planned = sum(item.num_tokens for item in items)
+            budget = min(budget, self._limits.shared_step_tokens - num_planned)
+        return max(0, budget)
+
     def _admit(self, request: Request, now: float, *, has_pages: bool) -> bool:
         """Reserves a waiting request's pages and starts it; False: not now.
 
@@ -553,11 +593,8 @@ class Scheduler:
             on_computed(request, held, request.num_published_pages)
 
     def _enter_prefilling(self, request: Request) -> None:
-        """Queues a prompt in order of admission; if priorities count, urgent ones first."""
-        if self._limits.by_priority:
-            insort(self.prefilling, request, key=lambda other: other.priority)
-        else:
-            self.prefilling.append(request)
+        """Queues a prompt by its rank in the policy, equals in order of admission."""
+        insort(self.prefilling, request, key=self.waiting.rank)
 
     def _strip_waiting(self) -> None:
         """Releases pages of queued requests: nothing runs and the head does not fit."""

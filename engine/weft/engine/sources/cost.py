@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from weft.engine.protocol.timeline import FillCandidate, FillRecord
+from weft.engine.protocol.timeline import FillRecord
 from weft.engine.scheduler.state import Request
 
 SMOOTHING = 0.2
@@ -47,12 +48,14 @@ class FillDecision(NamedTuple):
 
 
 class FillCosts:
-    """Ships if `(queue + end - filler's match) / rate + bytes / bandwidth + rest < local time`.
+    """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest <
+    (local queue + remainder) / local rate`.
 
-    Queue, match and rate of the filler come with the candidate. Bandwidth, the local rate and what
-    fills take for all the rest (messages, digests, waiting for steps) are averages of what this
-    engine saw lately. While a rate is unknown it is tried, remote first, local with remainders that
-    are not too long.
+    Queue, match and rate of the filler come with the candidate. What a filler computes in several
+    steps it ships step by step, so only what one step ships is exposed. Bandwidth, the local rate
+    and what the hand-over takes besides (messages, digests, waiting for steps) are averages of what
+    this engine saw lately. While a rate is unknown it is tried, remote first, local with remainders
+    that are not too long.
 
     Args:
         local_prefill_max_tokens: with N the rule is off: remainders of at most N tokens run
@@ -63,7 +66,11 @@ class FillCosts:
     def __init__(self, local_prefill_max_tokens: int | None, page_size: int) -> None:
         self._local_max = local_prefill_max_tokens
         self._page_size = page_size
+        self.local_queue: Callable[[], int] = lambda: 0
+        """Prompt tokens that this engine computes before a new remainder's."""
         self._bytes_per_s = 0.0
+        self._step_bytes = 0
+        """Most bytes that a filler had computed in one step, or had cached, and shipped at once."""
         self._rests: deque[float] = deque(maxlen=NUM_RESTS)
         self._num_losing = 0
         self._num_tries = 0
@@ -86,8 +93,9 @@ class FillCosts:
             return FillDecision(not is_tried, None, None)
         num_pages = (end_token - request.num_computed) // self._page_size
         to_compute = max(0, end_token - candidate.match_tokens)
-        work_s = self._work_s(candidate, to_compute, num_pages * page_bytes)
-        local_s = num_local / self._local_tokens_per_s
+        work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
+        work_s += self._exposed_bytes(num_pages * page_bytes, to_compute) / self._bytes_per_s
+        local_s = (self.local_queue() + num_local) / self._local_tokens_per_s
         rest_s = median(self._rests) if len(self._rests) >= MIN_RESTS else 0.0
         is_remote = work_s + rest_s < local_s
         if not is_remote and to_compute <= MAX_WASTED * num_local:
@@ -95,23 +103,31 @@ class FillCosts:
             is_remote = self._num_losing % TRY_AGAIN == 0
         return FillDecision(is_remote, work_s + rest_s, local_s)
 
-    def _work_s(self, candidate: FillCandidate, num_tokens: int, num_bytes: int) -> float:
-        """Seconds of computing and transferring; rate and bandwidth must be known."""
-        seconds = (candidate.queued_tokens + num_tokens) / candidate.tokens_per_second
-        return seconds + num_bytes / self._bytes_per_s
+    def _exposed_bytes(self, num_bytes: int, to_compute: int) -> int:
+        """Bytes that are still to be moved when the last of them is computed."""
+        return min(num_bytes, self._step_bytes) if to_compute and self._step_bytes else num_bytes
 
-    def observe(self, candidate: FillCandidate, record: FillRecord, duration_s: float) -> None:
-        """Updates, from a finished fill, the bandwidth (bytes over their time in transit) and the
-        time beyond computing and transferring.
+    def observe(self, record: FillRecord, duration_s: float) -> None:
+        """Updates, from a finished fill, the bandwidth (bytes over their time in transit) and what
+        the hand-over takes besides.
+
+        Args:
+            record: Of the fill, with the filler's own measurements.
+            duration_s: From asking for it to the acceptance of its last page.
         """
         under_way = record.last_write_complete_s - record.first_write_posted_s
         seconds = under_way if 0 < under_way <= duration_s else duration_s
         if not record.bytes or seconds <= 0:
             return
-        self._bytes_per_s = _smooth(self._bytes_per_s, record.bytes / seconds)
-        if candidate.tokens_per_second:
-            work_s = self._work_s(candidate, record.computed_tokens, record.bytes)
-            self._rests.append(max(0.0, duration_s - work_s))
+        is_at_once = record.first_write_posted_s >= record.last_chunk_computed_s
+        if is_at_once or not self._bytes_per_s:  # Else it includes time of computing.
+            self._bytes_per_s = _smooth(self._bytes_per_s, record.bytes / seconds)
+        if is_at_once:
+            self._step_bytes = max(self._step_bytes, record.bytes)
+        exposed = self._exposed_bytes(record.bytes, record.computed_tokens)
+        # Queueing and computing are foretold from the filler's queue and rate.
+        handed_over_s = duration_s - record.last_chunk_computed_s
+        self._rests.append(max(0.0, handed_over_s - exposed / self._bytes_per_s))
 
     def observe_local(self, num_tokens: int, duration_s: float) -> None:
         """Updates the local rate from a local prefill step."""
@@ -141,6 +157,16 @@ class FillCosts:
         rate = self._tokens_per_s_beside or self._local_tokens_per_s
         num_pages = int(rate * duration_s) // self._page_size
         return max(least, num_pages) * self._page_size
+
+    @property
+    def tokens_per_s_beside(self) -> float:
+        """Prompt tokens a second that a step with decodes takes in addition; 0 = unknown."""
+        return self._tokens_per_s_beside
+
+    @property
+    def decode_s(self) -> float:
+        """Duration of a step of decodes alone, seconds; 0 = unknown."""
+        return self._decode_s
 
     @property
     def local_tokens_per_s(self) -> float:

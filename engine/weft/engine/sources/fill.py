@@ -20,6 +20,10 @@ class FillState(Enum):
     STARTING = "starting"
     ACTIVE = "active"
     STOPPING = "stopping"
+    ACCEPTED = "accepted"
+    """All of its pages are accepted, and its request goes on; the filler's word is awaited for what
+    it has measured, and nothing of it can arrive.
+    """
 
 
 class OwnerTransport(Protocol):
@@ -61,7 +65,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Fill:
-    """One lease; outlives its request while writes can still arrive."""
+    """One lease; outlives its request while writes can still arrive, or the filler's last word."""
 
     lease_id: bytes
     request: Request | None
@@ -94,6 +98,14 @@ class Fill:
     def chunk(self, index: int) -> Chunk:
         """The state of a chunk, created on first use."""
         return self.chunks.setdefault(index, Chunk())
+
+    @property
+    def awaits_arrival(self) -> bool:
+        """Whether the digests of its next chunk are there and only a notification is missing."""
+        if self.state is not FillState.ACTIVE or not self.uses_nixl:
+            return False
+        chunk = self.chunks.get(self.next_chunk)
+        return chunk is not None and chunk.digests is not None and not chunk.is_notified
 
     def is_owed_by(self, candidate: FillCandidate, since: float) -> bool:
         """Whether this filler incarnation's answer about the stopped lease is overdue by then."""

@@ -28,7 +28,14 @@ from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
 from weft.engine.sources.data_budget import DataBudget
 from weft.engine.sources.lease import FillJob, Jobs, Lease, LeaseState
-from weft.engine.transfer.chunks import RAN_OUT, LeaseTerm, ShipChunk, Shipper, ShipResult
+from weft.engine.transfer.chunks import (
+    RAN_OUT,
+    ChunkPosted,
+    LeaseTerm,
+    ShipChunk,
+    Shipper,
+    ShipResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +222,12 @@ class Filler:
             self._jobs.end(job)
             self._finish_if_done(lease)
 
+    def on_posted(self, posted: ChunkPosted) -> None:
+        """Announces a chunk whose write is under way, so that its digests arrive no later."""
+        lease = self._leases.get(posted.lease_id)
+        if lease is not None and lease.state is LeaseState.ACTIVE:
+            self._announce(lease, lease.shipping[posted.index], posted.digests)
+
     def on_shipped(self, result: ShipResult) -> None:
         """Handles the result of shipping a chunk."""
         lease = self._leases.get(result.lease_id)
@@ -398,10 +411,18 @@ class Filler:
         timings = lease.timings
         if chunk.index == 0:
             timings.first_write_posted_s = result.posted_at - timings.accepted_at
+        timings.last_write_posted_s = result.posted_at - timings.accepted_at
         timings.last_write_complete_s = result.completed_at - timings.accepted_at
         timings.bytes += len(chunk.local_pages) * self._page_bytes
         self.counters.shipped_pages += len(chunk.local_pages)
         self.counters.shipped_bytes += len(chunk.local_pages) * self._page_bytes
+        if lease.num_announced == chunk.index:
+            self._announce(lease, chunk, result.digests)
+        lease.said_with_chunk = lease.num_said
+
+    def _announce(self, lease: Lease, chunk: ShipChunk, digests: list[int]) -> None:
+        lease.num_announced += 1
+        is_last = chunk.end_token == lease.end_token
         self._say(
             lease,
             FillEvent(
@@ -409,10 +430,10 @@ class Filler:
                 chunk=chunk.index,
                 start_token=chunk.start_token,
                 end_token=chunk.end_token,
-                digests=result.digests,
+                digests=digests,
+                computed_tokens=lease.timings.computed_tokens if is_last else None,
             ),
         )
-        lease.said_with_chunk = lease.num_said
 
     def _stop(self, lease: Lease, why: str) -> None:
         if lease.state is LeaseState.ACTIVE:
@@ -438,6 +459,7 @@ class Filler:
             if lease.next_token < lease.end_token:
                 return
             self.counters.leases_done += 1
+            lease.timings.reported_s = self._clock() - lease.timings.accepted_at
             self._say(lease, FillEvent(kind="done", timings=lease.timings))
         elif lease.failure or lease.needs_fence:
             event = FillEvent(

@@ -76,6 +76,8 @@ class Lease:
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     held: deque[ShipChunk] = field(default_factory=deque)
     """Chunks of `shipping` that wait until the stream has taken the ones before."""
+    num_announced: int = 0
+    """Number of chunks whose digests were said."""
     num_said: int = 0
     """Number of events given to the stream."""
     num_taken: int = 0

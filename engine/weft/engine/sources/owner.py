@@ -4,7 +4,7 @@ One `Fill` is one lease: a contiguous, page-aligned token range of one request, 
 filler into pages that were reserved before it was asked. Its life:
 
     STARTING --accepted--> ACTIVE --all chunks accepted, done--> (closed, clean)
-        |                    |
+        |                    |             `--all chunks accepted--> ACCEPTED --any end--> (closed)
         | declined           | failed / broken / no progress / digest mismatch / request ended
         v                    v
     (closed, clean)      STOPPING --stopped, or proof that the process is gone--> (closed)
@@ -12,7 +12,8 @@ filler into pages that were reserved before it was asked. Its life:
 A chunk is accepted when its bytes have arrived (NIXL notification, or all `data`), its digests
 have arrived, and both agree. Accepted pages belong to the request and stay right whatever
 happens to the filler. Pages that were not accepted when a fill ends uncleanly are quarantined:
-they leave quarantine only by proof, never by time.
+they leave quarantine only by proof, never by time. A request goes on as soon as all of its pages
+are accepted: what the filler still says then (`done`, and what it has measured) is awaited beside.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class OwnerFills:
             return
         if event.kind in ("stopped", "done", "declined", "failed", "broken"):
             self._on_end_event(fill, event)
-        elif fill.state is FillState.STOPPING:
+        elif fill.state in (FillState.STOPPING, FillState.ACCEPTED):
             self.counters.stale_events += 1
         elif event.kind == "accepted":
             self._on_accepted(fill, event)
@@ -199,10 +200,12 @@ class OwnerFills:
     def on_notification(self, owner_epoch: int, lease_id: bytes, chunk: int) -> None:
         """Handles a NIXL notification: a chunk's bytes have arrived, perhaps before its event."""
         fill = self._fills.get(lease_id)
-        if fill is None or owner_epoch != self._epoch or fill.state is FillState.STOPPING:
+        is_over = fill is None or fill.state in (FillState.STOPPING, FillState.ACCEPTED)
+        if fill is None or is_over or owner_epoch != self._epoch:
             self.counters.stale_events += 1
             return
         fill.chunk(chunk).is_notified = True
+        fill.record.arrived_s = self._since_submit(fill)
         self._progress(fill, chunk)
 
     def on_digested(self, lease_id: bytes, chunk: int, actual: list[int]) -> None:
@@ -258,6 +261,9 @@ class OwnerFills:
                 if now >= fill.query_at and not fill.is_proven:
                     fill.query_at = now + QUERY_INTERVAL_S
                     self._command(fill, "query")
+            elif fill.state is FillState.ACCEPTED:
+                if now - fill.last_progress_at >= self._config.fill_progress_timeout_s:
+                    del self._fills[fill.lease_id]
             elif now - fill.last_progress_at >= self._config.fill_progress_timeout_s:
                 timeout = self._config.fill_progress_timeout_s
                 self._fail(fill, f"no progress for {timeout:.0f} s")
@@ -272,6 +278,11 @@ class OwnerFills:
     def quarantine_over_s(self) -> float:
         """Seconds for which quarantine has held more than its share of the pool."""
         return self._quarantine.over_s
+
+    @property
+    def awaits_arrival(self) -> bool:
+        """Whether nothing but a notification is missing of some chunk."""
+        return any(fill.awaits_arrival for fill in self._fills.values())
 
     @property
     def open_fills(self) -> Iterable[Fill]:
@@ -417,6 +428,9 @@ class OwnerFills:
         chunk = fill.chunk(event.chunk)
         chunk.start_token, chunk.end_token = event.start_token, event.end_token
         chunk.digests = event.digests
+        if event.computed_tokens is not None:
+            fill.record.computed_tokens = event.computed_tokens
+        fill.record.announced_s = self._since_submit(fill)
         self._progress(fill, event.chunk)
 
     def _on_data(self, fill: Fill, event: FillEvent) -> None:
@@ -427,6 +441,7 @@ class OwnerFills:
         page = fill.landed[(event.start_token - fill.accepted_token) // size]
         self._transport.port.write(page, event.offset, event.data)
         fill.chunk(event.chunk).bytes_arrived += len(event.data)
+        fill.record.arrived_s = self._since_submit(fill)
         self._progress(fill, event.chunk)
 
     def _progress(self, fill: Fill, index: int) -> None:
@@ -482,26 +497,36 @@ class OwnerFills:
         fill.next_chunk = index + 1
         assert self.listener is not None
         self.listener.publish(request)
-        if fill.accepted_token == fill.end_token and fill.is_done:
-            self._complete(fill)
-        else:
+        if fill.accepted_token < fill.end_token:
             self._progress(fill, fill.next_chunk)
+            return
+        self._go_on(fill)
+        if fill.is_done:
+            self._end_accepted(fill)
 
-    def _complete(self, fill: Fill) -> None:
-        """Closes a lease that is done and accepted entirely: nothing of it can arrive."""
-        request = fill.request
+    def _go_on(self, fill: Fill) -> None:
+        """Lets the request of an entirely accepted lease go on: nothing of it can arrive."""
+        request, fill.request = fill.request, None
         assert request is not None
-        self._close(fill)
+        assert not fill.pages
+        fill.state = FillState.ACCEPTED
+        fill.record.end_s = self._clock() - request.timeline.submitted_at
+        del self._by_request[id(request)]
         self.counters.fills_done += 1
-        duration = self._clock() - request.timeline.submitted_at - fill.record.start_s
-        self._costs.observe(fill.candidate, fill.record, duration)
-        if self.on_filled is not None:
-            self.on_filled(fill.record)
         assert self.listener is not None
         if fill.end_token >= self._end_token(request):
             self.listener.fill_completed(request)
         else:
             self.start(request)
+
+    def _end_accepted(self, fill: Fill) -> None:
+        """Closes an accepted lease, whose measurements count if the filler has told them."""
+        del self._fills[fill.lease_id]
+        if fill.is_done:
+            record = fill.record
+            self._costs.observe(record, record.end_s - record.start_s)
+            if self.on_filled is not None:
+                self.on_filled(record)
 
     def _on_end_event(self, fill: Fill, event: FillEvent) -> None:
         if event.kind == "done" and event.timings is not None:
@@ -510,17 +535,17 @@ class OwnerFills:
             fill.record.first_write_posted_s = timings.first_write_posted_s
             fill.record.last_chunk_computed_s = timings.last_chunk_computed_s
             fill.record.last_write_complete_s = timings.last_write_complete_s
-        if fill.state is FillState.STOPPING:
+        if fill.state is FillState.ACCEPTED:
+            fill.is_done = event.kind == "done"
+            self._end_accepted(fill)
+        elif fill.state is FillState.STOPPING:
             if event.kind in ("stopped", "done", "declined") or event.is_stopped:
                 self._end_quarantine(fill)
             elif event.needs_fence:
                 self._prove(fill)
-            return
-        if event.kind == "done":
+        elif event.kind == "done":
             fill.is_done = True
             fill.last_progress_at = self._clock()
-            if fill.accepted_token == fill.end_token:
-                self._complete(fill)
         elif event.kind == "declined":
             self.counters.fills_declined += 1
             self._fail(fill, f"declined: {event.reason} {event.message}".strip(), is_clean=True)
@@ -567,6 +592,9 @@ class OwnerFills:
 
     def _prove(self, fill: Fill) -> None:
         """Records the proof for a filler. Over NIXL bytes may still arrive: fence first."""
+        if fill.state is FillState.ACCEPTED:
+            self._end_accepted(fill)
+            return
         if fill.state is not FillState.STOPPING:
             self._fail(fill, "the filler's process exited")
         if fill.lease_id not in self._fills:
@@ -583,13 +611,9 @@ class OwnerFills:
             for fill in proven:
                 self._end_quarantine(fill)
 
-    def _close(self, fill: Fill) -> None:
-        request = fill.request
-        assert request is not None
-        assert not fill.pages
-        fill.record.end_s = self._clock() - request.timeline.submitted_at
-        del self._fills[fill.lease_id]
-        del self._by_request[id(request)]
+    def _since_submit(self, fill: Fill) -> float:
+        assert fill.request is not None
+        return self._clock() - fill.request.timeline.submitted_at
 
     def _end_quarantine(self, fill: Fill) -> None:
         self._landing.end_quarantine(fill.landed)

@@ -16,6 +16,11 @@ from weft.engine.transfer.staging_memory import (
 )
 
 DEFAULT_STAGING_BYTES = 2 << 30
+MAX_DEVICE_STAGING_BYTES = 4 << 30
+DEVICE_STAGING_SHARE = 1 / 16
+"""Share of a GPU's memory, as far as this worker may have it, for staging pages that lie there. A
+fill holds its pages from when it is asked for, so they bound the prompts that others compute.
+"""
 MIN_STAGING_PAGES = 4
 LANDING_SHARES = {
     ("decode", False): 1.0,
@@ -34,7 +39,10 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
     Raises:
         ConfigError: They are too few, or there is not that much memory.
     """
-    size = DEFAULT_STAGING_BYTES if config.staging_bytes is None else config.staging_bytes
+    is_on_device = stages_on_device(config, device)
+    size = config.staging_bytes
+    if size is None:
+        size = _device_bytes(config, device) if is_on_device else DEFAULT_STAGING_BYTES
     num_pages = size // page_bytes
     if config.kv_memory_bytes is not None:
         num_pages = min(num_pages, config.kv_memory_bytes // page_bytes)
@@ -46,8 +54,17 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
             f"least {MIN_STAGING_PAGES * page_bytes:,}",
             param="staging_bytes",
         )
-    kind = DeviceStagingPages if stages_on_device(config, device) else PinnedStagingPages
+    kind = DeviceStagingPages if is_on_device else PinnedStagingPages
     return kind(num_pages, page_bytes, device)
+
+
+def _device_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Default size of staging pages in the memory of the pool's device."""
+    if device.type != "cuda":
+        return DEFAULT_STAGING_BYTES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    share = DEVICE_STAGING_SHARE * config.device_memory_share
+    return min(MAX_DEVICE_STAGING_BYTES, int(share * memory))
 
 
 def staged_exchange(

@@ -55,6 +55,15 @@ class ShipChunk:
     """Term of the lease: nothing of the chunk is posted once it is over."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkPosted:
+    """A chunk's write was posted: its digests may travel beside its bytes."""
+
+    lease_id: bytes
+    index: int
+    digests: list[int]
+
+
 @dataclass(slots=True)
 class ShipResult:
     """Outcome of shipping a chunk."""

@@ -183,7 +183,8 @@ class _Lane:
         self._piece_pages = piece_pages
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Ahead of the steps beside: these copies are short, and somebody waits for them.
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         with self._context():
             self.buffer = torch.empty((piece_pages, page_bytes), dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.engine.base import faults
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
-from weft.engine.transfer.chunks import RAN_OUT, ShipChunk, ShipResult
+from weft.engine.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
     PeerKey,
     SendAgents,
@@ -25,8 +25,12 @@ logger = logging.getLogger(__name__)
 
 STOP_BUDGET_S = 5.0
 """Seconds that a stopped lease's posted writes may take to end before their agent is destroyed."""
-MIN_POLL_S, MAX_POLL_S = 2e-4, 2e-3
+MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3
 STOPPED = "the lease was stopped"
+
+
+Shipped = ShipResult | ChunkPosted | tuple[bytes, FillEvent]
+"""What a shipper tells: an outcome, a post, or a `data` event of a lease."""
 
 
 @dataclass(slots=True)
@@ -70,7 +74,7 @@ class ShipThread:
         self._connects: deque[tuple[PeerKey, NixlTargetInfo]] = deque()
         self._stopped: set[bytes] = set()
         self._posted: list[_Posted] = []
-        self._out: deque[ShipResult | tuple[bytes, FillEvent]] = deque()
+        self._out: deque[Shipped] = deque()
         self._signal = threading.Event()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="weft-ship", daemon=True)
@@ -100,8 +104,8 @@ class ShipThread:
         """Drops the records of a closed lease."""
         self._stopped.discard(lease_id)
 
-    def take(self) -> list[ShipResult | tuple[bytes, FillEvent]]:
-        """Results and `data` events since the last call, in order."""
+    def take(self) -> list[Shipped]:
+        """Posts, results and `data` events since the last call, in order."""
         taken = []
         while self._out:
             taken.append(self._out.popleft())
@@ -150,7 +154,7 @@ class ShipThread:
         except TransferError as error:
             logger.warning("cannot connect to %s yet: %s", owner[0], error)
 
-    def _emit(self, item: ShipResult | tuple[bytes, FillEvent]) -> None:
+    def _emit(self, item: Shipped) -> None:
         self._out.append(item)
         self._wake()
 
@@ -196,6 +200,7 @@ class ShipThread:
         self._reading.popleft()
         if handle is not None:
             self._posted.append(_Posted(read.chunk, result, read.reading, handle))
+            self._emit(ChunkPosted(result.lease_id, result.index, result.digests))
         else:
             self._source.end(read.reading)
             self._emit(result)

@@ -489,7 +489,9 @@ class FillEvent(_message.Message):
 
     @_typing.final
     class Written(_message.Message):
-        """A chunk was written. Over NIXL the owner waits for the notification of the same chunk as well."""
+        """A chunk is sent and nothing follows for it but its bytes: over NIXL its write is posted, and the
+        owner waits for the notification of the same chunk as well; as data all of it went before.
+        """
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,11 +499,14 @@ class FillEvent(_message.Message):
         START_TOKEN_FIELD_NUMBER: _builtins.int
         END_TOKEN_FIELD_NUMBER: _builtins.int
         DIGESTS_FIELD_NUMBER: _builtins.int
+        COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
         chunk: _builtins.int
         """0, 1, 2, ..."""
         start_token: _builtins.int
         """Token positions covered; both multiples of page_size, chunks follow one another."""
         end_token: _builtins.int
+        computed_tokens: _builtins.int
+        """With the last chunk: prompt tokens that the filler computed for this lease."""
         @_builtins.property
         def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """One per page, of the plane named first in the handle."""
@@ -513,12 +518,15 @@ class FillEvent(_message.Message):
             start_token: _builtins.int = ...,
             end_token: _builtins.int = ...,
             digests: _abc.Iterable[_builtins.int] | None = ...,
+            computed_tokens: _builtins.int | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_computed_tokens", b"_computed_tokens", "computed_tokens", b"computed_tokens"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "digests", b"digests", "end_token", b"end_token", "start_token", b"start_token"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_computed_tokens", b"_computed_tokens", "chunk", b"chunk", "computed_tokens", b"computed_tokens", "digests", b"digests", "end_token", b"end_token", "start_token", b"start_token"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        _WhichOneofReturnType__computed_tokens: _TypeAlias = _typing.Literal["computed_tokens"]  # noqa: Y015
+        _WhichOneofArgType__computed_tokens: _TypeAlias = _typing.Literal["_computed_tokens", b"_computed_tokens"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__computed_tokens) -> _WhichOneofReturnType__computed_tokens | None: ...
 
     @_typing.final
     class Data(_message.Message):

@@ -162,8 +162,15 @@ def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterat
         if fill.lease_id:
             span.context = opened.context.child(lease_span_id(bytes.fromhex(fill.lease_id)))
         yield span
+        if fill.arrived_s and fill.announced_s:
+            begin_s = max(fill.arrived_s, fill.announced_s)
+            check = stage("check", begin_s, max(begin_s, fill.end_s), {})
+            check.parent_id = span.context.span_id
+            yield check
     if timeline.local_prefill_tokens:
         begin_s = max([admitted_s or 0.0, *(fill.end_s for fill in timeline.fills)])
+        if timeline.local_prefill_began_s is not None:
+            begin_s = timeline.local_prefill_began_s
         end_s = max(begin_s, timeline.first_token_s or timeline.finish_s or 0.0)
         yield stage("prefill", begin_s, end_s, {"weft.tokens": timeline.local_prefill_tokens})
 

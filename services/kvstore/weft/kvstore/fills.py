@@ -11,7 +11,7 @@ from weft.engine.memory.keys import PageKeys
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.sources.filler import Filler, FillerCounters
-from weft.engine.transfer.chunks import ShipResult
+from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.kvstore.backends.base import Backend
 from weft.kvstore.jobs import MAX_FILL_PAGES, StoreJobs
 from weft.kvstore.pages import PageStore
@@ -90,7 +90,9 @@ class StoreFills:
     def take_shipped(self) -> None:
         """Takes the results of the shipping thread."""
         for item in self._shipper.take():
-            if isinstance(item, ShipResult):
+            if isinstance(item, ChunkPosted):
+                self._filler.on_posted(item)
+            elif isinstance(item, ShipResult):
                 self._filler.on_shipped(item)
             else:
                 self._filler.on_data(*item)

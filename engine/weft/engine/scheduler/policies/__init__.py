@@ -10,11 +10,15 @@ from weft.engine.scheduler.policies.fair import FairQueue
 from weft.engine.scheduler.policies.fcfs import FcfsQueue
 from weft.engine.scheduler.policies.longest_prefix import LongestPrefixQueue
 from weft.engine.scheduler.policies.priority import PriorityQueue
+from weft.engine.scheduler.policies.shortest_remaining import ShortestRemainingQueue
 from weft.engine.scheduler.state import Request
 
 
 def make_queue(
-    name: PolicyName, ageing_s: float, num_cached_tokens: Callable[[Request], int]
+    name: PolicyName,
+    ageing_s: float,
+    num_cached_tokens: Callable[[Request], int],
+    step_tokens: int,
 ) -> AdmissionQueue:
     """Creates the queue of a policy.
 
@@ -22,9 +26,12 @@ def make_queue(
         name: of the policy.
         ageing_s: what waiting is worth, in seconds; see the policies.
         num_cached_tokens: how much of a request's prompt is cached.
+        step_tokens: prompt tokens of a full step.
     """
     if name == "priority":
         return PriorityQueue(ageing_s)
     if name == "longest_prefix":
         return LongestPrefixQueue(ageing_s, num_cached_tokens)
+    if name == "shortest_remaining":
+        return ShortestRemainingQueue(ageing_s, step_tokens)
     return FairQueue() if name == "fair" else FcfsQueue()

@@ -37,6 +37,12 @@ class AdmissionQueue(Protocol):
         """Whether one request would be admitted before the other if both waited."""
         ...
 
+    def rank(self, request: Request) -> float:
+        """Place of an admitted prompt among those that are computed, lowest first; equal ones go in
+        the order of admission.
+        """
+        ...
+
     def observe(self, running: Iterable[Request]) -> None:
         """Called before candidates are requested, with the requests that get tokens."""
         ...
@@ -90,6 +96,10 @@ class SortedQueue:
     def precedes(self, one: Request, other: Request) -> bool:
         """See `AdmissionQueue.precedes`."""
         return self.key(one) < self.key(other)
+
+    def rank(self, request: Request) -> float:
+        """See `AdmissionQueue.rank`: all are equal by default."""
+        return 0.0
 
     def observe(self, running: Iterable[Request]) -> None:
         """See `AdmissionQueue.observe`."""

@@ -65,6 +65,10 @@ class FairQueue:
             return one.arrival < other.arrival
         return first.served < second.served
 
+    def rank(self, request: Request) -> float:
+        """See `AdmissionQueue.rank`: all are equal."""
+        return 0.0
+
     def observe(self, running: Iterable[Request]) -> None:
         """See `AdmissionQueue.observe`."""
         for request in running:

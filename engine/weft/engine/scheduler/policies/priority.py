@@ -27,3 +27,7 @@ class PriorityQueue(SortedQueue):
         """See `SortedQueue.key`."""
         priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
         return (priority * self._ageing_s + request.timeline.submitted_at, request.arrival)
+
+    def rank(self, request: Request) -> float:
+        """See `AdmissionQueue.rank`: the most urgent first."""
+        return request.priority

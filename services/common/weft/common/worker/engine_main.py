@@ -46,9 +46,6 @@ from weft.engine.protocol.messages import Inbox, Outbox
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-FILL_POLL_S = 0.001
-"""Interval of polling for NIXL notifications while fills are open: they have no file descriptor."""
-IDLE_POLL_S = 0.05
 READ_BYTES = 1 << 20
 
 
@@ -68,9 +65,6 @@ class ServerLink:
         self._received = bytearray()
         self._unsent: deque[memoryview] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
-        self._poll.register(sock, select.POLLIN)
 
     def wake(self) -> None:
         """Ends a `wait` from another thread."""
@@ -78,11 +72,12 @@ class ServerLink:
 
     def wait(self, timeout_s: float) -> None:
         """Waits for a message, a wake-up or the time-out."""
-        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-        self._poll.modify(self._sock, events)
-        for descriptor, _ in self._poll.poll(timeout_s * 1e3):
-            if descriptor == self._wake:
-                os.eventfd_read(self._wake)
+        # `poll` counts in milliseconds, too coarse for a step.
+        number = self._sock.fileno()
+        sending = [number] if self._unsent else []
+        readable, _, _ = select.select([self._wake, number], sending, [], timeout_s)
+        if self._wake in readable:
+            os.eventfd_read(self._wake)
 
     def read(self) -> list[bytes]:
         """Returns the bodies of the frames that have arrived.
@@ -175,6 +170,7 @@ def load(link: ServerLink) -> Engine:
 
 def run(engine: Engine, link: ServerLink) -> None:
     """Runs the engine's loop until the server is gone."""
+    engine.leave_steps()
     while True:
         inbox: Inbox | None = None
         for body in link.read():
@@ -187,8 +183,8 @@ def run(engine: Engine, link: ServerLink) -> None:
             link.write(FromEngine(outbox=outbox))
         else:
             link.flush()
-        if not engine.ran_step:
-            link.wait(FILL_POLL_S if engine.fills.num_open or engine.has_work else IDLE_POLL_S)
+        if (rest_s := engine.rest_s()) > 0.0:
+            link.wait(rest_s)
 
 
 def main(argv: list[str]) -> int:

@@ -60,9 +60,12 @@ class FillTrace:
                 tokens: dict[str, Attribute] = {"weft.tokens": timings.computed_tokens}
                 computed_s = timings.last_chunk_computed_s
                 self._stage("compute", timings.queued_s, computed_s, tokens)
-            written_s = timings.last_write_complete_s
+            # Earlier chunks are read and written while later ones are computed.
+            posted_s, written_s = timings.last_write_posted_s, timings.last_write_complete_s
+            self._stage("read", timings.last_chunk_computed_s, posted_s, {})
             size: dict[str, Attribute] = {"weft.bytes": timings.bytes}
-            self._stage("write", timings.first_write_posted_s, written_s, size)
+            self._stage("write", posted_s, written_s, size)
+            self._stage("report", written_s, timings.reported_s, {})
         self._tracer.record(
             Span(
                 name="fill",

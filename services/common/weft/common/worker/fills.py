@@ -171,6 +171,8 @@ def event_to_proto(event: FillEvent) -> kv_pb2.FillEvent:
         out.written.start_token = event.start_token
         out.written.end_token = event.end_token
         out.written.digests.extend(event.digests)
+        if event.computed_tokens is not None:
+            out.written.computed_tokens = event.computed_tokens
     elif event.kind == "data":
         out.data.chunk = event.chunk
         out.data.page_start_token = event.start_token
@@ -210,12 +212,14 @@ def event_from_proto(message: kv_pb2.FillEvent) -> FillEvent:
         return FillEvent(kind="declined", reason=reason, message=message.declined.message)
     if kind == "written":
         written = message.written
+        has_count = written.HasField("computed_tokens")
         return FillEvent(
             kind="written",
             chunk=written.chunk,
             start_token=written.start_token,
             end_token=written.end_token,
             digests=list(written.digests),
+            computed_tokens=written.computed_tokens if has_count else None,
         )
     if kind == "data":
         data = message.data

@@ -8,10 +8,13 @@ from typing import Any, Literal
 from pydantic import Field
 from weft.common.settings import PageSettings
 from weft.engine.base.config import BOUNDS, EngineConfig, EvictionName, PolicyName, Role
+from weft.engine.base.gpus import resolve_device
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
 """Default step sizes on a GPU, which keep the device busy."""
+_GPU_SHARED_TOKENS = 2048
+"""Prompt tokens that keep a GPU busy with products, though several prompts have to share a step."""
 
 
 def engine_field(name: str, default: Any, description: str) -> Any:
@@ -41,7 +44,9 @@ class WorkerSettings(PageSettings):
         "auto",
         description="number format of weights and KV; auto = what the machine computes fast",
     )
-    device: str = Field("cpu", description="torch device")
+    device: str = Field(
+        "auto", description="torch device; auto = a GPU where one is usable, else the CPU"
+    )
     page_size: int = engine_field(
         "page_size",
         16,
@@ -83,22 +88,41 @@ class WorkerSettings(PageSettings):
         None,
         "largest chunk of one prompt in a step, in tokens; default 256, on a GPU 4096",
     )
+    shared_step_tokens: int | None = engine_field(
+        "shared_step_tokens",
+        None,
+        "prompt tokens of a step up to which further prompts join the first one; default as many "
+        "as fit, on a GPU prefill worker 2048: a prompt does not wait for those behind it",
+    )
     inter_token_target_s: float = engine_field(
         "inter_token_target_s",
         0.1,
         "time that prompts may add to a step that also decodes, in seconds; prompt chunks are "
-        "sized to it",
+        "sized to it, unless first tokens that wait count for more",
+    )
+    first_token_weight: float = engine_field(
+        "first_token_weight",
+        1.0,
+        "worth of a second of delay of a first token, in seconds of delay of next tokens; 0 = "
+        "prompts always keep to inter_token_target_s",
+    )
+    step_lead_s: float = engine_field(
+        "step_lead_s",
+        0.002,
+        "on a GPU worker that exchanges pages: time before the expected end of a step of running "
+        "requests at which the next one begins, in seconds; what comes until then takes part in it",
     )
     scheduling_policy: PolicyName = Field(
         "fcfs",
-        description="order of admission: first come first served, longest cached prefix, most "
-        "urgent priority, or fair (the tenant that was served the fewest tokens)",
+        description="order of admission: first come first served, longest cached prefix, "
+        "shortest_remaining (fewest prompt tokens to compute), most urgent priority, or fair (the "
+        "tenant that was served the fewest tokens)",
     )
     ageing_s: float = engine_field(
         "ageing_s",
         30.0,
-        "waiting time that counts as one level of priority, and after which a longer prefix does "
-        "not overtake, in seconds",
+        "waiting time that counts as one level of priority or makes up for one full step of prompt "
+        "tokens, and after which a longer prefix does not overtake, in seconds",
     )
     preemption_threshold: int | None = engine_field(
         "preemption_threshold",
@@ -270,7 +294,8 @@ class WorkerSettings(PageSettings):
         "staging_bytes",
         None,
         "memory that pages pass through on their way from and to a KV pool on a GPU, in bytes; "
-        "default 2 GiB, or the size of the pool if that is given",
+        "default 2 GiB in the host's memory, in the GPU's own a sixteenth of it and at most 4 GiB; "
+        "no more than the pool if its size is given",
     )
     staging_memory: Literal["auto", "host", "device"] = Field(
         "auto",
@@ -311,8 +336,11 @@ class WorkerSettings(PageSettings):
         values |= {"has_store": bool(self.kvstore), "transport": self.page_transport}
         values |= {"enable_lora": self.adapter_root is not None}
         values |= {"lora_projections": _names(self.lora_projections)}
-        sizes = _GPU_SIZES if self.device.startswith("cuda") else _CPU_SIZES
+        values["device"] = resolve_device(self.device)
+        sizes = _GPU_SIZES if values["device"].startswith("cuda") else _CPU_SIZES
         values |= {name: size for name, size in sizes.items() if values[name] is None}
+        if role == "prefill" and sizes is _GPU_SIZES and values["shared_step_tokens"] is None:
+            values["shared_step_tokens"] = _GPU_SHARED_TOKENS
         return EngineConfig(**values)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,16 @@ _WELCOME_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _RETRY_AFTER_S = 1.0
+_MAX_ARRIVED = 64
+"""Messages read ahead of those that are handed out; then the worker merges what it has to say."""
+_BUSY_S = 0.002
+"""Time for which a message keeps the event loop busy, from which on a pause follows."""
+_MAX_PAUSE_S = 0.05
+_PAUSE_SHARE, _ADMITTING_SHARE = 0.25, 1.0
+"""Length of the pause, in times of what the message took; the second while requests are submitted.
+"""
+_ADMITTING_S = 0.05
+"""Time after a submit in which others are likely to follow."""
 _MAX_ASKED = 2000
 """Most attempts in one ping, which keeps it far below the message limit."""
 
@@ -72,6 +83,11 @@ class DecodeSession:
 
     A break fails every request that is on it (`PeerUnavailable`, retryable); the worker cancels
     its side. What is queued to be sent is bounded by the requests admitted.
+
+    Tokens of many requests can keep the event loop busy all the time, and whatever else has to
+    pass through it, new requests above all, would wait behind them. So a message that took long to
+    hand out is followed by a pause in proportion; what arrives meanwhile is handed out at once
+    then, as fewer and larger deltas, which cost less.
     """
 
     def __init__(
@@ -115,6 +131,9 @@ class DecodeSession:
         """Requests without events since the last ping."""
         self._outgoing: deque[decode_pb2.SessionRequest] = deque()
         self._outgoing_ready = asyncio.Event()
+        self._arrived: asyncio.Queue[decode_pb2.SessionEvent] = asyncio.Queue(_MAX_ARRIVED)
+        self._submitted_at = -math.inf
+        """Loop time of the last submit."""
         self._oldest_ping: float | None = None
         self.stale_after_s = 0.0
         """The worker's own staleness limit; pings wait at least this long. 0: its server is silent
@@ -172,9 +191,12 @@ class DecodeSession:
             self.worker_epoch = first.welcome.worker_epoch
             self.is_open, self.problem = True, ""
             self._dispatch(first)
-            await run_together(self._read(call, backoff), self._write(call), self._ping())
+            await run_together(
+                self._read(call, backoff), self._hand_out(), self._write(call), self._ping()
+            )
         finally:
             call.cancel()
+            self._hand_out_arrived()
 
     async def _read(self, call: Any, backoff: ReconnectBackoff) -> None:
         while True:
@@ -182,7 +204,27 @@ class DecodeSession:
             if event is grpc.aio.EOF:
                 raise PeerUnavailable("the worker ended the session")
             backoff.reset()  # Not before: a worker may welcome, and end at once, again and again.
+            await self._arrived.put(event)
+
+    async def _hand_out(self) -> None:
+        """Dispatches what has arrived, and leaves the event loop to others in between."""
+        loop = asyncio.get_running_loop()
+        while True:
+            event = await self._arrived.get()
+            began_at = loop.time()
             self._dispatch(event)
+            self._hand_out_arrived()
+            await asyncio.sleep(0)  # Those whom it woke go first.
+            now = loop.time()
+            if now - began_at < _BUSY_S:
+                continue
+            is_admitting = now - self._submitted_at < _ADMITTING_S
+            share = _ADMITTING_SHARE if is_admitting else _PAUSE_SHARE
+            await asyncio.sleep(min(_MAX_PAUSE_S, share * (now - began_at)))
+
+    def _hand_out_arrived(self) -> None:
+        while not self._arrived.empty():
+            self._dispatch(self._arrived.get_nowait())
 
     def _dispatch(self, event: decode_pb2.SessionEvent) -> None:
         handlers = self._handlers
@@ -329,6 +371,7 @@ class DecodeSession:
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._handlers[request_id] = handler
+        self._submitted_at = asyncio.get_running_loop().time()
         for message in messages:
             self._send(message)
             self.has_constraints |= message.submit.sampling.HasField("constraint")

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
-from weft.gateway.request import ChatPrompt, PreparedPrompt, Prompt, Stopping, TextPrompt
+from weft.gateway.request import (
+    ChatPrompt,
+    PreparedPrompt,
+    Prompt,
+    Stopping,
+    TextPrompt,
+    TokenPrompt,
+)
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
@@ -62,7 +69,11 @@ class Preparer:
             InvalidRequest: A template refuses its messages, or a prompt is empty.
             ContextTooLong: A prompt and its output do not fit the context.
         """
-        tokenized = await self._in_thread(lambda: self._tokenize_all(model, tuple(prompts)))
+        if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
+            # Nothing to do that a thread would be worth: its words would wait in a busy loop.
+            tokenized = self._tokenize_all(model, prompts)
+        else:
+            tokenized = await self._in_thread(lambda: self._tokenize_all(model, tuple(prompts)))
         return [
             self._fit(prompt, given, stopping)
             for prompt, given in zip(prompts, tokenized, strict=True)

@@ -11,6 +11,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,10 @@ class _Mark:
     def wait(self) -> None:
         self._device.work()
 
+    def is_reached(self) -> bool:
+        self._device.may_work()
+        return self._device.num_done >= self._number
+
     def hold(self, stream: None) -> None:
         """Lets a staging thread wait; the engine's thread does the work for it."""
         deadline = time.monotonic() + 60
@@ -64,9 +69,18 @@ class LateDevice:
         engine: On a CPU, overlapped; its requests have no penalties, biases or constraints.
         rng: Decides when it works.
         early_chance: That it gets to its work before it must, each time that it is given some.
+        leaves: Whether turns of the engine leave steps under way, and begin the next ones at
+            random moments.
     """
 
-    def __init__(self, engine: Engine, rng: random.Random, early_chance: float = 0.1) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        rng: random.Random,
+        early_chance: float = 0.1,
+        *,
+        leaves: bool = False,
+    ) -> None:
         self._rng = rng
         self._early_chance = early_chance
         self._queue: deque[Callable[[], None]] = deque()
@@ -100,6 +114,10 @@ class LateDevice:
                 self._evicting = False
 
         engine.memory._evict = noted_evict  # type: ignore[method-assign]
+        if leaves:
+            engine.pipeline.leaves = True
+            begins = partial(rng.choice, (0.0, 1.0))
+            engine.pipeline._begins_in_s = lambda step: begins()  # type: ignore[method-assign]
         self._kept: set[int] = set()
         """Free pages that have been given up: what lies there is still to be copied down."""
         self._pool[self._memory._free] = float("nan")
@@ -171,8 +189,7 @@ class LateDevice:
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """See `Engine.turn`; the device gets on with its work even if it is told nothing new."""
-        if self._rng.random() < self._early_chance:
-            self.work()
+        self.may_work()
         return self._turn(inbox)
 
     # -- what it does ----------------------------------------------------------------------------
@@ -184,6 +201,11 @@ class LateDevice:
             self.num_done += 1
             self.check_free()
 
+    def may_work(self) -> None:
+        """Does all enqueued work, or none."""
+        if self._rng.random() < self._early_chance:
+            self.work()
+
     def check_free(self) -> None:
         """Checks that no work wrote to a free page."""
         self._kept &= set(self._memory._free)
@@ -194,8 +216,7 @@ class LateDevice:
         self._queue.append(work)
         self.num_told += 1
         self.most_queued = max(self.most_queued, len(self._queue))
-        if self._rng.random() < self._early_chance:
-            self.work()
+        self.may_work()
 
     def _fill_free(self, page: int) -> None:
         self._set_free(page)

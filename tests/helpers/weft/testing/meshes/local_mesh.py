@@ -39,7 +39,7 @@ class LocalMesh:
 
     Args:
         folder: For state, logs and what it prints.
-        flags: Of `weft up`.
+        flags: Of `weft up`; workers run on the CPU unless a device is named.
         gateways: How many, each with its REST edge.
     """
 
@@ -57,6 +57,8 @@ class LocalMesh:
         self.output = folder / "up.txt"
         ports = ["--rest-port", str(rest_port), "--grpc-port", str(grpc_port)]
         ports += ["--gateways", str(gateways)]
+        if "--device" not in flags:
+            ports += ["--device", "cpu"]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*WEFT, "up", *ports, "--state-dir", str(self.state), *flags],

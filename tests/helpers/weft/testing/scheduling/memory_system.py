@@ -231,7 +231,7 @@ class System:
         )
         self.others = Others(self)
         fills = TieredFills(self.tiers, self.others, policies, PAGE_BYTES, PAGE, lambda: 0.0)  # type: ignore[arg-type]
-        waiting = make_queue("fcfs", 30.0, self.pages.num_cached_tokens)
+        waiting = make_queue("fcfs", 30.0, self.pages.num_cached_tokens, 64)
         events = SchedulerEvents()
         self.scheduler = Scheduler(
             LIMITS,

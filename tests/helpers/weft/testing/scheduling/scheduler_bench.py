@@ -133,7 +133,7 @@ class Bench:
         is_overlapped: bool = False,
         stop_chance: float = 0.0,
         adapters: AdapterBench | None = None,
-        prompt_budget: Callable[[], int] | None = None,
+        prompt_budget: Callable[[int, int], int] | None = None,
     ) -> None:
         self.rng = rng
         self.is_overlapped = is_overlapped
@@ -150,7 +150,7 @@ class Bench:
         self.finished: list[Request] = []
         self.freed_slots: list[int] = []
         pages = RequestPages(self.memory, self.cache, PAGE)
-        waiting = make_queue(policy, ageing_s, pages.num_cached_tokens)
+        waiting = make_queue(policy, ageing_s, pages.num_cached_tokens, limits.max_step_tokens)
         self.adapters = adapters
         self.scheduler = Scheduler(
             limits,
@@ -214,6 +214,9 @@ class Bench:
         self._check_plan(items)
         self.num_computed += plan.num_tokens
         step = self._launch(plan) if items else None
+        if self.rng.random() < 0.3:
+            self.fills.turn()
+            self.scheduler.admit(self.now)
         if self._flying is not None:
             self._end(self._flying)
         self._flying = step

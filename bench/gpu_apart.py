@@ -1,0 +1,348 @@
+"""Prefill and decode apart beside whole workers, through REST, on the GPUs of one host.
+
+    python bench/gpu_apart.py handover --out FILE        first tokens alone, with timelines
+    python bench/gpu_apart.py rate --rates 16 19         2,048 + 200 tokens, Poisson
+    python bench/gpu_apart.py mixed --rates 10           prompts of 500 to 8,000 tokens
+    python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
+    python bench/gpu_apart.py goodput --rates 4 8 12 16 20
+    python bench/gpu_apart.py agents --rates 1           sessions with 8k to 64k tokens of history
+
+| system | `weft up` |
+| --- | --- |
+| `apart` | `--prefill 1 --decode 1 --local-prefill-max-tokens 0`, one GPU each |
+| `whole` | `--prefill 0 --decode 2`, one GPU each |
+| `auto` | `--prefill 1 --decode 1`, one GPU each: the cost rule decides |
+| `whole1` | `--prefill 0 --decode 1` on one GPU |
+
+Random weights in the model's real shape, the demo model's tokenizer, prompts of random tokens.
+Correctness comes first: the same prompts greedily on every system; answers that differ are judged
+by transformers in float32 at the end (`gpu_reference.py`). Prefix caches are off but for `agents`.
+Each call measures one section of one model on the systems named, which start one after the other;
+with two systems of Llama-3.1-8B that is within ten minutes. Needs the REST edge
+(`services/rest/bin/weft-rest`), NIXL for pages to travel between GPUs, and a tokenizer.
+
+With a store: `--up-args "--kvstore 1"`; with a host tier: `--up-args "--host-cache-bytes
+20000000000"`.
+Settings beside their defaults: `--prefill-args`, `--decode-args`, as in
+`--decode-args "--step-lead-s 1"`, `--prefill-args "--shared-step-tokens 8192"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import load
+from gpu_reference import Agreement, Answer, check_tokens
+from gpu_setup import describe_gpu
+from model_shapes import MODELS
+from open_loop.report import Goal, Row, show
+from serving.load import Raw, new_runner
+from serving.mesh import WEFT, MeshProcess
+from serving.rest_client import RestClient, messages
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.demo import resolve_model
+
+SYSTEMS = {
+    "apart": "--prefill 1 --decode 1 --local-prefill-max-tokens 0 --device {0},{1}",
+    "whole": "--prefill 0 --decode 2 --device {0},{1}",
+    "auto": "--prefill 1 --decode 1 --device {0},{1}",
+    "whole1": "--prefill 0 --decode 1 --device {0}",
+}
+CHECKED = (40, 512, 2000)
+"""Lengths of the prompts whose answers are compared."""
+CHECKED_TOKENS = 4
+TINY = {
+    **MODELS["qwen3-0.6b"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+}
+"""For a look at this script on a CPU."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(slots=True)
+class FirstToken:
+    """Prompts of one length, one at a time. Milliseconds."""
+
+    system: str
+    prompt_tokens: int
+    median: float
+    least: float
+    most: float
+    timeline: str = ""
+    """What `weft trace --timeline` says of the last one."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What one call measured."""
+
+    first_tokens: list[FirstToken] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Of the compared prompts, by system."""
+
+
+def make_model(folder: Path, name: str, vocabulary: int, tokenizer: Path | None) -> Path:
+    """A model's directory without weights, with the demo model's tokenizer or another one."""
+    shape = TINY if name == "tiny" else MODELS[name]
+    config = {**shape, "vocab_size": vocabulary, "eos_token_id": 2}
+    model = folder / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    source = resolve_model("demo") if tokenizer is None else tokenizer
+    for file in TOKENIZER_FILES:
+        if (source / file).exists():
+            (model / file).write_bytes((source / file).read_bytes())
+    return model
+
+
+@contextmanager
+def mesh_of(system: str, model: Path, options: argparse.Namespace) -> Iterator[MeshProcess]:
+    """A ready mesh."""
+    devices = options.device.split(",")
+    worker = "--dummy-weights"
+    if options.section != "agents":
+        worker += " --no-prefix-cache"
+    flags = [
+        SYSTEMS[system].format(devices[0], devices[-1]),
+        "--prefill-args",
+        shlex.quote(f"{worker} {options.prefill_args}".strip()),
+        "--decode-args",
+        shlex.quote(f"{worker} {options.decode_args}".strip()),
+        options.up_args,
+    ]
+    mesh = MeshProcess(str(model), options.dtype, " ".join(flags))
+    try:
+        began = time.monotonic()
+        mesh.wait_until_ready()
+        print(f"{system}: ready after {time.monotonic() - began:.0f} s", flush=True)
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+def prompts_of(lengths: tuple[int, ...], vocabulary: int, seed: int) -> list[list[int]]:
+    """Random prompts, the same for every system."""
+    rng = random.Random(seed)
+    return [[rng.randrange(10, vocabulary) for _ in range(length)] for length in lengths]
+
+
+def answers_of(mesh: MeshProcess, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of prompts that come one after the other."""
+    client = RestClient(mesh.url)
+    found = []
+    with new_runner() as runner:
+        for prompt in prompts:
+            raw = Raw()
+            body = client.encode(prompt, CHECKED_TOKENS, return_token_ids=True)
+            runner.run(client.exchange(body, raw, None))
+            choices = [c for message, _ in messages(raw) for c in message.get("choices", [])]
+            found.append([token for choice in choices for token in choice.get("token_ids") or []])
+            assert len(found[-1]) == CHECKED_TOKENS, found[-1]
+    return found
+
+
+def first_tokens(
+    mesh: MeshProcess, system: str, options: argparse.Namespace
+) -> Iterator[FirstToken]:
+    """Each length alone; the last one's timeline."""
+    rng = random.Random(7)
+    for length in options.prompts:
+        times, request_id = [], ""
+        for turn in range(options.turns + 2):
+            (prompt,) = prompts_of((length,), options.vocab, rng.getrandbits(48))
+            first_s, request_id = ask(mesh, prompt)
+            if turn >= 2:  # The first ones warm up.
+                times.append(1e3 * first_s)
+        row = FirstToken(system, length, statistics.median(times), min(times), max(times))
+        row.timeline = timeline(mesh, request_id)
+        print(
+            f"{system} {length} tokens: first token {row.median:.1f} ms "
+            f"[{row.least:.1f} - {row.most:.1f}]\n{row.timeline}",
+            flush=True,
+        )
+        yield row
+
+
+def ask(mesh: MeshProcess, prompt: list[int]) -> tuple[float, str]:
+    """One request alone; seconds to its first token, and its id."""
+    client, raw = RestClient(mesh.url), Raw()
+    with new_runner() as runner:
+        runner.run(client.exchange(client.encode(prompt, 2), raw, None))
+    events = [(message, time_s) for message, time_s in messages(raw) if message.get("choices")]
+    return events[0][1] - raw.sent_s, events[0][0]["id"]
+
+
+def timeline(mesh: MeshProcess, request_id: str) -> str:
+    """What `weft trace --timeline` says of a request."""
+    time.sleep(0.5)  # Spans are recorded when their work has ended.
+    command = [*WEFT, "trace", request_id, "--address", mesh.grpc_address, "--timeline"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "160"},
+    )
+    return done.stdout or done.stderr
+
+
+def loads_of(options: argparse.Namespace) -> list[list[str]]:
+    """Flags of `load.py`, one list a run, for the section."""
+    common = ["--processes", str(options.processes), "--vocab", str(options.vocab)]
+    seconds = ["--seconds", str(options.seconds)]
+    rates = ["--rate", *map(str, options.rates)]
+    if options.section == "rate":
+        return [[*rates, *seconds, "--prompt", "2048", "--tokens", "200", *common]]
+    if options.section == "mixed":
+        return [[*rates, *seconds, "--prompt", "500", "8000", "--tokens", "200", *common]]
+    if options.section == "burst":
+        burst = ["--burst", "1", "16", "64", "256", "--repeats", "3"]
+        return [[*burst, "--prompt", "512", "--tokens", "256", *common]]
+    if options.section == "goodput":
+        return [
+            [*rates, *seconds, "--prompt", str(prompt), "--tokens", str(tokens), *common]
+            for prompt, tokens in options.shapes
+        ]
+    if options.section == "agents":
+        sessions = ["--sessions", "8", "--turns", "6", "--session-rate", str(options.rates[0])]
+        history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
+        return [[*sessions, *history, "--tokens", "50", "200", *common]]
+    return []
+
+
+def measure(system: str, mesh: MeshProcess, options: argparse.Namespace, result: Result) -> None:
+    """One system's part of the section."""
+    prompts = prompts_of(CHECKED, options.vocab, 3)
+    result.answers[system] = answers_of(mesh, prompts)
+    if options.section == "handover":
+        result.first_tokens += first_tokens(mesh, system, options)
+    goal = Goal(0.5, 0.025)
+    for flags in loads_of(options):
+        rows = load.measure(load.parse(["--url", mesh.url, "--name", system, *flags]))
+        show(rows, goal)
+        result.rows += rows
+
+
+def show_handover(rows: list[FirstToken]) -> None:
+    """Prints what apart costs beside whole."""
+    whole = {row.prompt_tokens: row for row in rows if row.system == "whole"}
+    for row in rows:
+        if row.system != "whole" and row.prompt_tokens in whole:
+            more = row.median - whole[row.prompt_tokens].median
+            print(f"{row.system} minus whole, {row.prompt_tokens} tokens: {more:+.1f} ms")
+
+
+def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Compares the systems' answers, and those that differ with transformers in float32."""
+    prompts = prompts_of(CHECKED, options.vocab, 3)
+    by_prompt = list(zip(prompts, *result.answers.values(), strict=True))
+    others = [
+        Answer(prompt, tokens)
+        for prompt, *answers in by_prompt
+        if any(answer != answers[0] for answer in answers)
+        for tokens in answers
+    ]
+    num_equal = sum(all(answer == answers[0] for answer in answers) for _, *answers in by_prompt)
+    print(f"the systems' tokens are equal for {num_equal} of {len(prompts)} prompts", flush=True)
+    if not others:
+        return {"equal": num_equal, "prompts": len(prompts)}
+    device = options.device.split(",")[0]
+    agreement = check_tokens(model, ModelConfig.load(model), others, device)
+    print(f"those that differ, against float32: {agreement}", flush=True)
+    return {"equal": num_equal, "prompts": len(prompts), "others": asdict(agreement)}
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sections = ("handover", "rate", "mixed", "burst", "goodput", "agents")
+    parser.add_argument("section", choices=sections)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["whole", "apart"])
+    parser.add_argument("--model", choices=[*MODELS, "tiny"], default="llama-3.1-8b")
+    parser.add_argument("--device", default="cuda:0,cuda:1")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--vocab", type=int, default=49_152)
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder of its files; default the demo model's"
+    )
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--turns", type=int, default=9, help="of each length alone")
+    parser.add_argument("--rates", type=float, nargs="+", default=[16.0])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=lambda text: tuple(map(int, text.split("+"))),
+        default=[(2048, 200), (8192, 400)],
+        help="of goodput: prompt+new tokens",
+    )
+    parser.add_argument(
+        "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
+    )
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
+    parser.add_argument("--decode-args", default="", help="further flags of decode workers")
+    parser.add_argument("--up-args", default="", help="further flags of `weft up`")
+    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Entry point."""
+    options = parse()
+    result = Result()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), options.model, options.vocab, options.tokenizer)
+        for system in options.systems:
+            with mesh_of(system, model, options) as mesh:
+                measure(system, mesh, options, result)
+        show_handover(result.first_tokens)
+        judged = judge(result, model, options)
+    if options.out is not None:
+        content = {
+            **describe_gpu(options.commit),
+            "command": shlex.join(sys.argv),
+            "first_tokens": [asdict(row) for row in result.first_tokens],
+            "rows": [asdict(row) for row in result.rows],
+            "tokens": judged,
+        }
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    others = judged.get("others")
+    failed = any(row.failed for row in result.rows)
+    return int(failed or (others is not None and not Agreement(**others).is_close))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

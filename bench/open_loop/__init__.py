@@ -1,0 +1,1 @@
+"""Load on any OpenAI server: arrivals that do not wait for answers, by several client processes."""

@@ -1,0 +1,49 @@
+"""NVIDIA GPUs of this host, counted without torch, so that settings can be resolved early."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+_DRIVER = "libcuda.so.1"
+_CUDA_BUILD = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)
+"""Line of torch/version.py that names the CUDA version; other builds say None there."""
+
+
+@cache
+def num_usable_gpus() -> int:
+    """GPUs that the driver shows this process (`CUDA_VISIBLE_DEVICES` counts) and that the
+    installed torch was built for; 0 without a driver.
+    """
+    if not torch_has_cuda():
+        return 0
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch is a CUDA build; it is not imported for that."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return False
+    return _CUDA_BUILD.search(text) is not None
+
+
+def resolve_device(device: str) -> str:
+    """Resolves `auto`: the first GPU where one is usable, else the CPU."""
+    if device != "auto":
+        return device
+    return "cuda" if num_usable_gpus() else "cpu"

@@ -1,0 +1,71 @@
+"""How much of a step prompts get beside running requests: first tokens weighed against next ones.
+
+A step that also decodes takes the time of the decodes plus that of its prompt tokens. Cutting the
+prompts down to a target keeps the running requests' tokens coming, but each further step that the
+prompts then need costs everyone who waits for a first token the time of its decodes.
+
+    delay of first tokens = first_token_weight * (waiting prompts) * (time of a step of decodes)
+    delay of next tokens  = (running requests) * (time by which a full step exceeds the target)
+
+Where the first is at least the second, prompts take the whole step; else they keep to the target.
+So a burst that finds few running requests is worked off as fast as the device can, and a steady
+stream of prompts never makes many running requests wait for few.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StepRates(Protocol):
+    """Measured times of this engine's steps."""
+
+    @property
+    def tokens_per_s_beside(self) -> float:
+        """Prompt tokens a second that a step with decodes takes in addition; 0: unknown."""
+        ...
+
+    @property
+    def decode_s(self) -> float:
+        """Duration of a step of decodes alone, seconds; 0: unknown."""
+        ...
+
+    def tokens_within(self, duration_s: float) -> int:
+        """Prompt tokens that add at most this time to a step of decodes, in whole pages."""
+        ...
+
+
+class PromptBudget:
+    """Bounds the prompt tokens of a step that also decodes.
+
+    Args:
+        rates: Of the engine's steps.
+        target_s: Inter-token target: what prompts may add to a step, where next tokens count more.
+        first_token_weight: Worth of a second of delay of a first token, in seconds of delay of
+            next tokens. 0: prompts always keep to the target.
+        max_step_tokens: Of the largest step.
+    """
+
+    def __init__(
+        self, rates: StepRates, target_s: float, first_token_weight: float, max_step_tokens: int
+    ) -> None:
+        self._rates = rates
+        self._target_s = target_s
+        self._weight = first_token_weight
+        self._max_step_tokens = max_step_tokens
+
+    def tokens(self, num_running: int, num_waiting: int) -> int:
+        """Prompt tokens for the next step.
+
+        Args:
+            num_running: Requests that get their next token in it.
+            num_waiting: Prompts that are not computed yet, whether admitted or not.
+        """
+        rates = self._rates
+        kept = rates.tokens_within(self._target_s)
+        rate = rates.tokens_per_s_beside
+        if kept >= self._max_step_tokens or not rate:
+            return kept
+        late_s = self._max_step_tokens / rate - self._target_s
+        saved_s = self._weight * num_waiting * rates.decode_s
+        return self._max_step_tokens if saved_s >= num_running * late_s else kept
