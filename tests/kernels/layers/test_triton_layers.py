@@ -13,7 +13,7 @@ from weft.kernels.decoder_layer import (
     pack_decoder_layer,
 )
 from weft.kernels.gpu import decoder_layers as gpu
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, PlainForm
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -33,7 +33,7 @@ LAYERS = 2
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-    return LinearWeight(*weight.shape, weight.dtype, False, weight, bias)
+    return LinearWeight(*weight.shape, weight.dtype, False, PlainForm(weight), bias)
 
 
 def make_layer() -> DecoderLayerWeight:
@@ -55,7 +55,7 @@ def widened(w: DecoderLayerWeight) -> DecoderLayerWeight:
 
     def wide(part: LinearWeight) -> LinearWeight:
         bias = None if part.bias is None else part.bias.float()
-        return replace(part, dtype=torch.float32, data=part.data.float(), bias=bias)
+        return replace(part, dtype=torch.float32, form=PlainForm(part.data.float()), bias=bias)
 
     assert isinstance(w.mlp, GatedMlpWeight)
     return replace(

@@ -16,7 +16,7 @@ from weft.kernels.decoder_layer import (
     prepare_step,
     stack_layers,
 )
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.testing.kernels.lora_cases import LoraCase, draw_slots, make_lora
 
@@ -207,4 +207,4 @@ def _draw_layer(sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, torc
 
 def _plain(weight: torch.Tensor, *, gated: bool = False) -> LinearWeight:
     """The weights in the form used on a GPU, whatever the machine's own operations would use."""
-    return LinearWeight(*weight.shape, weight.dtype, gated, weight, None)
+    return LinearWeight(*weight.shape, weight.dtype, gated, PlainForm(weight), None)
