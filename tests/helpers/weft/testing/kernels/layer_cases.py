@@ -14,6 +14,7 @@ from weft.kernels.decoder_layer import (
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import pack_experts
+from weft.kernels.quantised import Int8Channels, quantise_channels
 
 LAYERS, PAGE_SIZE, HIDDEN, INNER = 3, 8, 72, 200
 HEADS, KV_HEADS, DIM = 6, 2, 40
@@ -38,6 +39,26 @@ def make_sparse_mlp(dtype: torch.dtype) -> SparseMlpWeight:
     ]
     router = pack_linear(draw(EXPERTS, HIDDEN, dtype=dtype))
     return SparseMlpWeight(router, pack_experts(experts, EXPERTS), 2, True)
+
+
+def make_int8_layer(dtype: torch.dtype) -> DecoderLayerWeight:
+    """Creates a layer whose products have int8 weights."""
+
+    def matrix(rows: int, columns: int) -> Int8Channels:
+        return quantise_channels(torch.randn(rows, columns) / columns**0.5)
+
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    return pack_decoder_layer(
+        input_norm=1 + draw(HIDDEN, dtype=dtype),
+        qkv=pack_linear(matrix(width, HIDDEN), draw(width, dtype=dtype), dtype=dtype),
+        o=pack_linear(matrix(HIDDEN, HEADS * DIM), dtype=dtype),
+        post_norm=1 + draw(HIDDEN, dtype=dtype),
+        mlp=GatedMlpWeight(
+            pack_gate_up(matrix(2 * INNER, HIDDEN), dtype=dtype),
+            pack_linear(matrix(HIDDEN, INNER), dtype=dtype),
+        ),
+        eps=1e-5,
+    )
 
 
 def make_layer(dtype: torch.dtype, qwen: bool, is_sparse: bool = False) -> DecoderLayerWeight:
