@@ -115,11 +115,12 @@ def _convert(out: Console, err: Console, force: bool) -> int:
 
 def _verify(out: Console, err: Console, model: str, dtype: str, quantization: str) -> int:
     """Digests of all files; the demo model's are compared with those of its conversion."""
-    resolved = resolve_dtype(dtype)
     is_demo = model == demo.DEMO_NAME
     folder = demo.demo_dir() if is_demo else demo.resolve_model(model)
     expected = demo.manifest_digests() if is_demo else {}
     config = ModelConfig.load(folder)
+    chosen = resolve_quantization(quantization, config.quantization, "cpu")
+    resolved = resolve_dtype(dtype, quantization=chosen)
     weights = weight_files(folder)
     others = {folder / name for name in expected} - set(weights)
     with progress_bar(err, "reading") as report:
@@ -130,7 +131,6 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
         out.print(f"{digest.hex()}  {path.name}{state}", soft_wrap=True, highlight=False)
     if changed:
         raise ModelError("files have changed; `weft model convert --force` makes them again")
-    chosen = resolve_quantization(quantization, config.quantization, "cpu")
     scheme = b"" if chosen is None else chosen.fingerprint()
     name = combine_digests(config, resolved, [digests[path] for path in weights], scheme).hex()
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"

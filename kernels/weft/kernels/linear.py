@@ -259,7 +259,7 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             panels = data.view(-1, num_words, _PANEL_ROWS)
             words = panels[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].contiguous()
             return words.view(w.dtype)[:, : w.in_features].contiguous()
-        case NativeForm(data, _, scales):
+        case NativeForm(data, _, torch.Tensor() as scales):
             # [panel of rows][pair of numbers][row of the panel][2], int8.
             num_pairs = -(-w.in_features // 2)
             pairs = data.view(torch.int8).view(-1, num_pairs, _PANEL_ROWS, 2)
@@ -331,10 +331,11 @@ def _pack_native(
     gated: bool,
 ) -> LinearWeight:
     n, k = weight.shape
-    plain, scales = weight, None
-    if not isinstance(weight, torch.Tensor):
-        plain, scales = weight.data, weight.scales.contiguous()
-    plain = plain.contiguous()
+    scales = None
+    if isinstance(weight, torch.Tensor):
+        plain = weight.contiguous()
+    else:
+        plain, scales = weight.data.contiguous(), weight.scales.contiguous()
     shape = cpu.WeightStruct(
         out_features=n, in_features=k, is_bf16=dtype == torch.bfloat16, gated=gated
     )

@@ -71,7 +71,7 @@ def test_weights_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     source = make_tiny(kind, tmp_path / "model", random.randrange(10**6))
     loaded = load_model(quantised_copy(source, tmp_path / "int8"), "float32")
     assert loaded.weight_format == "int8"
-    floats = dequantised_copy(source, tmp_path / "floats", with_head=False)
+    floats = dequantised_copy(source, tmp_path / "floats", at_load=False)
     check_greedy(loaded.model, floats)
 
 
@@ -83,7 +83,7 @@ def test_ignored_modules_stay_in_floats(model_dir: Path, tmp_path: Path) -> None
     path = quantised_copy(model_dir, tmp_path / "int8", config, floats)
     model = load_model(path, "float32").model
     kept = load_file(model_dir / "model.safetensors")
-    expected = dequantised_copy(model_dir, tmp_path / "floats", with_head=False)
+    expected = dequantised_copy(model_dir, tmp_path / "floats", at_load=False)
     tensors = load_file(expected / "model.safetensors")
     tensors |= {f"{name}.weight": kept[f"{name}.weight"] for name in floats}
     save_weights(expected, tensors)
@@ -198,15 +198,26 @@ def test_pages_of_models_with_other_weights_are_never_the_same(
     assert f"float32, int8, model digest {made.digest.hex()}" in capsys.readouterr().out
 
 
+def test_int8_is_multiplied_by_bfloat16_unless_told_otherwise(model_dir: Path) -> None:
+    assert load_model(model_dir, quantization="int8").dtype == "bfloat16"
+
+
 def test_an_engine_serves_int8(model_dir: Path, tmp_path: Path) -> None:
     floats = dequantised_copy(model_dir, tmp_path / "floats")
     prompts = [[random.randrange(3, 500) for _ in range(n)] for n in (1, 20, 70)]
     texts = []
-    for path, settings in ((model_dir, {"quantization": "int8"}), (floats, {})):
+    int8 = {"quantization": "int8"}
+    cases: list[tuple[Path, dict[str, Any]]] = [
+        (floats, {}),
+        (model_dir, int8),
+        (model_dir, int8 | {"drafter": "ngram"}),
+        (model_dir, int8 | {"deterministic": True}),
+    ]
+    for path, settings in cases:
         with LLM(path, dtype="float32", num_pages=64, **settings) as llm:
             sampling = SamplingParams(temperature=0.0)
             samples = llm.generate(prompts, sampling, StopCriteria(max_tokens=24))
             texts.append([sample.token_ids for sample in samples])
             expected = "int8" if settings else "float32"
             assert llm.engine.info.weight_format == expected
-    assert texts[0] == texts[1]
+    assert texts == [texts[0]] * len(cases)

@@ -15,6 +15,8 @@ from weft.engine.checkpoint.fields import Fields
 
 AT_LOAD = ("int8",)
 """Formats that can be made at load from weights in floats."""
+_ROUTERS = r"re:.*\.gate$"
+"""Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ def resolve_quantization(
     elif found is not None:
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
-        chosen = Quantization(format="int8", source="load")
+        chosen = Quantization(format="int8", source="load", ignore=(_ROUTERS,))
     if chosen is not None and device.partition(":")[0] != "cpu":
         raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen

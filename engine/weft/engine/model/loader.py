@@ -71,8 +71,8 @@ def load_model(
     """
     config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
     build = model_class(config.architecture)
-    dtype = resolve_dtype(dtype, device)
     chosen = resolve_quantization(quantization, config.quantization, device)
+    dtype = resolve_dtype(dtype, device, chosen)
     scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)

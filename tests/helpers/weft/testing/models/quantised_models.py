@@ -40,10 +40,13 @@ CHANNELS = {
 """`quantization_config` of W8A8 as llm-compressor writes it."""
 
 
-def is_linear(name: str, *, with_head: bool) -> bool:
-    """Whether a tensor is the weight of a product."""
-    is_product = name.endswith("_proj.weight") or name.endswith("mlp.gate.weight")
-    return is_product or (with_head and name == "lm_head.weight")
+def is_rounded(name: str, *, at_load: bool) -> bool:
+    """Whether a tensor is the weight of a product in int8.
+
+    At load that includes the LM head, in these checkpoints the routers of experts instead.
+    """
+    others = "lm_head.weight" if at_load else "mlp.gate.weight"
+    return name.endswith(("_proj.weight", others))
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,11 +55,11 @@ def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.round(weight / scales).to(torch.int8), scales
 
 
-def dequantised_copy(source: Path, path: Path, *, with_head: bool = True) -> Path:
-    """The model with every product's weights rounded to int8, in floats."""
+def dequantised_copy(source: Path, path: Path, *, at_load: bool = True) -> Path:
+    """The model with its products' weights rounded to int8, in floats; see `is_rounded`."""
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
-        if is_linear(name, with_head=with_head):
+        if is_rounded(name, at_load=at_load):
             data, scales = round_rows(tensor)
             tensors[name] = data.float() * scales
     return _copy(source, path, tensors, {})
@@ -74,7 +77,7 @@ def quantised_copy(
         floats: Modules that stay in floats.
     """
     tensors = load_file(source / "model.safetensors")
-    for name in [name for name in tensors if is_linear(name, with_head=False)]:
+    for name in [name for name in tensors if is_rounded(name, at_load=False)]:
         if name.removesuffix(".weight") not in floats:
             tensors[name], scales = round_rows(tensors[name])
             tensors[f"{name}_scale"] = scales
