@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,70 +13,123 @@ from weft.kernels.activation import silu_and_mul_reference
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
+from weft.kernels.quantised import Int8Channels, QuantisedMatrix
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinearWeight:
-    """Weights of one linear layer in the form that this machine multiplies fastest.
+class PlainForm:
+    """The original weight, for a GPU and for torch."""
 
-    One of three forms: packed for the native operation (every row count), packed for oneDNN
-    (bfloat16 on a CPU without a C compiler), or plain (everything else).
-    """
+    data: torch.Tensor
+    """[N, K] of the layer's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneDnnForm:
+    """The original weight packed for oneDNN: bfloat16 on a CPU without a C compiler."""
+
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NativeForm:
+    """Panels of the native operations, for any number of rows (csrc/linear.h)."""
+
+    data: torch.Tensor
+    struct: cpu.WeightStruct
+    """Describes `data`, scales and bias to the native operations."""
+    scales: torch.Tensor | None = None
+    """Of quantised panels, float32 in panel order; None: the panels hold the layer's dtype."""
+
+    @property
+    def address(self) -> int:
+        """Address of the description."""
+        return ctypes.addressof(self.struct)
+
+
+Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix
+"""How a weight lies in memory. A `QuantisedMatrix` itself is for devices without an operation for
+its kind: it is turned into floats for each product.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """Weights of one linear layer in the form that this machine multiplies fastest."""
 
     out_features: int
     """Rows of the original weight; for gate and up together twice the MLP's inner size."""
     in_features: int
     dtype: torch.dtype
+    """What the layer computes in."""
     gated: bool
     """Whether it came from `pack_gate_up`."""
-    data: torch.Tensor
-    """The weight in whatever form; the one copy of it in memory."""
+    form: Form
+    """The weight; the one copy of it in memory."""
     bias: torch.Tensor | None
     """[out_features] of `dtype`, or float32 in panel order in the native form, or None."""
-    native: cpu.WeightStruct | None = None
-    """Describes `data` and `bias` to the native operation."""
-    address: int = 0
-    """Address of `native`."""
-    onednn: bool = False
     is_fixed: bool = False
     """A row's result does not depend on the other rows on a GPU either."""
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The numbers of the form."""
+        return self.form.data
+
+    @property
+    def native(self) -> NativeForm | None:
+        """The form, if it is that of the native operations."""
+        return self.form if isinstance(self.form, NativeForm) else None
+
+    @property
+    def address(self) -> int:
+        """Address of the native form's description; 0 if it has another form."""
+        return self.form.address if isinstance(self.form, NativeForm) else 0
+
 
 def pack_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, arena: WeightArena | None = None
+    weight: torch.Tensor | QuantisedMatrix,
+    bias: torch.Tensor | None = None,
+    arena: WeightArena | None = None,
+    dtype: torch.dtype | None = None,
 ) -> LinearWeight:
     """Packs a layer's weight; drop the original afterwards.
 
     Args:
-        weight: [N, K] as in `torch.nn.Linear`.
-        bias: [N], dtype of `weight`, or None.
+        weight: [N, K] as in `torch.nn.Linear`, in floats or quantised.
+        bias: [N], dtype of the layer, or None.
         arena: Where the packed weight goes, or None for memory of its own.
+        dtype: What the layer computes in; None: that of `weight`, which is in floats.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together.
     """
-    return _pack(weight, bias, arena, gated=False)
+    return _pack(weight, bias, arena, dtype, gated=False)
 
 
 def pack_gate_up(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, arena: WeightArena | None = None
+    weight: torch.Tensor | QuantisedMatrix,
+    bias: torch.Tensor | None = None,
+    arena: WeightArena | None = None,
+    dtype: torch.dtype | None = None,
 ) -> LinearWeight:
     """Packs gate and up projection of a gated MLP for `gate_up_silu`.
 
     Args:
-        weight: [2 * I, K], rows of gate first.
-        bias: [2 * I], dtype of `weight`, or None.
+        weight: [2 * I, K], rows of gate first, in floats or quantised.
+        bias: [2 * I], dtype of the layer, or None.
         arena: Where the packed weight goes, or None for memory of its own.
+        dtype: As in `pack_linear`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together.
     """
     if weight.shape[0] % 2:
         raise ValueError(f"gate and up together need an even row count, got {weight.shape[0]}")
-    return _pack(weight, bias, arena, gated=True)
+    return _pack(weight, bias, arena, dtype, gated=True)
 
 
 def linear(
@@ -101,18 +155,16 @@ def linear(
     Raises:
         ValueError: An argument does not fit.
     """
-    if w.native is not None:
-        return _linear_native(x, w, residual, out_dtype, lora)
-    if w.data.is_cuda:
-        from weft.kernels.gpu import linear as gpu
+    match w.form:
+        case NativeForm():
+            return _linear_native(x, w, residual, out_dtype, lora)
+        case PlainForm(data) if data.is_cuda:
+            from weft.kernels.gpu import linear as gpu
 
-        if lora is not None:
-            check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-        return gpu.linear(x, w.data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
-    if w.onednn:
-        out = _linear_onednn(x, w, residual, out_dtype)
-    else:
-        out = linear_reference(x, w.data, w.bias, residual, out_dtype)
+            if lora is not None:
+                check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+            return gpu.linear(x, data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
+    out = _linear_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
     return out
@@ -134,15 +186,16 @@ def gate_up_silu(
     Raises:
         ValueError: An argument does not fit.
     """
-    if w.native is not None:
-        return _linear_native(x, w, None, None, lora)
-    if w.data.is_cuda:
-        from weft.kernels.gpu import linear as gpu
+    match w.form:
+        case NativeForm():
+            return _linear_native(x, w, None, None, lora)
+        case PlainForm(data) if data.is_cuda:
+            from weft.kernels.gpu import linear as gpu
 
-        if lora is not None:
-            check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-        return gpu.gate_up_silu(x, w.data, w.bias, lora, is_fixed=w.is_fixed)
-    both = _linear_onednn(x, w) if w.onednn else linear_reference(x, w.data, w.bias)
+            if lora is not None:
+                check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+            return gpu.gate_up_silu(x, data, w.bias, lora, is_fixed=w.is_fixed)
+    both = _linear_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
     return silu_and_mul_reference(both)
@@ -199,14 +252,27 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
     """
     if w.gated:
         raise ValueError("rows are read of plain layers, not of a gate with its up projection")
-    if w.native is not None:
-        # [panel of rows][word][row of the panel], a word being one float32 or two bfloat16.
-        num_words = -(-w.in_features * w.dtype.itemsize // 4)
-        panels = w.data.view(-1, num_words, _PANEL_ROWS)
-        words = panels[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].contiguous()
-        return words.view(w.dtype)[:, : w.in_features].contiguous()
-    plain = w.data.to_dense() if w.onednn else w.data
-    return plain.index_select(0, rows)
+    match w.form:
+        case NativeForm(data, _, None):
+            # [panel of rows][word][row of the panel], a word being one float32 or two bfloat16.
+            num_words = -(-w.in_features * w.dtype.itemsize // 4)
+            panels = data.view(-1, num_words, _PANEL_ROWS)
+            words = panels[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].contiguous()
+            return words.view(w.dtype)[:, : w.in_features].contiguous()
+        case NativeForm(data, _, torch.Tensor() as scales):
+            # [panel of rows][pair of numbers][row of the panel][2], int8.
+            num_pairs = -(-w.in_features // 2)
+            pairs = data.view(torch.int8).view(-1, num_pairs, _PANEL_ROWS, 2)
+            numbers = pairs[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].flatten(1)
+            numbers = numbers[:, : w.in_features].contiguous()
+            return Int8Channels(numbers, scales[rows]).dequantised(w.dtype)
+        case OneDnnForm(data):
+            return data.to_dense().index_select(0, rows)
+        case PlainForm(data):
+            return data.index_select(0, rows)
+        case Int8Channels(data, scales):
+            return Int8Channels(data[rows], scales[rows]).dequantised(w.dtype)
+    raise AssertionError(w.form)
 
 
 def linear_reference(
@@ -224,56 +290,80 @@ def linear_reference(
 
 
 def _pack(
-    weight: torch.Tensor, bias: torch.Tensor | None, arena: WeightArena | None, *, gated: bool
+    weight: torch.Tensor | QuantisedMatrix,
+    bias: torch.Tensor | None,
+    arena: WeightArena | None,
+    dtype: torch.dtype | None,
+    *,
+    gated: bool,
 ) -> LinearWeight:
-    if weight.dim() != 2:
-        raise ValueError(f"a linear weight is [N, K], got {tuple(weight.shape)}")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+    data = weight if isinstance(weight, torch.Tensor) else weight.data
+    if data.dim() != 2:
+        raise ValueError(f"a linear weight is [N, K], got {tuple(data.shape)}")
+    dtype = data.dtype if dtype is None else dtype
+    if not dtype.is_floating_point or (data is weight and data.dtype != dtype):
+        raise ValueError(f"a layer of {dtype} cannot have a weight of {data.dtype}")
+    n, k = weight.shape
+    if bias is not None and (bias.shape != (n,) or bias.dtype != dtype):
         raise ValueError(
-            f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight "
-            f"{tuple(weight.shape)} {weight.dtype}"
+            f"bias {tuple(bias.shape)} {bias.dtype} does not fit weight {n, k} of a {dtype} layer"
         )
-    (n, k), dtype = weight.shape, weight.dtype
-    on_cpu = weight.device.type == "cpu"
+    on_cpu = data.device.type == "cpu"
+    is_fixed = arena is not None and arena.is_fixed
     if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
-        return _pack_native(native, weight, bias, arena or WeightArena(0), gated=gated)
+        return _pack_native(native, weight, bias, arena or WeightArena(0), dtype, gated=gated)
+    if not isinstance(weight, torch.Tensor):
+        return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed=is_fixed)
     if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():
         # 16 rows as the hint: serves every row count about equally well.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        return LinearWeight(n, k, dtype, gated, packed, bias, onednn=True)
-    is_fixed = arena is not None and arena.is_fixed
-    return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed=is_fixed)
+        return LinearWeight(n, k, dtype, gated, OneDnnForm(packed), bias)
+    return LinearWeight(n, k, dtype, gated, PlainForm(weight), bias, is_fixed=is_fixed)
 
 
 def _pack_native(
     native: cpu.NativeCpu,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantisedMatrix,
     bias: torch.Tensor | None,
     arena: WeightArena,
+    dtype: torch.dtype,
     *,
     gated: bool,
 ) -> LinearWeight:
     n, k = weight.shape
-    weight = weight.contiguous()
+    scales = None
+    if isinstance(weight, torch.Tensor):
+        plain = weight.contiguous()
+    else:
+        plain, scales = weight.data.contiguous(), weight.scales.contiguous()
     shape = cpu.WeightStruct(
-        out_features=n, in_features=k, is_bf16=weight.dtype == torch.bfloat16, gated=gated
+        out_features=n, in_features=k, is_bf16=dtype == torch.bfloat16, gated=gated
     )
     address = ctypes.addressof(shape)
-    packed = arena.take(native.packed_words(address), torch.int32)
-    packed_bias = None
+
+    def column_values() -> torch.Tensor:
+        return torch.empty(native.packed_columns(address), dtype=torch.float32)
+
+    packed_bias = packed_scales = None
     if bias is not None:
-        bias = bias.contiguous()
-        packed_bias = torch.empty(native.packed_columns(address), dtype=torch.float32)
+        bias, packed_bias = bias.contiguous(), column_values()
+        shape.bias = packed_bias.data_ptr()
+    if scales is not None:
+        packed_scales = column_values()
+        shape.scales = packed_scales.data_ptr()
+    packed = arena.take(native.packed_words(address), torch.int32)
+    shape.panels = packed.data_ptr()
     native.pack(
         address,
-        weight.data_ptr(),
+        plain.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        None if packed_bias is None else packed_bias.data_ptr(),
+        shape.bias,
+        None if scales is None else scales.data_ptr(),
+        shape.scales,
     )
-    shape.panels = packed.data_ptr()
-    shape.bias = None if packed_bias is None else packed_bias.data_ptr()
-    return LinearWeight(n, k, weight.dtype, gated, packed, packed_bias, shape, address)
+    form = NativeForm(packed, shape, packed_scales)
+    return LinearWeight(n, k, dtype, gated, form, packed_bias)
 
 
 def _linear_native(
@@ -306,7 +396,7 @@ def _linear_native(
     if lora is not None:
         check_addition((rows, w.out_features), x.shape, x.dtype, lora)
         added, layer = describe_lora(native, (lora.parts,), lora.segments), lora.layer
-    native.linear(
+    status = native.linear(
         w.address,
         x.data_ptr(),
         rows,
@@ -316,19 +406,30 @@ def _linear_native(
         None if added is None else added.address,
         layer,
     )
+    if status:
+        cpu.check_status(status, "linear")
     return out
 
 
-def _linear_onednn(
+def _linear_torch(
     x: torch.Tensor,
     w: LinearWeight,
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, w.data, w.bias, "none", [], "")
-    if residual is not None:
-        out = out + residual
-    return out if out_dtype is None else out.to(out_dtype)
+    """`linear` in the forms that torch multiplies."""
+    match w.form:
+        case OneDnnForm(data):
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, data, w.bias, "none", [], "")
+            if residual is not None:
+                out = out + residual
+            return out if out_dtype is None else out.to(out_dtype)
+        case PlainForm(data):
+            return linear_reference(x, data, w.bias, residual, out_dtype)
+        case NativeForm():
+            raise AssertionError("panels are multiplied by the native operations")
+    weight = w.form.dequantised(w.dtype)
+    return linear_reference(x, weight, w.bias, residual, out_dtype)
 
 
 def onednn_has_bfloat16() -> bool:

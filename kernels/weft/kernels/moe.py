@@ -20,6 +20,7 @@ from weft.kernels.lora import (
     sort_tokens,
 )
 from weft.kernels.memory import WeightArena
+from weft.kernels.quantised import QuantisedMatrix
 
 
 class Routing(NamedTuple):
@@ -68,16 +69,19 @@ class SparseMlpWeight:
 
 
 def pack_experts(
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]],
     count: int,
     arena: WeightArena | None = None,
+    dtype: torch.dtype | None = None,
 ) -> ExpertWeights:
     """Packs a layer's experts one by one; each may be dropped as soon as the next is asked for.
 
     Args:
-        experts: For each expert [2 * I, H], rows of gate first, and [H, I].
+        experts: For each expert [2 * I, H], rows of gate first, and [H, I], in floats or, on a
+            CPU, quantised.
         count: How many there are.
         arena: Where packed weights go, or None for memory of their own.
+        dtype: What they compute in; None: that of the weights, which are in floats.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together.
@@ -86,15 +90,18 @@ def pack_experts(
     w2: list[LinearWeight] = []
     stacked: tuple[torch.Tensor, torch.Tensor] | None = None
     shape: tuple[int, int] | None = None
-    dtype = torch.float32
     num_packed = 0
     for gate_up, down in experts:
         shape = shape or (down.shape[0], down.shape[1])
-        dtype = down.dtype if num_packed == 0 else dtype
-        given = (tuple(gate_up.shape), tuple(down.shape), gate_up.dtype, down.dtype)
-        if given != ((2 * shape[1], shape[0]), shape, dtype, dtype):
-            raise ValueError(f"expert {num_packed}: {given} do not fit, or not the first's {shape}")
-        if gate_up.is_cuda:
+        if dtype is None and isinstance(down, torch.Tensor):
+            dtype = down.dtype
+        given = (tuple(gate_up.shape), tuple(down.shape))
+        dtypes = {w.dtype for w in (gate_up, down) if isinstance(w, torch.Tensor)}
+        if given != ((2 * shape[1], shape[0]), shape) or dtypes - {dtype}:
+            raise ValueError(
+                f"expert {num_packed}: {given} {dtypes} do not fit, or not the first's {shape}"
+            )
+        if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and down.is_cuda:
             stacked = stacked or (
                 gate_up.new_empty((count, *gate_up.shape)),
                 down.new_empty((count, *down.shape)),
@@ -102,10 +109,10 @@ def pack_experts(
             stacked[0][num_packed].copy_(gate_up)
             stacked[1][num_packed].copy_(down)
         else:
-            w13.append(pack_gate_up(gate_up, arena=arena))
-            w2.append(pack_linear(down, arena=arena))
+            w13.append(pack_gate_up(gate_up, None, arena, dtype))
+            w2.append(pack_linear(down, None, arena, dtype))
         num_packed += 1
-    if num_packed != count or shape is None:
+    if num_packed != count or shape is None or dtype is None:
         raise ValueError(f"{num_packed} experts, expected {count}")
     native = None
     if w13 and all(w.native is not None for w in (*w13, *w2)):

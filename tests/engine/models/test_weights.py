@@ -22,7 +22,7 @@ from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
+from weft.kernels.linear import LinearWeight, OneDnnForm, pack_gate_up, pack_linear
 from weft.kernels.moe import ExpertWeights
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import (
@@ -71,8 +71,10 @@ def open_weights(
 
 def assert_alike(found: LinearWeight, expected: LinearWeight) -> None:
     assert (found.in_features, found.out_features) == (expected.in_features, expected.out_features)
-    assert (found.gated, found.onednn) == (expected.gated, expected.onednn)
-    first, second = (w.data.to_dense() if w.onednn else w.data for w in (found, expected))
+    assert (found.gated, type(found.form)) == (expected.gated, type(expected.form))
+    first, second = (
+        w.data.to_dense() if isinstance(w.form, OneDnnForm) else w.data for w in (found, expected)
+    )
     assert torch.equal(first, second)
     assert (found.bias is None) == (expected.bias is None)
     if found.bias is not None and expected.bias is not None:

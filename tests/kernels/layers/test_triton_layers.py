@@ -14,7 +14,7 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run, run_all, runs_of
 from weft.kernels.attention import AttentionSpec
 from weft.kernels.gpu import stream as gpu
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.moe import ExpertWeights, SparseMlpWeight
 from weft.kernels.norm import Norm
 from weft.kernels.stream import Taps
@@ -39,7 +39,7 @@ LAYERS = 2
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-    return LinearWeight(*weight.shape, weight.dtype, False, weight, bias)
+    return LinearWeight(*weight.shape, weight.dtype, False, PlainForm(weight), bias)
 
 
 def make_layer(index: int) -> Layer:
@@ -63,7 +63,7 @@ def widened(layer: Layer, dtype: torch.dtype = torch.float32) -> Layer:
 
     def wide(part: LinearWeight) -> LinearWeight:
         bias = None if part.bias is None else part.bias.to(dtype)
-        return replace(part, dtype=dtype, data=part.data.to(dtype), bias=bias)
+        return replace(part, dtype=dtype, form=PlainForm(part.data.to(dtype)), bias=bias)
 
     index, first, mixer, post, feed = layer
     assert isinstance(mixer, Attention)

@@ -15,13 +15,15 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.quantization import Quantization, read_quantization
 
 MAX_POSITIONS = 1 << 24
 """Most positions of a model: their rotations are a table."""
 _DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
-_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens")
+_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization")
+"""Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """See `end_token_ids`; empty if no file names one."""
     bos_token_id: int | None
+    quantization: Quantization | None = None
+    """How the checkpoint's products are quantised; None: they are floats."""
     num_added_tokens: int = 0
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
 
@@ -217,6 +221,7 @@ class ModelConfig:
             sliding_window=_sliding_window(fields, family),
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+            quantization=read_quantization(fields),
         )
         _check_shape(config, fields)
         return config
@@ -299,8 +304,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
-    if fields.get("quantization_config"):
-        raise fields.error("quantization_config", "quantised checkpoints are not supported")
     if not fields.flag("is_causal", True):
         raise fields.error("is_causal", "only causal attention is supported")
     chunks = fields.section("dual_chunk_attention_config")

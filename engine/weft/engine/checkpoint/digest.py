@@ -22,13 +22,17 @@ _CHUNK_BYTES = 1 << 22
 _MAX_THREADS = 4
 
 
-def model_digest(config: ModelConfig, dtype: str, files: Sequence[Path]) -> bytes:
-    """BLAKE2b-256 over the weights' files, what of the configuration counts, and the dtype.
+def model_digest(
+    config: ModelConfig, dtype: str, files: Sequence[Path], scheme: bytes = b""
+) -> bytes:
+    """BLAKE2b-256 over the weights' files, what of the configuration counts, the dtype and the
+    quantisation.
 
     Args:
         config: Normalised configuration.
         dtype: What the layers compute in.
         files: The files of weights in their fixed order.
+        scheme: Fingerprint of the quantisation; empty: none.
 
     Returns:
         32 bytes.
@@ -36,12 +40,15 @@ def model_digest(config: ModelConfig, dtype: str, files: Sequence[Path]) -> byte
     Raises:
         OSError: A file cannot be read.
     """
-    return combine_digests(config, dtype, cached_file_digests(files))
+    return combine_digests(config, dtype, cached_file_digests(files), scheme)
 
 
-def combine_digests(config: ModelConfig, dtype: str, file_digests: Sequence[bytes]) -> bytes:
+def combine_digests(
+    config: ModelConfig, dtype: str, file_digests: Sequence[bytes], scheme: bytes = b""
+) -> bytes:
     """`model_digest` from digests of the weights' files that are known already."""
-    return _combine(_VERSION, config.fingerprint(), dtype.encode(), *file_digests)
+    numbers = [dtype.encode(), *([scheme] if scheme else [])]
+    return _combine(_VERSION, config.fingerprint(), *numbers, *file_digests)
 
 
 def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes:

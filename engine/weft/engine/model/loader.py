@@ -11,11 +11,12 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.files import Progress, weight_files
+from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.interface import Model
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.random_weights import RandomWeights
-from weft.engine.model.weights.schemes.plain import PlainScheme
+from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
 
@@ -27,9 +28,13 @@ class LoadedModel:
     model: Model
     config: ModelConfig
     digest: bytes
-    """32 bytes over weights, configuration and dtype: the model's part of every namespace."""
+    """32 bytes over weights, configuration, dtype and quantisation: the model's part of every
+    namespace.
+    """
     dtype: str
     """Dtype of computation and of the KV cache; never auto."""
+    weight_format: str
+    """Of the products' weights: the dtype, or that of the quantisation."""
 
 
 def load_model(
@@ -38,6 +43,7 @@ def load_model(
     device: str = "cpu",
     progress: Progress | None = None,
     *,
+    quantization: str = "auto",
     dummy: bool = False,
     is_fixed: bool = False,
     num_added_tokens: int = 0,
@@ -52,6 +58,8 @@ def load_model(
         dtype: float32, bfloat16, float16 or auto (see `resolve_dtype`).
         device: A torch device.
         progress: Called with (bytes read, bytes in all) as tensors are read.
+        quantization: auto (what the checkpoint has), or a format to be made at load (see
+            `resolve_quantization`).
         is_fixed: A token's results do not depend on what else a step holds on a GPU either; the
             digest says so.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
@@ -59,32 +67,38 @@ def load_model(
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
-        ConfigError: The dtype does not exist or not on this device.
+        ConfigError: The dtype or the quantisation does not exist, or not on this device.
     """
     config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
     build = model_class(config.architecture)
-    dtype = resolve_dtype(dtype, device)
+    chosen = resolve_quantization(quantization, config.quantization, device)
+    dtype = resolve_dtype(dtype, device, chosen)
+    scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
     if dummy:
         model = build(
-            config, Weights(RandomWeights(target), PlainScheme(), torch_dtype, target, arena=arena)
+            config, Weights(RandomWeights(target), scheme, torch_dtype, target, arena=arena)
         )
-        digest = model_digest(config, f"dummy-{computed}", ())
-        return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
+        digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
+        return LoadedModel(
+            model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
+        )
     with Checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
         if config.tie_word_embeddings:
             checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
-        model = build(config, Weights(checkpoint, PlainScheme(), torch_dtype, target, arena=arena))
+        model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
     try:
-        digest = model_digest(config, computed, weight_files(model_dir))
+        digest = model_digest(config, computed, weight_files(model_dir), scheme.fingerprint())
     except OSError as error:
         raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
-    return LoadedModel(model=model, config=config, digest=digest, dtype=dtype)
+    return LoadedModel(
+        model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
+    )
 
 
 _FIXED = "fixed-3"

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
-from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.linear import LinearWeight
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import ExpertWeights
 
@@ -22,6 +22,16 @@ class Scheme(Protocol):
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """The same for experts, one after another."""
+
+    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
+        """Packs an LM head, [vocab, hidden] of the model's dtype, which is called `lm_head` below
+        `weights` or is the embedding.
+        """
+
+    def fingerprint(self) -> bytes:
+        """Canonical bytes of what it makes of the files' numbers, part of the model's digest; empty
+        where products are what the files say, in the model's dtype.
+        """
 
 
 class Weights:
@@ -62,6 +72,10 @@ class Weights:
         below._prefix = f"{self._prefix}{name}."
         return below
 
+    def full_name(self, name: str) -> str:
+        """The name in the checkpoint of what is `name` here."""
+        return self._prefix + name
+
     def has(self, name: str) -> bool:
         """Whether there is a parameter of this name."""
         return self._reader.has(self._prefix + name)
@@ -86,7 +100,7 @@ class Weights:
 
     def packed(self, matrix: torch.Tensor) -> LinearWeight:
         """An LM head of a matrix [vocab, hidden], which may also be an embedding's."""
-        return pack_linear(matrix, arena=self.arena)
+        return self._scheme.head(matrix, self)
 
     def table(self, name: str, count: int) -> torch.Tensor:
         """Whole numbers: [count] int64 on the host; true counts as 1."""
@@ -94,19 +108,26 @@ class Weights:
         self._read(TensorSlice(name, (count,)), out)
         return out
 
-    def read(self, parts: Sequence[TensorSlice], num_zeros: int = 0) -> torch.Tensor:
+    def read(
+        self,
+        parts: Sequence[TensorSlice],
+        num_zeros: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Parts of tensors stacked along their first axis, each copied into its place.
 
         Args:
             parts: By their names below the prefix; alike but for their first axes.
             num_zeros: Rows of zeros behind them.
+            dtype: What they are read as; None: the model's dtype.
 
         Returns:
-            [rows of all parts + num_zeros, ...] of the model's dtype, on its device.
+            [rows of all parts + num_zeros, ...] on the model's device.
         """
         rows, rest = [part.size[0] for part in parts], parts[0].size[1:]
         size = (sum(rows) + num_zeros, *rest)
-        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        out = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         *places, zeros = torch.split(out, [*rows, num_zeros])
         for part, place in zip(parts, places, strict=True):
             self._read(part, place)

@@ -14,6 +14,7 @@ from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import SparseMlpWeight, pack_experts
 from weft.kernels.norm import Norm
+from weft.kernels.quantised import Int8Channels, quantise_channels
 from weft.kernels.stream import Stream, Taps
 
 LAYERS, PAGE_SIZE, HIDDEN, INNER = 3, 8, 72, 200
@@ -44,6 +45,31 @@ def make_cos_sin(dim: int = DIM, max_positions: int = 200) -> torch.Tensor:
         torch.arange(max_positions).float(), 1e4 ** -(torch.arange(0, dim, 2) / dim)
     )
     return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def make_int8_layer(index: int, dtype: torch.dtype) -> Layer:
+    """Creates a layer whose products have int8 weights."""
+
+    def matrix(rows: int, columns: int) -> Int8Channels:
+        return quantise_channels(torch.randn(rows, columns) / columns**0.5)
+
+    def norm(size: int) -> Norm:
+        return Norm(1 + draw(size, dtype=dtype), 1e-5)
+
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    attention = Attention(
+        AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
+        index,
+        make_cos_sin(),
+        qkv_proj=pack_linear(matrix(width, HIDDEN), draw(width, dtype=dtype), dtype=dtype),
+        o_proj=pack_linear(matrix(HIDDEN, HEADS * DIM), dtype=dtype),
+    )
+    mlp = GatedMLP(
+        index,
+        pack_gate_up(matrix(2 * INNER, HIDDEN), dtype=dtype),
+        pack_linear(matrix(HIDDEN, INNER), dtype=dtype),
+    )
+    return Layer(index, norm(HIDDEN), attention, norm(HIDDEN), mlp)
 
 
 def make_layer(index: int, dtype: torch.dtype, qwen: bool, is_sparse: bool = False) -> Layer:

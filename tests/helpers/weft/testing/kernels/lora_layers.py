@@ -14,7 +14,7 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
 from weft.kernels.attention import AttentionSpec, GroupStep
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.norm import Norm
 from weft.testing.kernels.layer_cases import make_cos_sin, step_of
@@ -205,4 +205,4 @@ def _draw_layer(sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, torc
 
 def _plain(weight: torch.Tensor, *, gated: bool = False) -> LinearWeight:
     """The weights in the form used on a GPU, whatever the machine's own operations would use."""
-    return LinearWeight(*weight.shape, weight.dtype, gated, weight, None)
+    return LinearWeight(*weight.shape, weight.dtype, gated, PlainForm(weight), None)

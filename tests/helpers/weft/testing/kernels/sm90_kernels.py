@@ -51,7 +51,7 @@ from weft.kernels.gpu import (
     step_rows,
     tree_rows,
 )
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights, SparseMlpWeight
 from weft.kernels.norm import Norm
@@ -84,7 +84,7 @@ class NoDevice:
 
 def weight(rows: int, columns: int, *, gated: bool = False, is_fixed: bool = False) -> LinearWeight:
     data = torch.zeros(rows, columns, dtype=BF16)
-    return LinearWeight(rows, columns, BF16, gated, data, None, is_fixed=is_fixed)
+    return LinearWeight(rows, columns, BF16, gated, PlainForm(data), None, is_fixed=is_fixed)
 
 
 def make_run(

@@ -19,20 +19,35 @@ class PlainScheme:
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
-        weight, bias = weights.read(spec.weights(weights.shard)), None
-        if spec.bias:
-            bias = weights.read(spec.biases(weights.shard))
-            if spec.split == "in" and weights.shard.rank > 0:
-                bias.zero_()  # Results of all ranks are added up.
         pack = pack_gate_up if spec.is_gated else pack_linear
-        return pack(weight, bias, weights.arena)
+        weight = weights.read(spec.weights(weights.shard))
+        return pack(weight, read_bias(spec, weights), weights.arena)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        return pack_experts(_experts(spec, weights), spec.num_experts, weights.arena)
+        return pack_experts(read_experts(spec, weights), spec.num_experts, weights.arena)
+
+    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
+        """See `Scheme.head`."""
+        return pack_linear(matrix, arena=weights.arena)
+
+    def fingerprint(self) -> bytes:
+        """See `Scheme.fingerprint`."""
+        return b""
 
 
-def _experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def read_bias(spec: LinearSpec, weights: Weights) -> torch.Tensor | None:
+    """The shard of a product's bias, [rows], in the model's dtype; None if it has none."""
+    if not spec.bias:
+        return None
+    bias = weights.read(spec.biases(weights.shard))
+    if spec.split == "in" and weights.shard.rank > 0:
+        bias.zero_()  # Results of all ranks are added up.
+    return bias
+
+
+def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The shard of each expert's weights, gate with up projection and down projection."""
     count, shard, (gate_up, down) = spec.num_experts, weights.shard, spec.stacked
     is_stacked = weights.has(gate_up)
     for number in range(count):

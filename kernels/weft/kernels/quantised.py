@@ -1,0 +1,81 @@
+"""Matrices kept as numbers of few bits and scales.
+
+The numbers and their scales are one object whose type says how the scales lie; a kernel names the
+types that it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+INT8_MAX = 127
+"""Largest number: -128 is not used, so that a matrix and its negative are equally exact."""
+
+
+class _Matrix(Protocol):
+    """What all kinds of quantised matrices have."""
+
+    data: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows N and columns K of the matrix."""
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in floats, [N, K]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Channels:
+    """Rows of int8 with one scale each: what int8 in compressed-tensors calls a channel."""
+
+    data: torch.Tensor
+    """[N, K] int8."""
+    scales: torch.Tensor
+    """[N] float32, finite and not negative."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if data and scales do not fit together."""
+        fits = self.data.dim() == 2 and self.data.dtype == torch.int8
+        fits = fits and self.scales.shape == self.data.shape[:1]
+        if not fits or self.scales.dtype != torch.float32:
+            raise ValueError(
+                f"{tuple(self.data.shape)} {self.data.dtype} with scales "
+                f"{tuple(self.scales.shape)} {self.scales.dtype} is no matrix of int8 channels"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows N and columns K."""
+        return self.data.shape[0], self.data.shape[1]
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in floats, [N, K], rounded once."""
+        return (self.data.float() * self.scales[:, None]).to(dtype)
+
+
+QuantisedMatrix: TypeAlias = Int8Channels
+"""Any of the kinds of quantised matrices."""
+
+
+def quantise_channels(weight: torch.Tensor) -> Int8Channels:
+    """Rounds each row to int8, the largest magnitude of the row being 127.
+
+    Args:
+        weight: [N, K], any float dtype.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("a weight that is not finite cannot be quantised")
+    scales = largest / INT8_MAX
+    # A row of zeros, or of numbers that are nearly as small as floats can be, stays zeros.
+    inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
+    data = (wide * inverse[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return Int8Channels(data, scales)
