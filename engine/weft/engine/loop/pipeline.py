@@ -129,7 +129,7 @@ class StepPipeline:
             There was a step to begin or to commit.
         """
         before, self._flying = self._flying, None
-        # With nothing under way, all that masks depend on is known before the forward.
+        # If no step is under way, masks depend on nothing that is still to come.
         is_ready = before is None
         step = self._start(plan, is_ready=is_ready) if len(plan) else None
         if before is not None:
@@ -152,7 +152,7 @@ class StepPipeline:
         if plan.verifies or plan.chunks:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
-        # Steps that do not overlap cost what lies between them too: who compares must know.
+        # Without overlap a step also costs the time since the step before, and gates compare that.
         began_at = self._last_ended_at if self._goes_on else self._clock()
         step = _Step(self._scheduler.launch(plan), plan, began_at, drawing)
         if self.flight is not None:
@@ -193,7 +193,7 @@ class StepPipeline:
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
                 if step.plan.has_trees:
-                    # K and V of accepted drafts move behind the drawing.
+                    # K and V of accepted drafts are moved after the drawing.
                     step.mark = self._executor.mark()
         except Exception as error:
             self._fail(step, error)
@@ -214,8 +214,8 @@ class StepPipeline:
         self._scheduler.commit(step.number, step.plan)
         if self._executor.is_asynchronous:
             step.ended_at = self._clock()
-        # What somebody's grammar cost is no measure of steps: neither of what the next ones take,
-        # nor of how long one may before the engine counts as stalled.
+        # Time lost to a slow grammar is no measure of a step: it must neither enter the forecast of
+        # the next steps nor raise the limit after which the engine counts as stalled.
         lost_s = self._drawing.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
