@@ -277,9 +277,8 @@ class ServiceServer:
         finally:
             signalled.cancel()
             wanted.cancel()
-            if (
-                stopping is not None and not stopping.done()
-            ):  # The caller that ends this task closes the server itself.
+            if stopping is not None and not stopping.done():
+                # The caller that ends this task closes the server itself.
                 stopping.cancel()
                 await asyncio.gather(stopping, return_exceptions=True)
             for number in (signal.SIGTERM, signal.SIGINT):

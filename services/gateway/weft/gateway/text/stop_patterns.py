@@ -400,7 +400,7 @@ class PatternScanner:
 
 
 class ScannerChain:
-    """Stop strings and expressions of one sample: expressions see the text that strings let pass."""
+    """Stop strings and expressions of one sample: expressions see what strings let pass."""
 
     def __init__(self, strings: StopScanner, patterns: PatternScanner) -> None:
         self._strings = strings
