@@ -27,7 +27,7 @@ def model_digest(config: ModelConfig, dtype: str, files: Sequence[Path]) -> byte
 
     Args:
         config: Normalised configuration.
-        dtype: What the layers compute in.
+        dtype: The dtype in which layers compute.
         files: The files of weights in their fixed order.
 
     Returns:
@@ -48,8 +48,8 @@ def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes
     """BLAKE2b-256 that names a draft head; what it shares with its target is in that one's digest.
 
     Args:
-        fingerprint: What of its configuration counts.
-        dtype: What it computes in.
+        fingerprint: The part of its configuration that counts.
+        dtype: The dtype in which it computes.
         files: Its files of weights in their fixed order.
 
     Returns:
