@@ -480,7 +480,7 @@ class FleetAdapterManager:
         own = tuple(self._loading)
 
         def tidied(old: Manifest) -> Manifest:
-            # What is late is for the newest manifest to say: it may just have been renewed.
+            # Only the newest manifest says what is late: an entry may just have been renewed.
             return old.drop(gone).drop_given_up(own, time.time())
 
         is_tidy = not gone and manifest.drop_given_up(own, time.time()).entries == manifest.entries
