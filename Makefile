@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup rest protos serve check check-tests test checked valkey test-full test-unit test-engine \
-	test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format clean
+	test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format docs clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -11,6 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
+DOCS := $(VENV)/.docs-done
 REST := services/rest/bin/weft-rest
 REST_SOURCES := $(shell find services/rest -name '*.go' -not -name '*_test.go') \
 	services/rest/go.mod services/rest/go.sum
@@ -119,6 +120,13 @@ lint: $(SETUP) ## Ruff and mypy (strict); tests/architecture checks the imports.
 format: $(SETUP) ## Let ruff rewrite the sources.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DOCS) ## Build the site of pages and references into build/site; a broken link fails it.
+	$(BIN)/python scripts/docs/build.py
+
+$(DOCS): $(SETUP)
+	$(BIN)/uv pip install --python $(BIN)/python --group docs
+	@touch $@
 
 clean: ## Remove what was built, .venv apart.
 	rm -rf services/rest/bin dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis \

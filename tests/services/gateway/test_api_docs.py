@@ -72,7 +72,7 @@ def test_every_method_of_a_service_is_named(service: ServiceDescriptor) -> None:
     assert {method.name for method in service.methods} <= set(re.findall(r"`(\w+)`", row[2]))
 
 
-async def test_the_readme_lists_what_reflection_does(tmp_path: Path) -> None:
+async def test_the_page_lists_what_reflection_does(tmp_path: Path) -> None:
     def script(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         return Script(tokens=[[70]])
 
@@ -81,6 +81,6 @@ async def test_the_readme_lists_what_reflection_does(tmp_path: Path) -> None:
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([ask]))]
     listed = [service.name for service in answers[0].list_services_response.service]
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split("50051 list\n", 1)[1].split("\n$ ", 1)[0].splitlines()
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = page.split("50051 list\n", 1)[1].split("\n$ ", 1)[0].splitlines()
     assert shown == sorted(listed)

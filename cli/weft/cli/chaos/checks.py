@@ -34,7 +34,7 @@ async def check_pages(mesh: ChaosMesh) -> list[Violation]:
 
 
 async def _idle_problem(mesh: ChaosMesh, name: str) -> str:
-    """What is left in a service after a while, in words; empty if nothing."""
+    """Pages left in a service after a while, in words; empty if there are none."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + IDLE_TIMEOUT_S
     while True:
@@ -116,7 +116,7 @@ async def check_hit_rate(
 
 
 def _hit_share(replies: Sequence[Reply]) -> float:
-    """Share of what could be shipped of the prompts that nobody had to compute."""
+    """Share of the filled prompt tokens that no worker had to compute."""
     computed = shippable = 0
     for reply in replies:
         if reply.timeline is None:

@@ -158,7 +158,7 @@ class Injector:
 
     async def _recover(self, injection: Injection) -> None:
         target = injection.planned.target
-        # What is gone and not noticed yet counts as ready: its end is waited for first.
+        # A process that has ended unnoticed still counts as ready: wait for its end first.
         await self.mesh.until(
             lambda: (
                 self.mesh.num_deaths.get(target, 0) > injection.num_deaths

@@ -225,7 +225,7 @@ class ChaosMesh:
         return json.loads((await self.admin(name, "DumpState", admin_pb2.DumpStateRequest())).state)
 
     def standstills(self) -> list[str]:
-        """What services say of having stood still, with time and service."""
+        """Reports of services that stood still, with time and service."""
         return [
             f"{path.stem}: {line}"
             for path in sorted(self.logs.glob("*.log"))

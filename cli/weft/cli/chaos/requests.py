@@ -122,7 +122,7 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
     Args:
         address: host:port of a gateway.
         model: Name of the model.
-        ask: What is wanted.
+        ask: The request to send.
         pace: How it is read.
     """
     loop = asyncio.get_running_loop()

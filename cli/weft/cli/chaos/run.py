@@ -63,7 +63,7 @@ class ChaosResult:
     speculated_steps: int = 0
     """Steps in which drafts were verified, since the decode workers were last started."""
     standstills: list[str] = field(default_factory=list)
-    """What services that stood still say of it, by faults or without; see `ChaosMesh`."""
+    """Reports of services that stood still, with or without a fault; see `ChaosMesh`."""
     elapsed_s: float = 0.0
 
     @property
@@ -91,7 +91,7 @@ async def run_chaos(
     """Starts a mesh, runs the plan on it and ends it.
 
     Args:
-        plan: What to do.
+        plan: The plan of the run.
         settings: Settings of the mesh.
         model_dir: Directory of the model.
         model_name: Its name in requests.
@@ -119,7 +119,7 @@ async def run_on(
 
     Args:
         mesh: Started with the settings of `weft chaos`.
-        plan: What to do.
+        plan: The plan of the run.
         known: Requests and their answers.
         tell: Hears what happens, a line each.
     """

@@ -92,7 +92,7 @@ def make_schedule(
     Args:
         seed: Seed of all draws.
         names: Services of the mesh.
-        links: Those with a proxy.
+        links: Links with a proxy.
         weights: How often each class comes.
     """
     draw = random.Random(seed)

@@ -36,7 +36,7 @@ async def run_mesh(
     Returns or raises only when every process is gone.
 
     Args:
-        services: What to start.
+        services: The services to start.
         reporter: Hears what happens.
         report_exit: See `Supervisor`.
         wait_ready: Returns once the mesh as a whole answers.

@@ -31,8 +31,8 @@ class Dial(Protocol):
         """The address to dial, host:port.
 
         Args:
-            source: Who dials: gateway, decode, or worker (prefill and decode).
-            target: Who is to be reached, as `decode-0`.
+            source: The dialling side: gateway, decode, or worker (prefill and decode).
+            target: The service to reach, such as `decode-0`.
             address: host:port where it listens.
         """
         ...
@@ -93,7 +93,7 @@ def plan_mesh(
     Each model has workers and stores of its own, numbered through over all models.
 
     Args:
-        settings: What was asked for.
+        settings: Settings of the mesh.
         state: Where logs and ready files go.
         models: At least one.
         rest_binary: The Go edge; None leaves REST out.
@@ -156,7 +156,7 @@ def _model_services(
     """Stores and workers of one model.
 
     Args:
-        settings: What was asked for.
+        settings: Settings of the mesh.
         state: Where logs and ready files go.
         model: The model.
         names: By role.

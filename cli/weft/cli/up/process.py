@@ -217,7 +217,7 @@ class ServiceProcess:
 
 
 def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
-    """The process of a service, watched; its folders are made again if somebody removed them."""
+    """The process of a service, watched; its folders are made again if they were removed."""
     for folder in (spec.log_file.parent, spec.ready_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]

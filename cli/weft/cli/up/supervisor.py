@@ -70,7 +70,7 @@ class Supervisor:
     """Owns the child processes of a mesh, from `start` to `stop`.
 
     Args:
-        specs: What to start.
+        specs: The services to start.
         reporter: Hears what happens.
         report_exit: Told of workers that are gone for sure.
         make_backoff: Delays of one service's restarts.

@@ -34,7 +34,7 @@ class BackgroundThread:
     Args:
         name: Name of the thread.
         wake: Called after a move was run (any thread).
-        host: Jobs that `give_way` do so to this one; None: to nobody.
+        host: The thread to which jobs that call `give_way` yield; None: they yield to none.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BackgroundThread:
         """Number of jobs given and not yet ended."""
         self._num_begun = self._num_run = 0
         self.current: BackgroundJob | None = None
-        """The move being run; None: the thread is idle."""
+        """The job being run; None: the thread is idle."""
         self._seen, self._seen_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -14,9 +14,9 @@ import torch
 
 _ALIGNMENT_BYTES = 16
 _NUM_BUFFERS = 12
-"""Of two steps: a copy waits for the step before its own, and each has up to five (requests
-to draft for, its adapters, its columns, what only the device completes, and adapters of the LM
-head). With fewer, the host would wait in the middle of a step for the device to end the one before.
+"""Enough for the copies of two steps, since a copy waits for the step before its own. A step has up
+to five: requests to draft for, their adapters, columns, rows that the device completes, and
+adapters of the LM head. With fewer buffers the host would wait in the middle of a step.
 """
 _GROUP = 4
 """Buffers with one event, recorded behind the last of their copies: recording takes the host longer

@@ -45,7 +45,7 @@ class LaterDrafts(Sequence[list[int]]):
         self._fetched: list[list[int]] | None = None
 
     def begin(self) -> None:
-        """Starts what has not begun, with inputs of its own; the device is told to run the step
+        """Starts the drafts that have not begun, with inputs of their own. The step is launched
         afterwards.
         """
 

@@ -92,9 +92,9 @@ class FaultPoint:
 
     Args:
         name: Part and action, as `ship.post`.
-        where: What happens there, for people.
-        kinds: What can happen there besides delay, stall and kill. A point that knows
-            `sabotage` knows only that: it breaks what must never break.
+        where: Description of the point, for people.
+        kinds: Kinds of faults that can happen there besides delay, stall and kill. A point that
+            knows `sabotage` knows only that: it breaks what must never break.
     """
 
     def __init__(self, name: str, where: str, *kinds: FaultKind) -> None:

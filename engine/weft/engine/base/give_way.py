@@ -31,7 +31,7 @@ class HostPriority:
         self._rests.set()
 
     def begin(self) -> None:
-        """The engine's thread goes on computing."""
+        """The engine's thread continues to compute."""
         self._rests.clear()
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ def machine_lock(name: str, timeout_s: float, on_wait: Callable[[], None]) -> It
     Args:
         name: Part of a file's name.
         timeout_s: Longest wait, seconds.
-        on_wait: Called once if somebody else has the turn.
+        on_wait: Called once if another process has the turn.
 
     Raises:
         ConfigError: The others took longer, or the file cannot be opened.

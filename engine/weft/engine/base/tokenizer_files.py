@@ -25,7 +25,7 @@ _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 
 
 class TokenizerFiles(NamedTuple):
-    """What the files of a tokenizer say."""
+    """Content of the files of a tokenizer."""
 
     tokenizer: Tokenizer
     config: dict[str, Any]

@@ -30,7 +30,7 @@ def model_digest(
 
     Args:
         config: Normalised configuration.
-        dtype: What the layers compute in.
+        dtype: The dtype in which layers compute.
         files: The files of weights in their fixed order.
         scheme: Fingerprint of the quantisation; empty: none.
 
@@ -55,8 +55,8 @@ def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes
     """BLAKE2b-256 that names a draft head; what it shares with its target is in that one's digest.
 
     Args:
-        fingerprint: What of its configuration counts.
-        dtype: What it computes in.
+        fingerprint: The part of its configuration that counts.
+        dtype: The dtype in which it computes.
         files: Its files of weights in their fixed order.
 
     Returns:

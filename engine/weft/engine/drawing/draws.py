@@ -45,8 +45,8 @@ class Draw(NamedTuple):
 
     plan: Plan
     requests: Sequence[Request]
-    """Those that draw: without drafts, with drafts (a row of the logits for each token), behind
-    prompts.
+    """Requests that get a token in this step, in row order: running requests without drafts,
+    requests with drafts (one row for each drafted token and one more), then prompts that end here.
     """
     samples: SamplesUnderWay
     positions: npt.NDArray[np.int64]
@@ -54,9 +54,9 @@ class Draw(NamedTuple):
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
     firsts: npt.NDArray[np.int64] = NO_NUMBERS
-    """Of a step with drafts: `first_rows`."""
+    """`first_rows` of a step with drafts."""
     rows: Rows | None = None
-    """Of a step whose drafts are on the device."""
+    """Rows of a step whose drafts are on the device; None: of other steps."""
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Draw(NamedTuple):
         firsts = self.firsts
         end = int(firsts[behind])
         runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
-        # An error behind drafts is met again where the request goes on from there.
+        # An error in a row behind drafts occurs again when the request reaches that position.
         owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
         failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
         return Drawn(
@@ -101,7 +101,7 @@ class Draw(NamedTuple):
         """Outcomes of the requests with drafts.
 
         Args:
-            tokens: What was drawn, by row.
+            tokens: The drawn tokens, by row.
             logprobs: Of these.
             firsts: The first row of each of these requests, and the row behind the last one.
         """
@@ -351,7 +351,7 @@ class Drawing:
         """
         positions = drawable.positions
         if drawable.captured is not None:
-            # Rows of requests that have ended since are drawn, too: their slots are nobody's yet.
+            # Rows of requests that have ended since are drawn too: their slots are not reused yet.
             own = drawable.slots
             way = self._sampler.common_way(own)
             if way is not None:
@@ -368,7 +368,7 @@ class Drawing:
             return self._sampler.begin(
                 drawable.logits(), slots, positions, drafted=drafted, drawn_as=drawn_as
             )
-        # Where somebody has ended since, a row draws from a slot of nobody.
+        # The row of a request that has ended since draws from an unused slot.
         has_slots = drawn_as is None and np.array_equal(slots, drawable.slots)
         on_device = partial(drawable.on_device, has_slots=has_slots)
         return self._sampler.begin(

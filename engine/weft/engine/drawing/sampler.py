@@ -129,7 +129,7 @@ class Sampler:
 
         Args:
             vocab_size: Length of a row of logits.
-            max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which is nobody's.
+            max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which no request has.
             use_native: False: the numpy path (same tokens, slower).
             device: Where the logits are and tokens are drawn (the same ones); None = on the host.
             max_masked_rows: Most rows of a step for `mask_rows`.

@@ -221,7 +221,7 @@ class DeviceInputs:
         (self.drawing_slots, *_), self.step = memory.views(len(decodes.slots))
 
     def send_verify_rows(self, rows: Int64Array) -> None:
-        """Sends `StepArrays.verify_rows` of a decode step: nobody has drafts."""
+        """Sends `StepArrays.verify_rows` of a decode step, in which no request has drafts."""
         (sent,) = self._copies.send((rows,))
         self.verify_rows = sent.view(rows.shape)
 
@@ -412,7 +412,7 @@ class _DecodeMemory:
         self._views: dict[int, tuple[DecodeColumns, StepRows]] = {}
 
     def views(self, num_rows: int) -> tuple[DecodeColumns, StepRows]:
-        """What is sent of a step of `num_rows`, and what that expands to."""
+        """The columns that a step of `num_rows` sends, and the rows that they expand to."""
         views = self._views.get(num_rows)
         if views is None:
             given = DecodeColumns._make(self._given[:, :num_rows].unbind())

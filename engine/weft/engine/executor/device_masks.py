@@ -54,7 +54,7 @@ class DeviceMasks:
     def memory(self) -> npt.NDArray[np.uint32]:
         """[num_slots, num_words]: masks on the host, of which `changed` says which to send."""
         if self._sent is not None:
-            # Whoever masks knows the tokens that were drawn behind those copies: this is no wait.
+            # The tokens drawn after those copies are known to the host, so the copies have ended.
             self._sent.wait()
             self._sent = None
         return self._words

@@ -38,7 +38,7 @@ class PinnedRows:
                 "lower host_cache_bytes",
                 param="host_cache_bytes",
             )
-        # What is unpinned is kept by its last call, or by the end of this object.
+        # The memory stays referenced until it is unpinned, or until this object ends.
         self._release = weakref.finalize(self, unpin, memory, pool.device)
         self._release.atexit = False
         if not _is_right(DevicePool(pool), rows):
@@ -117,7 +117,7 @@ class DevicePool:
 
     @staticmethod
     def _new_stream(device: torch.device) -> torch.cuda.Stream:
-        # What it runs is short, and a request waits for it: before the steps' long operations.
+        # Its operations are short and a request waits for them: they go before those of steps.
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def _new_rows(self, count: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class SlotParams(NamedTuple):
 
 
 class RowsOnDevice(NamedTuple):
-    """What the device has of the rows to be drawn from already."""
+    """Data about the rows to draw from that is on the device already."""
 
     slots: torch.Tensor | None
     """[L] int64; None: they have to be sent."""

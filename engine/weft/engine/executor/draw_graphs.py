@@ -21,26 +21,26 @@ from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
 
 FREE_ROWS = 64
-"""Rows that an LM head takes in little more time than one: beside prompts so many are drawn where
-there are no more.
+"""Rows for which an LM head takes little more time than for one. A step with prompts and fewer rows
+draws this many.
 """
 CHEAP_ROWS = 384
-"""So many may be drawn for nobody: about as many rows are multiplied while the weights are read,
-and what else they take is less than single launches take.
+"""Rows up to which padding does not matter: about as many are multiplied while the weights are
+read, and the rest of their cost is less than that of single launches.
 """
 MAX_PADDING = 1.5
-"""Most rows drawn, of more than those, as a multiple of a step's own."""
+"""Beyond `CHEAP_ROWS`, most rows drawn as a multiple of a step's own."""
 
 
 _OWN = -1
-"""For a row that is drawn with its request's slot."""
+"""Entry of a row that is drawn with its request's slot."""
 
 
 class DrawKey(NamedTuple):
-    """What a graph draws from."""
+    """Identity of a graph: the step that it draws from, its rows, and the way of drawing."""
 
     bucket: GraphBucket
-    """Of the step."""
+    """Bucket of the step."""
     rows: int
     """Number of its rows of logits."""
     way: Way
@@ -54,10 +54,11 @@ class DrawGraphs:
     Args:
         model: Loaded model.
         graphs: The captured steps.
-        inputs: Of the steps.
-        keeper: Of the tokens.
-        tables: Of slots whose requests have no penalties or biases; None: only greedy tokens.
-        on_capture: Called after those of each bucket with (captured, in all, what in words).
+        inputs: Inputs of the steps.
+        keeper: Keeps drawn tokens.
+        tables: Sampling tables of slots whose requests have no penalties or biases; None: only
+            greedy tokens are drawn.
+        on_capture: Called after each bucket with (captured graphs, all graphs, what in words).
 
     Raises:
         ConfigError: There is not enough memory for them.
@@ -91,11 +92,11 @@ class DrawGraphs:
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
         """[most]: the slot that a row behind drafts is drawn with."""
         self._sent_as = np.zeros(0, np.int64)
-        """Its first entries; the others are `_OWN`."""
+        """The entries last sent, from the first on; the others are `_OWN`."""
         self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
-        """By graph and rows wanted of it: tokens on the device, and what is copied to the host."""
+        """By graph and number of wanted rows: tokens on the device, and their copy on the host."""
         keys = {
             bucket: [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]
             for bucket in sorted(steps, reverse=True)

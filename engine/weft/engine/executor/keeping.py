@@ -1,4 +1,4 @@
-"""What a device keeps of the tokens drawn in a step, for the steps behind it."""
+"""Keeps on the device the tokens drawn in a step, as input of later steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TokenKeeper:
     """Makes drawn tokens the last ones of their slots, and follows accepted drafts.
 
     Args:
-        known: Tokens by slot; changed.
-        pool: KV pool, in which accepted paths of trees move.
-        states: Of the slots; None: nobody needs them.
+        known: Tokens by slot; written here.
+        pool: KV pool, in which KV of accepted tree paths is moved.
+        states: Hidden states by slot, for draft heads; None: there is no head.
     """
 
     def __init__(self, known: SlotTokens, pool: torch.Tensor, states: KeptStates | None) -> None:

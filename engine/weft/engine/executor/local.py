@@ -155,7 +155,7 @@ class LocalExecutor:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the device works while the host goes on."""
+        """Whether the device works while the host continues."""
         return self.device.type == "cuda"
 
     @property

@@ -24,7 +24,7 @@ MARGIN_SHARE = 0.02
 MIN_MARGIN_BYTES = 256 << 20
 """Least margin for fragmentation and library allocations beyond what was measured."""
 _CONTEXT_BYTES = 768 << 20
-"""What a process takes on a GPU beside its tensors: CUDA's context, loaded kernels, libraries."""
+"""Bytes of a GPU that a process takes beside its tensors: context, loaded kernels, libraries."""
 _PROBE_PAGES = 2
 TRIED_TOKENS = 32
 """Tokens of the step that is timed at start."""
@@ -58,7 +58,7 @@ class MemoryNeeds:
 
     @property
     def for_pool(self) -> int:
-        """What remains for the pool; negative if the needs exceed the memory."""
+        """Bytes that remain for the pool; negative if the needs exceed the memory."""
         return self.free - self.step - self.graphs - self.sampling - self.drafts - self.margin
 
     def describe(self) -> str:
@@ -200,10 +200,10 @@ def free_of_share(free: int, total: int, own: int, share: float) -> int:
     """Bytes of a device that an engine may still take.
 
     Args:
-        free: Nobody has them.
-        total: Of the device.
-        own: That the engine's process has.
-        share: Largest share of the total that it may have; 1: others are not expected.
+        free: Bytes that no tensor uses.
+        total: Bytes of the device.
+        own: Bytes that this engine's process uses.
+        share: Largest share of the total that this engine may use; 1: no other program is expected.
     """
     return free if share == 1 else min(free, int(share * total) - own)
 

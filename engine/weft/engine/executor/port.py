@@ -1,4 +1,4 @@
-"""What a loop asks of the device that computes its steps."""
+"""The port between the loop and the device that computes its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.engine.memory.page_table import PageTable
 
 
 class Drawable(NamedTuple):
-    """What tokens are drawn from, and the requests and positions that it belongs to."""
+    """Logits to draw tokens from, and the slots and positions of their rows."""
 
     logits: Callable[[], torch.Tensor]
     """Computes [L, vocab] float32 on the model's device; not called where `captured` draws."""
@@ -37,11 +37,11 @@ class Drawable(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What becomes of a step that has begun."""
+    """Results of a step that has begun."""
 
     drawable: Drawable | None
-    """What tokens are drawn from: a row for each decode, then one for each row of the requests with
-    drafts, then one for each piece of a prompt that draws; None: nothing draws.
+    """Logits to draw from: a row for each decode, then one for each row of the requests with
+    drafts, then one for each piece of a prompt that draws; None: no row draws.
     """
     scores: PromptScores | None = None
     """Log-probabilities of prompts; None: none are wanted."""
@@ -70,7 +70,7 @@ class Executor(Protocol):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the device works while the host goes on."""
+        """Whether the device works while the host continues."""
         ...
 
     def launch(self, step: StepInput) -> Launched:

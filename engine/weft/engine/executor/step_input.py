@@ -1,4 +1,4 @@
-"""What a step is, as an executor is told: numbers alone, by request."""
+"""A step as the executor gets it: numbers by request."""
 
 from __future__ import annotations
 

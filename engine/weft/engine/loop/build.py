@@ -103,12 +103,12 @@ class EngineParts:
     token_s: float = UNKNOWN_STEP_S
     """Seconds a token of a step with a few tokens."""
     host: HostPriority = field(default_factory=HostPriority)
-    """What other threads give way to."""
+    """The lock that background threads yield while the engine thread works."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """What computes tokens and drafts."""
+    """The model and what drafts for it."""
 
     loaded: LoadedModel
     """The model; with a head, `drafted` is its module."""
@@ -162,8 +162,10 @@ def load_parts(
 def _sizing_turn(
     config: EngineConfig, device: torch.device, progress: Progress
 ) -> AbstractContextManager[None]:
-    """The time in which this engine alone takes memory of a GPU, if its pool is to have what is
-    left: free memory, and so what graphs take of it, can only be measured for the whole device.
+    """A block in which no other engine on this machine takes memory of the GPU.
+
+    An engine whose pool gets all memory that is left needs it: free memory, and what graphs take
+    of it, can only be measured for the whole device.
     """
     if device.type != "cuda" or config.num_pages or config.kv_memory_bytes is not None:
         return nullcontext()

@@ -390,7 +390,7 @@ class Engine:
             self._constraints.end(request, is_last=True)
 
     def _check_queue(self) -> None:
-        """Raises Overloaded if too many samples wait, those included that are not forked yet."""
+        """Raises Overloaded if too many samples wait; samples to be forked later count too."""
         firsts = {key: self._groups[key][0] for key in self._forking if key in self._groups}
         self._forking = {key for key, first in firsts.items() if first.unforked_samples}
         num_unforked = sum(len(firsts[key].unforked_samples) for key in self._forking)
@@ -412,7 +412,7 @@ class Engine:
         """Hands requests back to their gateways, which resume them elsewhere.
 
         Args:
-            is_running_too: All of them, and open leases are stopped; else those that only wait.
+            is_running_too: Hand running requests back too, and stop open leases.
         """
         queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
         for key, group in list(self._groups.items()):
@@ -492,7 +492,7 @@ class Engine:
         """Appends and emits new tokens; ends samples where they end, and forks others.
 
         Args:
-            drawn: What came.
+            drawn: The drawn tokens.
             plan: Plan of the step; the tokens of its decodes are not first tokens.
 
         Returns:
@@ -534,7 +534,7 @@ class Engine:
                 self.memory.retain(request.pages)
                 request.num_computed = num_pages * self.config.page_size
                 request.num_published_pages = num_pages
-            else:  # The first of them goes on in its place.
+            else:  # The first sample ended early: another one takes over its candidates.
                 request.candidates, first.candidates = first.candidates, []
             group.append(request)
             self.scheduler.add(request, is_held=first in self.scheduler.held)

@@ -46,7 +46,7 @@ class Intake:
     ) -> None:
         self._page_size = config.page_size
         self._layout = layout.describe()
-        # What a lenient load leaves out follows from them, and changes the pages.
+        # They decide what a lenient load leaves out of an adapter, which changes its pages.
         self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
         self._model_digest = model_digest
         self.vocab_size = vocab_size
@@ -72,8 +72,8 @@ class Intake:
     def from_submit(self, submit: Submit, now: float) -> Request:
         """Builds the first sample of a submit that is to run; the others are forked from it.
 
-        A resumed one has the tokens of its earlier attempts. It goes on as if it had drawn them
-        here: they may even have ended it (`end_of`).
+        A resumed request brings the tokens of its earlier attempts and continues as if it had drawn
+        them here. These tokens may already have ended it (`end_of`).
 
         Raises:
             InvalidRequest, ContextTooLong: it can never run.

@@ -44,11 +44,11 @@ class NewTokens:
 
         Args:
             runs: What these requests drew.
-            on_accepted: Is told of each of which drafts were accepted.
+            on_accepted: Called with each request that had a draft accepted.
 
         Returns:
-            Samples that end, and the number of tokens of requests that had ended before, or behind
-            an end.
+            Samples that end, and the number of surplus tokens: those of requests that had ended
+            before, and those after the token that ends a sample.
         """
         ends: list[End] = []
         num_surplus, finished = 0, State.FINISHED
@@ -176,7 +176,7 @@ class NewTokens:
 
 
 def _until_end(request: Request, tokens: list[int]) -> tuple[list[int], End | None]:
-    """New tokens of a request up to the one that ends it, and the end; None: it goes on."""
+    """New tokens of a request up to the token that ends it, and the end; None: no token does."""
     first = request.num_generated
     for count, token in enumerate(tokens, 1):
         how = end_of(request, token, first + count)

@@ -243,7 +243,7 @@ class StepPipeline:
             drawing = [*drawing, *(item.request for item in plan.verifies)]
             drawing += [item.request for item in plan.drawing_chunks]
         started_at = self._clock()
-        # Steps that do not overlap cost what lies between them too: who compares must know.
+        # Without overlap a step also costs the time since the step before, and gates compare that.
         began_at = self._last_ended_at if self._goes_on else self._clock()
         step = _Step(self._scheduler.launch(plan), plan, began_at, drawing, is_ready=is_ready)
         step.is_plain = not plan.verifies and plan.num_chunk_tokens <= MAX_PLAIN_TOKENS
@@ -286,7 +286,7 @@ class StepPipeline:
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
                 if step.plan.has_trees:
-                    # K and V of accepted drafts move behind the drawing.
+                    # K and V of accepted drafts are moved after the drawing.
                     step.mark = self._executor.mark()
             if self.leaves:
                 step.end = self._executor.mark()
@@ -309,8 +309,8 @@ class StepPipeline:
         self._scheduler.commit(step.number, step.plan)
         if self._executor.is_asynchronous:
             step.ended_at = self._clock()
-        # What somebody's grammar cost is no measure of steps: neither of what the next ones take,
-        # nor of how long one may before the engine counts as stalled.
+        # Time lost to a slow grammar is no measure of a step: it must neither enter the forecast of
+        # the next steps nor raise the limit after which the engine counts as stalled.
         lost_s = self._drawing.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at

@@ -105,7 +105,7 @@ class EngineStats:
         self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
         if num_prompt_tokens >= MIN_MEASURED_TOKENS:
             self._observe_prompts(num_tokens, duration_s)
-            # Else it would stay unknown where somebody always decodes.
+            # Where requests always decode, no other step would ever tell the rate.
             if num_decodes == 0 or not costs.local_tokens_per_s:
                 costs.observe_local(num_tokens, duration_s)
             if num_decodes:

@@ -39,7 +39,7 @@ class PageGroup:
     """Planes that share page numbers and page tables."""
 
     planes: tuple[PagedPlane, ...]
-    """In the order in which they lie in a page."""
+    """Planes of the group, in the order in which they lie in a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CacheLayout:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Of a page of the plane: (heads, layers, parts, page_size, dim)."""
+        """Shape of the plane in a page: (heads, layers, parts, page_size, dim)."""
         plane = self.plane
         return (plane.heads, plane.layers, len(plane.parts), self.page_size, plane.dim)
 

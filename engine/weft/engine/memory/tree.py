@@ -177,7 +177,7 @@ class PrefixTree:
             pages: Pages of the request; those before `end` are full.
             first: Pages before were given to an earlier call.
             end: Pages before are given now.
-            leaf: What that call returned; None: there was none, or nothing is known of it.
+            leaf: The node that the last call returned; None: there was none, or it is unknown.
             priority: Priority of the request.
             num_spare_pages: How many unused pages above the new ones may stop being evictable by
                 this; None: all.

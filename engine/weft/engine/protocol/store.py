@@ -23,7 +23,7 @@ class StoreAnswer:
 
     lookup: int
     segments: list[StoreSegment] = field(default_factory=list)
-    """What is held, from the prompt's first page on."""
+    """The held pages, from the prompt's first page on."""
     epochs: dict[str, int] = field(default_factory=dict)
     """Incarnations of the replicas that answered, by their addresses."""
 

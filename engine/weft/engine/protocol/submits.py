@@ -1,4 +1,4 @@
-"""What gateways ask of an engine, and what it tells them about their requests."""
+"""Messages from gateways to an engine, and its reports about their requests."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Pong:
 
     nonce: int
     unknown: list[tuple[str, int]] = field(default_factory=list)
-    """Those of the requests asked about that the engine does not have."""
+    """Requests that the ping asked about and the engine does not have."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class FillRecord:
     filler_failed: bool = False
     """Whether the filler was at fault: neither declined nor stopped by this owner."""
     lease_id: str = ""
-    """Lease of the fill, hexadecimal; empty if nobody was asked."""
+    """Lease of the fill, hexadecimal; empty if no filler was asked."""
 
     @classmethod
     def not_asked(

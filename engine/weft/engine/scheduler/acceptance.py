@@ -38,7 +38,7 @@ class Acceptance:
 
     @property
     def share(self) -> float:
-        """Drafts made as a share of those that there was room for."""
+        """Drafts made, as a share of the drafts for which there was room."""
         return self._made / self._room
 
     def observe(self, num_accepted: int, max_drafts: int, num_drafts: int) -> None:

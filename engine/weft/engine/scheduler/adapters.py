@@ -16,11 +16,11 @@ from weft.engine.scheduler.state import Request
 class AdapterWaitlist:
     """Requests whose adapter is not on the device; they wait outside the admission queue.
 
-    They delay nobody. Requests without an adapter pass.
+    They delay no other request.
 
     Args:
         waiting: The queue.
-        adapters: Who loads them; None: no request has one.
+        adapters: Loads them; None: no request has an adapter.
     """
 
     def __init__(self, waiting: AdmissionQueue, adapters: AdapterResidency | None) -> None:
@@ -39,7 +39,7 @@ class AdapterWaitlist:
 
     @property
     def _loader(self) -> AdapterResidency:
-        assert self._adapters is not None, "a request has an adapter, and nobody loads any"
+        assert self._adapters is not None, "a request has an adapter, and no adapters are served"
         return self._adapters
 
     # -- one request -----------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class AdapterWaitlist:
         return [request.adapter for request in sorted(firsts, key=by_order)]
 
     def came(self, adapter: bytes) -> None:
-        """Queues the requests that wait for an adapter, which is loaded now."""
+        """Queues the requests that wait for an adapter that has been loaded."""
         for request in self._requests.pop(adapter, ()):
             self._waiting.add(request)
 

@@ -13,12 +13,12 @@ from weft.engine.base.arrays import BoolArray, Int64Array
 from weft.engine.scheduler.state import Request
 
 _MANY_END_TOKENS = 4096
-"""Number of tokens that end requests from which on those of requests that are gone are dropped."""
+"""Size of `end_token_ids` from which on the tokens of requests that have left are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestColumns:
-    """What does not change of requests while they have a slot."""
+    """Constant facts about requests with a slot, by column."""
 
     requests: Sequence[Request]
     gateways: list[int]
@@ -74,10 +74,10 @@ class RequestColumns:
         return slots if slots.any() else None
 
     def joined(self, request: Request) -> RequestColumns:
-        """Columns with another request behind these."""
+        """These columns with another request appended."""
         key, end_token_ids = request.key, self.end_token_ids | request.end_token_ids
         if len(end_token_ids) > _MANY_END_TOKENS:
-            # Those of requests that are gone are still among them.
+            # The set still contains tokens of requests that have left.
             present = (one.end_token_ids for one in (*self.requests, request))
             end_token_ids = frozenset[int]().union(*present)
         return RequestColumns(
@@ -133,7 +133,7 @@ class RunningColumns:
         return cls(fixed, np.array(starts, np.int64), np.array(limits, np.int64))
 
     def joined(self, request: Request, page_size: int) -> RunningColumns:
-        """Columns with another request behind these."""
+        """These columns with another request appended."""
         start = request.num_computed + request.num_launched
         return RunningColumns(
             self.fixed.joined(request),

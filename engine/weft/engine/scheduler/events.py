@@ -1,4 +1,4 @@
-"""Events of the scheduler, for those who copy, offer or pin the pages of its requests."""
+"""Events of the scheduler, for code that copies, offers or pins the pages of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SchedulerEvents:
     computed: list[OnPages] = field(default_factory=list)
     """Pages were computed here, or are cached here and lacking in the KV store."""
     published: list[OnPages] = field(default_factory=list)
-    """Pages of a request entered the prefix cache, whoever computed them."""
+    """Pages of a request entered the prefix cache, whether computed here or filled."""
     matched: list[OnRequest] = field(default_factory=list)
     """A request was admitted for the first time, with its prefix match."""
     leaving: list[OnRequest] = field(default_factory=list)

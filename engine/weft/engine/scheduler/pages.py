@@ -67,7 +67,7 @@ class RequestPages:
             self._returning.append((self._newest_step, pages))
             self.num_returning += len(pages)
 
-    # -- what is found ---------------------------------------------------------------------------
+    # -- lookups ---------------------------------------------------------------------------------
 
     def num_cached_tokens(self, request: Request) -> int:
         """Number of tokens that a request would find cached now; changes nothing."""
@@ -128,7 +128,7 @@ class RequestPages:
         request.num_computed += request.num_partial_tokens
         request.partial_page, request.num_partial_tokens = None, 0
         # The source keeps its reference until the copy is made.
-        self.memory.retain([page])  # So does the destination, whatever becomes of the request.
+        self.memory.retain([page])  # So does the destination, even if the request ends.
         self._copies.append(PageCopy(source, page))
         self.num_partial_hits += 1
 
@@ -171,7 +171,7 @@ class RequestPages:
             num_full,
             leaf,
             priority=request.priority,
-            # What is promised must stay there to be taken.
+            # Pages promised to other requests must stay available.
             num_spare_pages=self._num_spare_pages,
         )
         for node in added:

@@ -35,7 +35,7 @@ NO_DRAFTS = DraftShape.chain(0)
 
 
 class VerifyItem(NamedTuple):
-    """A RUNNING request that brings its last token and drafts behind it."""
+    """A RUNNING request that brings its last token and the drafts that follow it."""
 
     request: Request
     start: int
@@ -54,7 +54,7 @@ class VerifyItem(NamedTuple):
 
     @property
     def starts_late(self) -> bool:
-        """Whether its start depends on a step still under way; asked once its own has begun."""
+        """Whether its start depends on a step under way. Valid once its own step has begun."""
         return self.request.num_verifying > (self.max_accepted > 0)
 
 
@@ -92,15 +92,15 @@ class Run(NamedTuple):
 class Plan:
     """The work of a step; iterating yields all of it as items, which is slow for large batches.
 
-    In a step come the decodes first, then what is verified, then the chunks.
+    Rows of a step are in this order: decodes, requests with drafts, chunks.
 
     Args:
-        decodes: RUNNING requests. Each brings the token that it drew last, which may not be known
-            yet but to the device, and draws the next one.
-        slots: [len(decodes)], theirs.
-        starts: [len(decodes)], the positions of the tokens that they bring.
-        chunks: Pieces of prompts, which come behind them.
-        adapter_slots: [len(decodes)], of their adapters; None: none of them has one.
+        decodes: RUNNING requests. Each brings the token that it drew last and draws the next one.
+            The last token may be known to the device alone.
+        slots: [len(decodes)], slots of these requests.
+        starts: [len(decodes)], positions of the tokens that they bring.
+        chunks: Pieces of prompts; their rows come after those of the decodes.
+        adapter_slots: [len(decodes)], slots of their adapters; None: no request has one.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class Plan:
         self.columns: RequestColumns | None = None
         """Columns of `decodes`, as the scheduler plans them."""
         self.is_late: BoolArray | None = None
-        """[len(decodes)]: those whose drafts a step under way verifies, so that only the device
-        knows where they begin; `starts` has the largest positions that there may be. None: none.
+        """[len(decodes)]: whether a step under way verifies drafts of the request. Only the device
+        then knows its position, and `starts` has the largest possible one. None: of no request.
         """
         self.scores: LaterScores | None = None
         """Log-probabilities of prompts, once the step has begun; None: no chunk wants any."""
         self.drafting_s = 0.0
-        """Seconds that drafting took ahead of the step; captured chains begin as a part of it and
-        take next to none.
+        """Seconds that drafting took before the step. Captured chains are launched with the step
+        and take almost no time here.
         """
 
     def __len__(self) -> int:

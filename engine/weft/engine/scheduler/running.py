@@ -1,4 +1,4 @@
-"""The contribution of running requests to the next step: their last token, and drafts behind it."""
+"""What running requests bring to the next step: their last token, and drafts that follow it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request, State
 
 MAX_DRAFTED_BESIDE = 8
-"""Most running requests with drafts beside prompts, where drafts are on the device. What such steps
-cost the gate does not know, and with more requests most steps bring prompts.
+"""Most running requests that get drafts in a step with prompts, where drafts are on the device. The
+gate does not know what such steps cost, and with more requests most steps bring prompts.
 """
 
 
@@ -39,22 +39,22 @@ class RunningPlans:
         self._memory: PageMemory = pages.memory
         self._preempt = preempt
         self._columns: RunningColumns | None = None
-        """Columns of what runs; None: yet to be made."""
+        """Columns of the running requests; None: they are made for the next plan."""
         self._num_plain = 0
-        """Plans begun since one with drafts. Behind that and the next one, how far requests are is
-        read anew.
+        """Plans launched since the last one with drafts. The two plans after one with drafts read
+        the requests' positions anew.
         """
         self._planned: tuple[RunningColumns, BoolArray] | None = None
         """Columns of the last plan until it is launched, and which requests bring a token each."""
         self._drafts: tuple[list[int], DraftShape] | None = None
-        """Rows of these columns that get drafts of this shape, unless there are prompts; None: what
-        gets drafts has them.
+        """Rows of these columns that get drafts of this shape if the step brings no prompts; None:
+        drafts are planned already.
         """
         self.gate: DraftGate | None = None
         """Gate of the drafts; None: speculation is off."""
         self.drafts_on_device = False
-        """Whether drafts start where the step under way ends, which only the device knows; then a
-        request continues with drafts while others of it are being verified.
+        """Whether drafts start where the step under way ends, which only the device knows. Then a
+        request gets new drafts while earlier drafts of it are being verified.
         """
         self._max_chain = self._max_context_tokens = 0
 
@@ -67,13 +67,13 @@ class RunningPlans:
             gate: See `gate`.
             is_on_device: See `drafts_on_device`.
             max_chain: Drafts of a chain at most.
-            max_context_tokens: For so many positions a request may have pages.
+            max_context_tokens: Most positions for which a request may have pages.
         """
         self.gate, self.drafts_on_device = gate, is_on_device
         self._max_chain, self._max_context_tokens = max_chain, max_context_tokens
 
     def joined(self, request: Request) -> None:
-        """Notes that a request runs now, too: behind the others."""
+        """Appends a request that runs from now on."""
         if self._columns is not None:
             self._columns = self._columns.joined(request, self._page_size)
 
@@ -83,8 +83,8 @@ class RunningPlans:
             self._columns = self._columns.without(request)
 
     def has_exactly(self, columns: RequestColumns | None) -> bool:
-        """Whether the requests that run now are just those of a plan's columns, all of which have
-        run since. May be False where it is true.
+        """Whether the running requests are exactly those of a plan's columns, unchanged since. May
+        be False although they are.
         """
         return self._columns is not None and self._columns.fixed is columns
 
@@ -92,7 +92,7 @@ class RunningPlans:
         """A token of each request, or one with drafts; no chunks.
 
         Args:
-            running: What runs.
+            running: The running requests.
             num_spared: Tokens of a step that chains of drafts leave to prompts.
         """
         columns = self._columns
@@ -101,7 +101,7 @@ class RunningPlans:
             columns = self._columns = RunningColumns.of(fixed, self._page_size)
         fixed, starts = columns.fixed, columns.starts
         requests = fixed.requests
-        chosen = starts < fixed.ends  # Else the token under way is the last one.
+        chosen = starts < fixed.ends  # For others the token under way is the last one.
         shape = NO_DRAFTS
         if self.gate is not None:
             shape = self.gate.shape(requests)
@@ -134,7 +134,7 @@ class RunningPlans:
         return plan
 
     def _add_drafts(self, plan: Plan, rows: list[int], shape: DraftShape) -> None:
-        """Adds requests with drafts, which then bring no token besides."""
+        """Moves these requests from the decodes to the requests with drafts."""
         assert self._planned is not None
         columns, chosen = self._planned
         chosen[rows] = False
@@ -158,7 +158,7 @@ class RunningPlans:
             request.num_launched += 1
         planned, self._planned = self._planned, None
         if planned is None or planned[0] is not self._columns:
-            self._columns = None  # Planning it pre-empted somebody, or nobody ran.
+            self._columns = None  # Planning preempted a request, or no request ran.
         else:
             columns, chosen = planned
             self._columns = columns.launched(chosen)
@@ -243,19 +243,18 @@ class RunningPlans:
         self, request: Request, start: int, shape: DraftShape, num_left: int
     ) -> VerifyItem:
         """Plans the verification of a request that may accept at most `num_left` drafts."""
-        # Most places are for drafts of which few are kept: they may lie behind the request's end.
-        # All levels are grown, whatever may be accepted.
+        # A tree has more places than drafts that can be kept, so some may lie after the request's
+        # last position. The tree is grown to its full depth in any case.
         num_places = min(shape.num_places, self._max_context_tokens - start - 1)
         num_places = self._grow_for_drafts(request, start, num_places) if num_left > 0 else 0
         tree = shape._replace(depth=min(shape.depth, num_left))
         return VerifyItem(request, start, min(shape.num_drafts, num_places), tree)
 
     def _grow_for_drafts(self, request: Request, start: int, num_drafts: int) -> int:
-        """Makes room for drafts behind position `start`, as far as that costs no other request
-        anything.
+        """Makes room for drafts after position `start`, without preempting another request.
 
         Returns:
-            For how many there is.
+            Number of drafts for which there is room.
         """
         while len(request.pages) * self._page_size <= start + num_drafts:
             if self._memory.num_available_pages < 1:
@@ -267,8 +266,8 @@ class RunningPlans:
 def _can_go_on(requests: Sequence[Request], *, is_drafting: bool) -> BoolArray:
     """For each request, whether it can take another step before the one under way is committed.
 
-    How many drafts a step accepts is not known before its end. Neither is the token that drafts
-    are to follow.
+    A request cannot while drafts of it are verified, or while the token that new drafts would
+    follow is not known.
     """
     return np.array(
         [

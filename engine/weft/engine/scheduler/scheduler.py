@@ -1,10 +1,10 @@
 """Decides what each step computes. Owns request state; knows no tensors.
 
-A step is plan -> launch -> commit, and the next one may be planned before this one is committed:
-what a request will have by then is known, but for the token itself, and whether that ends it. A
-request that a step under way may end is planned all the same; what comes of it is dropped. `plan`
-gives every running request its next token, and drafts to verify behind it where these pay; then it
-continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
+A step is plan -> launch -> commit, and the next one may be planned before this one is committed.
+By then all is known about a request except its new token, and whether that token ends it. A
+request that may end with the step under way is planned nevertheless, and its token is dropped if it
+does. `plan` gives every running request its next token, and drafts to verify where these pay; then
+it continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
 tokens, requests and pages last. Admission promises all pages of a prompt at once, so a started
 prompt never waits for memory; only running requests grow, and when pages end the one that loses
 least is pre-empted. Who is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
@@ -43,15 +43,15 @@ class Scheduler:
     Args:
         limits: budgets.
         pages: what requests have and find.
-        waiting: those that are not admitted, in the order of a policy.
-        fills: remote fills; None when this engine asks nobody.
+        waiting: requests that are not admitted yet, in the order of a policy.
+        fills: other sources of pages; None: there are none.
         on_finish: called once for each request when it reaches FINISHED, its pages released.
         on_slot_free: called when a slot is given back.
-        adapters: of requests; None: they have none.
-        events: receive what happens to requests' pages; None: nobody does.
-        prompt_budget: the most prompt tokens in a step that also decodes, given the numbers of
-            running requests and of prompts that are not computed (`PromptBudget.tokens`); None: no
-            such bound.
+        adapters: which adapters are on the device; None: none are served.
+        events: callbacks about requests' pages; None: there are none.
+        prompt_budget: returns the most prompt tokens of a step that also decodes, given the numbers
+            of running requests and of prompts that are not computed (`PromptBudget.tokens`); None:
+            no such bound.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Scheduler:
         chunks: list[PlanItem] = []
         for request in self.prefilling:
             taken = self._plan_chunk(request, budget, chunks)
-            # Else shorter ones might pass it for ever.
+            # A prompt that got nothing ends the search: shorter ones might pass it for ever.
             budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
@@ -295,7 +295,7 @@ class Scheduler:
         return None
 
     def launch(self, plan: Plan) -> int:
-        """A planned step begins: the next one is planned behind it. Returns its number."""
+        """Marks a planned step as started; the next plan builds on it. Returns its number."""
         self.running_plans.launch(plan)
         for item, most in zip(plan.verifies, plan.most_accepted, strict=True):
             request = item.request

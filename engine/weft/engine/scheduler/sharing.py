@@ -1,8 +1,9 @@
-"""Lets requests wait for pages that another request is about to have.
+"""Lets requests wait for pages that another request is computing or receiving.
 
-Two prompts with one prefix that come together would both compute it. The second one waits while
-the first, its leader, computes or is sent the page that the second lacks next. Once the leader is
-past the point where the prompts part, the second finds all that they share in the prefix cache.
+Two prompts with a common prefix that arrive together would both compute it. Instead the second one
+waits while the first, its leader, computes or receives the page that the second lacks next. Once
+the leader is past the point where the prompts differ, the second finds the common pages in the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PrefixSharing:
         leader = request.leader
         if leader is None:
             return False
-        # Its last chunk may be under way when it runs already.
+        # A leader counts as RUNNING while its last chunk is still under way.
         makes_pages = leader.state in _MAKES_PAGES or (
             leader.state is State.RUNNING and leader.num_launched > 0
         )
@@ -45,9 +46,9 @@ class PrefixSharing:
         """Looks for a leader among the requests that are computing or receiving pages.
 
         Args:
-            request: Waits, without pages.
-            found: What is cached of it now.
-            active: Requests that make pages.
+            request: A waiting request, without pages.
+            found: The cached prefix of its prompt.
+            active: Requests that compute or receive pages.
         """
         size, num_pages = self._page_size, len(found.path)
         start, end = num_pages * size, (num_pages + 1) * size
@@ -56,7 +57,7 @@ class PrefixSharing:
         leaf = found.path[-1] if found.path else None
         wanted: list[int] | None = None
         for other in active:
-            # It has published just what was found, so both go on from the same page.
+            # It has published exactly the cached prefix, so both continue from the same page.
             if (
                 other.num_published_pages != num_pages
                 or other.cache_leaf is not leaf

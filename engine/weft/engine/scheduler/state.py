@@ -75,8 +75,8 @@ class Request:
     """Seed of this sample."""
     top_logprobs: int | None
     prompt_logprobs: int | None = None
-    """Alternatives wanted for each token of the prompt, which is computed anew for them; None:
-    nothing is, or all has been told.
+    """Number of alternatives wanted for each prompt token; the prompt is then computed anew.
+    None: no log-probabilities are wanted, or all have been sent.
     """
     keys: PageKeys
     arrival: int
@@ -94,8 +94,8 @@ class Request:
     lookup_until: float = 0.0
     """Time until which the KV store's answer is awaited; 0: none is."""
     passes_over_tiers: bool = False
-    """Whether a load from a tier was given up: its pages come from elsewhere, unless it is
-    pre-empted later.
+    """Whether a load from a tier was given up. Until a later preemption, the request's pages come
+    from other sources.
     """
     cache_salt: str = ""
     namespace: bytes = b""
@@ -136,8 +136,8 @@ class Request:
     acceptance: Acceptance | None = None
     """Acceptance statistics of the request's drafts."""
     is_draft_behind: bool = False
-    """Whether a draft model has still to read some of its tokens, so that a lack of drafts means
-    nothing.
+    """Whether the draft model has still to read some of its tokens. Missing drafts then say nothing
+    about their worth.
     """
     lacks_draft_room: bool = False
     """Whether a draft model has no pages or positions for it, so that it does not count against
@@ -150,7 +150,7 @@ class Request:
     cache_leaf: Node | None = None
     """The prefix cache's node of its last published page, if known."""
     partial_page: int | None = None
-    """Cached page that begins as the request goes on after `pages`, during admission."""
+    """During admission: a cached page whose first tokens continue the request after `pages`."""
     num_partial_tokens: int = 0
     """Number of matching tokens in that page."""
     num_found_tokens: int = 0
@@ -158,7 +158,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens of this request that were found instead of computed."""
     is_sibling: bool = False
-    """Whether it follows another sample, which computes their prompt: what that one found counts.
+    """Whether it was forked from another sample of its prompt. The cached tokens of the first one
+    count for both.
     """
     slot: int = -1
     adapter_slot: int = 0

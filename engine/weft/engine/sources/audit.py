@@ -1,7 +1,7 @@
 """Checks that published pages keep their content (fault tests only).
 
-A published page is final. One that changes has been written to by somebody who had no right to it
-any more, and one that differs from what its filler sent was accepted without a look.
+A published page is final. If one changes, a writer whose lease had ended wrote to it. If an
+accepted page differs from what its filler sent, it was accepted without a check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PageAudit:
 
     Args:
         digest_pages: digests of some pages as they lie in the pool.
-        memory: tells what is published.
+        memory: publishes the pages.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class Fill:
     silent_since: float = 0.0
     """While STOPPING: time by which the filler should have answered."""
     is_proven: bool = False
-    """Whether the filler sends nothing more; what its network has taken may still arrive."""
+    """Whether the filler sends nothing more; bytes that its network has taken may still arrive."""
     is_done: bool = False
     after: WorkMark | None = None
     """Mark after which earlier uses of the pages are over; taken when the fill is accepted."""

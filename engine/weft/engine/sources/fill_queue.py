@@ -52,7 +52,7 @@ class FillQueue:
             self._first, self._since = request, self._clock()
 
     def leaves(self, request: Request) -> None:
-        """Removes a request that has begun, ended, or goes on otherwise."""
+        """Removes a request that has begun its fill, has ended, or gets its pages elsewhere."""
         if self._first is request:
             self._first = None
 

@@ -73,7 +73,8 @@ class Filler:
         reply: puts an event into the outbox.
         clock: monotonic seconds.
         nixl_version: version of NIXL here; None when it is not there.
-        memory_type: of what is written from, for NIXL; owners with another kind are sent data.
+        memory_type: kind of the memory that is written from, for NIXL. Owners with another kind of
+            memory get `data` messages.
         max_chunk_bytes: bound of one write.
         max_chunk_pages: another one; None: there is none.
     """

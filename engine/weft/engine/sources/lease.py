@@ -71,7 +71,7 @@ class Lease:
     transport: str
     state: LeaseState = LeaseState.ACTIVE
     next_token: int
-    """End of what is queued for shipping or shipped."""
+    """End of the pages that are queued for shipping or shipped."""
     next_chunk: int = 0
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     held: deque[ShipChunk] = field(default_factory=deque)

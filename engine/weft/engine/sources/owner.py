@@ -417,7 +417,7 @@ class OwnerFills:
         self._memory.promise(len(spare))
         request.num_promised_pages += len(spare)
         fill.end_token = fill.record.end_token = end_token
-        # What it does not hold any more is not asked of it again.
+        # The store is not asked again for pages that it no longer holds.
         request.candidates[0] = replace(request.candidates[0], match_tokens=end_token)
         return True
 

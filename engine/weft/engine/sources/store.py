@@ -133,7 +133,7 @@ class StoreLink:
         """Makes replicas the first candidates of a request that still waits for the answer."""
         for address, epoch in answer.epochs.items():
             if self._epochs.setdefault(address, epoch) != epoch:
-                # Another incarnation: it has nothing of what was put before.
+                # Another incarnation of the store, which holds nothing that was put before.
                 self._epochs[address] = epoch
                 self._make_due(self._known)
                 self._known.clear()
@@ -178,7 +178,7 @@ class StoreLink:
         self._offer(request, keys, range(first_page, end_page))
 
     def offer_again(self, request: Request, end_page: int) -> None:
-        """Queues those of a request's first pages, which it found here, that were dropped."""
+        """Queues again those of a request's first pages that an earlier put dropped."""
         if not self._due or self._clock() < self._retry_at:
             return
         keys = request.keys.upto(request.tokens, end_page)

@@ -113,7 +113,7 @@ class StagedExchange:
     """Implements `PageExchange` over a pool that peers cannot reach.
 
     Args:
-        area: What they reach instead.
+        area: The staging pages that they reach instead.
         memory: Memory of the area.
         mover: Copies between the two.
     """

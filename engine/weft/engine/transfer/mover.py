@@ -37,7 +37,7 @@ MAX_PIECE_BYTES = 32 << 20
 
 
 class Lanes:
-    """Streams and buffers of both directions, allocated before the pool takes what is left.
+    """Streams and buffers of both directions, allocated before the pool takes the other memory.
 
     Args:
         device: Device of the pool.
@@ -212,7 +212,7 @@ class _Lane:
         """An event that passes when everything enqueued so far is done."""
         if self._stream is None:
             return None
-        # Blocking: who waits for it leaves its core to others.
+        # A blocking event: a thread that waits for it does not keep its core busy.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event

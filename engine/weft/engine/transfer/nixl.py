@@ -86,7 +86,7 @@ class ReceiveAgent:
         self._target = self._open()
 
     def target(self) -> NixlTargetInfo:
-        """What fillers need to write into the pool; changes with `reopen`."""
+        """The description that fillers need to write into the pool; `reopen` changes it."""
         return self._target
 
     def poll(self) -> list[Notification]:
@@ -133,7 +133,7 @@ class ReceiveAgent:
         """Destroys the agent and its connections. Idempotent.
 
         Raises:
-            TransferError: Something else holds the agent: it lives on.
+            TransferError: The agent could not be destroyed, because something refers to it.
         """
         if self._agent is None:
             return

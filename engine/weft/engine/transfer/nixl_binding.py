@@ -72,7 +72,8 @@ class Binding:
         logging.raiseExceptions = raise_exceptions  # The import changes it for the whole process.
         _adopt_logger()
         named = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
-        # pybind11 turns what has no class of its own into RuntimeError, ValueError or TypeError.
+        # pybind11 converts C++ exceptions without a class of their own to RuntimeError, ValueError
+        # or TypeError.
         self.errors: tuple[type[Exception], ...] = (
             *(error for error in named if isinstance(error, type)),
             RuntimeError,
@@ -102,7 +103,7 @@ class Binding:
             yield
         except self.errors as error:
             self._log.take()
-            # Its frames refer to the agent, which could then not be destroyed.
+            # The frames of the traceback refer to the agent and would keep it from being destroyed.
             cause = error.with_traceback(None)
             raise TransferError(f"{what}: {type(error).__name__} {error}") from cause
 

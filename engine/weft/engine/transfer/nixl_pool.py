@@ -95,7 +95,7 @@ class PeerPool:
         """Closes all peers; returns whether closing any of them returned True."""
         with self._lock:
             keys = list(self._peers)
-        outcomes = [self.close_peer(key, 10.0) for key in keys]  # All, whatever the first says.
+        outcomes = [self.close_peer(key, 10.0) for key in keys]  # Close all, even if one fails.
         return any(outcomes)
 
     def describe(self) -> str:

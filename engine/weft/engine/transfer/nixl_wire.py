@@ -1,4 +1,4 @@
-"""What crosses the wire beside the pages: notifications and targets, checked before use; errors."""
+"""Notifications and targets, which cross the wire beside the pages; checks of them; errors."""
 
 from __future__ import annotations
 

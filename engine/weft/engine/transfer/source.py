@@ -52,12 +52,12 @@ class PageSource(Protocol):
             digests: Digests of these pages, where they are known.
 
         Returns:
-            None: There is no room now; some comes as other readings end.
+            None: There is no room now; ending other readings makes room.
         """
         ...
 
     def end(self, reading: Reading) -> None:
-        """Releases the pages, which nobody may read any more."""
+        """Releases the pages; no peer may read them any more."""
         ...
 
 

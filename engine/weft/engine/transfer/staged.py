@@ -138,7 +138,7 @@ class StagedPort:
         area: The staging pages.
         mover: Copies between it and the pool.
         wake: Called after a result was queued (any thread).
-        has_digests: Take digests of what has landed.
+        has_digests: Compute digests of landed pages.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class StagedPort:
         self._jobs.put(_Job(tag, list(pages), list(landed), after))
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """See `PagePort.expose`: leaves half of the room to what is shipped."""
+        """See `PagePort.expose`: leaves half of the sending part to shipping."""
         staged = self._area.take_sending(len(pages), keep=self._area.num_sending // 2)
         if staged is None:
             return False
@@ -204,7 +204,7 @@ class StagedPort:
         """Results since the last call.
 
         Raises:
-            RuntimeError: A copy failed: what the device holds cannot be trusted any more.
+            RuntimeError: A copy failed; the content of the device's memory is unknown.
         """
         if self._failure is not None:
             raise RuntimeError("copying pages to or from the device failed") from self._failure
@@ -229,7 +229,7 @@ class StagedPort:
             moving: deque[tuple[_Job, StagingMove]] = deque()
             is_closing = False
             while moving or not is_closing:
-                # What has come meanwhile is enqueued before the oldest copy is waited for.
+                # New work is enqueued before waiting for the oldest copy.
                 while not is_closing and (job := self._next(wait=not moving)) is not _NOTHING:
                     is_closing = job is None
                     if isinstance(job, _Job):

@@ -82,7 +82,7 @@ class StagingArea:
             return self._sending.take(count) if len(self._sending) >= count + keep else None
 
     def free_sending(self, pages: Iterable[int]) -> None:
-        """Frees pages that nobody reads any more."""
+        """Frees pages that no peer reads any more."""
         with self._lock:
             self._sending.give(pages)
 

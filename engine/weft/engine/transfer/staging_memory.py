@@ -76,7 +76,7 @@ class PinnedStagingPages:
         self.tensor = memory
         if device.type == "cuda":
             pin(memory)
-        # What is unpinned is kept by its last call, or by the end of this object.
+        # The memory stays referenced until it is unpinned, or until this object ends.
         self._release = weakref.finalize(self, unpin, memory, device)
         self._release.atexit = False
 
@@ -196,7 +196,7 @@ class _DeviceBytes:
         self._tensor = tensor
         self._stream: torch.cuda.Stream | None = None
         if tensor.device.type == "cuda":
-            # The zeros come before whatever this stream does, and a step is not waited for.
+            # Zeroing runs before all later work of this stream, and waits for no step.
             torch.cuda.current_stream(tensor.device).synchronize()
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self.shape = tuple(tensor.shape)

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STANDSTILL_S = 2.0
-"""Delay of the event loop that is told."""
+"""Delay of the event loop that is logged."""
 _LOOK_EVERY_S = 1.0
 
 

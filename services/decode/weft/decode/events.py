@@ -22,7 +22,7 @@ _MAX_WORKER_BYTES = 256
 """Longest worker address or id: these texts are most of a fill's size."""
 _MAX_UNKNOWN = 2000
 """Most attempts in one pong, of 80 bytes each."""
-# What entries take at most: an id has 64 bytes, a number 5, a tag with a length up to 4.
+# Upper bounds of entries: an id has 64 bytes, a number 5, a tag with a length up to 4.
 _KEY_BYTES = 96
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 16
@@ -59,7 +59,7 @@ class _Events:
         return self._last
 
     def take_full(self) -> list[decode_pb2.SessionEvent]:
-        """Those that nothing more is added to."""
+        """Finished messages."""
         full, self._full = self._full, []
         return full
 

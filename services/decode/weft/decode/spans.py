@@ -33,7 +33,7 @@ class _Open:
     """Samples that have not ended."""
     num_completion_tokens: int = 0
     prompt: Timeline | None = None
-    """Of the sample that had its first token first: its siblings began with its prompt."""
+    """Timeline of the sample that got its first token first; the others share its prompt."""
 
 
 class RequestSpans:

@@ -23,7 +23,7 @@ class GatewayAdmin:
     Args:
         fleet: Its workers.
         models: Know what workers are believed to hold.
-        pipeline: What runs.
+        pipeline: The running requests.
     """
 
     def __init__(self, fleet: Fleet, models: Catalogue, pipeline: RequestPipeline) -> None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(settings: GatewaySettings) -> int:
     try:
         app = GatewayApp(settings)
-        # What start-up made stays for ever: full collections need not walk it beside streams.
+        # Objects made at start stay for ever: full collections need not visit them beside streams.
         # Before others know that it is ready: they may tell it to end at once, well.
         gc.collect()
         gc.freeze()

@@ -36,7 +36,7 @@ class ChatPrompt:
     form, but for the arguments: an object, or the text where a client gave none.
     """
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools that the model is told of, in OpenAI's form."""
+    """Tools that the model is shown, in OpenAI's form."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)

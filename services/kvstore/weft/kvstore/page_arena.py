@@ -1,4 +1,4 @@
-"""What depends on the size of a page, which the first put fixes."""
+"""The parts of a store that depend on the size of a page, which the first put fixes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from weft.common.settings import PageSettings
 
 StoreEvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "slru"]
-"""Of a worker's policies those that need nothing but the pages."""
+"""The eviction policies of workers that depend on pages alone."""
 
 
 class KvStoreSettings(PageSettings):

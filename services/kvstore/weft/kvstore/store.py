@@ -171,7 +171,7 @@ class KvStore:
         flushed = self._arena_pages.pages.flush() if self._arena_pages else 0
         if self._arena_pages is not None and self._arena_pages.backend is not None:
             flushed += await self._arena_pages.backend.flush()
-        elif self._source is not None:  # of an earlier store, and nobody has asked for it yet
+        elif self._source is not None:  # left by an earlier store, and not requested yet
             flushed += await self._source.flush()
         self.counters.flushed_pages += flushed
         return flushed

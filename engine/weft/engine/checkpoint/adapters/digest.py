@@ -20,8 +20,8 @@ _VERSION = b"weft-adapter-3"
 _PIECE_BYTES = 1 << 22
 _CORES_OF_A_THREAD, _MAX_THREADS = 4, 4
 """BLAKE2b takes longer than all else of a load: 0.4 to 1.2 GB/s a core."""
-# What changes hidden states or logits, or whether the adapter is taken at all. Not: who trained it
-# with which dropout from which path.
+# Fields that change hidden states or logits, or whether the adapter is accepted. Fields about its
+# training, such as dropout and paths, do not count.
 _FIELDS = (
     "peft_type",
     "r",
@@ -147,7 +147,7 @@ class Hashing:
 
 def _canonical(files: AdapterFiles) -> bytes:
     values = {name: _value(files.config, name) for name in _FIELDS}
-    # What is refused must not pass for a plain adapter with the same tensors that serves already.
+    # A refused variant must not pass for a plain adapter with the same tensors.
     values |= dict.fromkeys(sorted(variants_of(files.config)), True)
     try:
         return json.dumps(values, separators=(",", ":"), allow_nan=False).encode()

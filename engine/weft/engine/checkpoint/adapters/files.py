@@ -58,7 +58,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 _MAX_CONFIG_BYTES = 2 << 20
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_NAME, _MAX_DIMENSIONS, _TOO_LARGE = 1024, 8, 1 << 48
-"""Of tensors: products of thousands of long numbers take minutes, and names are told to many."""
+"""Bounds of tensors. Products of thousands of long numbers take minutes, and names are reported."""
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 

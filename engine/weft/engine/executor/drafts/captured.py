@@ -35,7 +35,7 @@ class StaticColumns:
 
     def __init__(self, pages: DevicePageTable, paddings: Sequence[int], max_requests: int) -> None:
         self._pages = pages
-        # Nobody's slot, whose page is the null page.
+        # An unused slot, whose page is the null page.
         self._paddings = (pages.pages.shape[0] - 1, *paddings)
         device = pages.pages.device
         self._pinned = PinnedBuffers(device)
@@ -94,7 +94,7 @@ def capture_each(
     more than its list of launches; no plan of the device's memory counts them.
 
     Args:
-        buckets: What for.
+        buckets: Shapes to capture.
         send_nothing: Sends inputs of no request.
         run: The work.
         capture: Makes a graph.

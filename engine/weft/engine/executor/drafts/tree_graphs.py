@@ -145,7 +145,7 @@ class TreeGraphs:
 
     Args:
         trees: To capture.
-        buckets: What for.
+        buckets: Shapes to capture.
         capture: Makes a graph.
     """
 

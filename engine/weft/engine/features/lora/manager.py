@@ -96,7 +96,7 @@ class AdapterManager:
     """Loads and unloads adapters, and brings them to the device for requests.
 
     Args:
-        limits: What they may take.
+        limits: Limits of adapters on this worker.
         store: Reads and writes weights.
         wake: Called from other threads when `turn` has something to take.
         host: Its threads give way to.
@@ -491,7 +491,7 @@ class AdapterManager:
         wanted = self._wanted()
         self._host.put(weights, wanted)
         if wanted or entry.is_unloading:
-            return  # What is free is for those that are waited for.
+            return  # Free rows are for adapters that requests wait for.
         place = self.residency.place_if_free(entry.digest, entry.needs, is_pinned=entry.is_pinned)
         if place is not None:
             self._write(entry, place, weights)

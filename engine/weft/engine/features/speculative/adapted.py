@@ -26,9 +26,9 @@ class AdaptedDrafter(Drafter):
 
     Args:
         plain: For requests without an adapter, or with one that brings nothing for drafts.
-        make: From the folder of a draft adapter; called by a thread of its own.
-        head_bytes: What each made one takes.
-        wake: Called from that thread when something was made.
+        make: Makes a drafter from the folder of a draft adapter; called by a thread of its own.
+        head_bytes: Memory of each drafter made.
+        wake: Called from that thread when a drafter was made.
     """
 
     def __init__(

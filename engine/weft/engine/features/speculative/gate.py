@@ -433,7 +433,7 @@ class MeasuredGate(DraftGate):
     def _choice(self, num_requests: int) -> _Choice:
         size = size_class(num_requests)
         if self._gains and size <= MAX_TREE_REQUESTS < num_requests:
-            size = MAX_TREE_REQUESTS + 1  # What is best for fewer may be a tree.
+            size = MAX_TREE_REQUESTS + 1  # For fewer requests the best shape may be a tree.
         found = self._choices.get(size)
         if found is None:
             found = self._choices[size] = _Choice()

@@ -173,7 +173,7 @@ class StepTimes:
         self._rows = _Curve()
         """Durations without drafting, by number of rows."""
         self._drafted_rows = _Curve() if overlaps else self._rows
-        """Those of steps with drafts."""
+        """The same, of steps with drafts."""
         self._drafting = _Curve()
         """Duration of one turn of the drafter, by number of rows."""
         self._pace = 1.0
@@ -188,7 +188,7 @@ class StepTimes:
         """Records a completed step.
 
         Args:
-            step: What it was.
+            step: The step.
             is_settled: Contexts are about as long as in the steps before.
         """
         kind = step.kind

@@ -65,7 +65,7 @@ class AdmissionQueue(Protocol):
 class SortedQueue:
     """A queue ordered by keys that do not change while requests wait.
 
-    Subclasses may define another `key`, and what they take note of.
+    Subclasses may define another `key` and override the notifications.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class SortedQueue:
     def key(self, request: Request) -> Key:
         """Sort key in the queue, lowest first; by default the order of submission.
 
-        Samples of one submit, and what comes back after a pre-emption, have the place of their
-        submit: before what came later.
+        Samples of one submit, and preempted requests, keep the place of their submit: before
+        requests that were submitted later.
         """
         return (request.timeline.submitted_at, request.arrival)
 

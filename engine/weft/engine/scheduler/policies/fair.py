@@ -80,7 +80,7 @@ class FairQueue:
         self._level = max(self._level, tenant.served)
         if request.awaits_first_token:
             tenant.served += PROMPT_WEIGHT * request.num_pending
-            # What it generated elsewhere was charged there.
+            # Tokens that it generated on another worker were charged there.
             request.num_charged_tokens = request.num_generated
 
     def on_ended(self, request: Request) -> None:
@@ -103,10 +103,10 @@ class FairQueue:
             tenant.served += OUTPUT_WEIGHT * count
 
     def _forget_idle(self) -> None:
-        """Forgets tenants at or below the level, which lose nothing by it.
+        """Forgets idle tenants at or below the level: a new tenant would start there too.
 
-        It is raised to the median of those that are idle first: tenants that never come back were
-        all served a little more than it, and would stay for ever.
+        The level is first raised to the median of the idle tenants. Otherwise tenants that never
+        come back, and were served a little more than the level, would be kept for ever.
         """
         idle = sorted(one.served for one in self._tenants.values() if not len(one.queue))
         if idle:

@@ -58,7 +58,7 @@ def load_tiers(
         wake: See `TierParts`.
 
     Raises:
-        ConfigError: What is asked for makes no sense here, or another process has the folder.
+        ConfigError: The settings do not fit this machine, or another process uses the folder.
     """
     if not config.host_cache_bytes and config.disk_cache_dir is None:
         return None

@@ -129,7 +129,7 @@ class PageFiles:
                 os.close(descriptor)
             new.rename(path)
         except OSError:
-            self._made.clear()  # Somebody may have removed folders.
+            self._made.clear()  # Folders may have been removed by others.
             new.unlink(missing_ok=True)
             raise
 
@@ -179,8 +179,9 @@ def disk_tier(
         files: The folder's.
         num_bytes: Of pages.
         page_bytes: Of one.
-        policy: Which page goes first.
-        is_sure: That pages have this size; else those of others are left to `discard_others`.
+        policy: Key function of the order of eviction.
+        is_sure: Pages are known to have this size. If not, files of other sizes are kept until
+            `discard_others`.
 
     Raises:
         ConfigError: Not a single page fits.

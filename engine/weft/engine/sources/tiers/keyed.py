@@ -40,7 +40,7 @@ class KeyedPages:
 
     Args:
         num_slots: Pages that fit.
-        policy: Which goes first.
+        policy: Key function of the order of eviction.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
@@ -69,7 +69,7 @@ class KeyedPages:
 
         Args:
             key: Key of the page.
-            is_reader: It is found by somebody; else its age stays as it is.
+            is_reader: A request reads the page, so its age is renewed.
         """
         entry = self.cache.get(key)
         if entry is None:

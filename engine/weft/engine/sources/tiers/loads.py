@@ -83,7 +83,7 @@ class LoadChunk:
         try:
             self.num_good = self._load()
         except Exception:
-            # What follows is of no use without these pages, which are not to be tried again.
+            # Later pages are of no use without these, which are not tried again.
             self.load.is_stopped = True
             for load in self.loads:
                 load.outcome = "failed"

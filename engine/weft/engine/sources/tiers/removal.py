@@ -26,5 +26,5 @@ class Removal:
             self._tier.medium.remove(self._places.pop())
 
     def end(self) -> None:
-        """See `BackgroundJob.end`; what was not deleted will be with the next save."""
+        """See `BackgroundJob.end`; the next save deletes pages that could not be deleted."""
         self._tier.remove_with_next_save(self._places)

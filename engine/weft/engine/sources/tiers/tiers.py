@@ -62,7 +62,7 @@ class Tiers:
         parts: The tiers and the way to the pool.
         page_size: Token positions a page.
         memory: Owner of the pool's pages.
-        policy: What is copied, and when loading pays.
+        policy: Decides what is copied down, and when loading pays.
         prefill_tokens_per_s: Measured here; 0: unknown.
         num_cached_pages: How many of a request's first so many pages are in the pool.
         clock: Monotonic seconds.
@@ -257,13 +257,13 @@ class Tiers:
             keys = request.keys.upto(request.tokens, runs[-1].end_page)
             self._planned[id(request)] = (
                 runs,
-                # Pinned at once: what the pool gives up for them must not push them out.
+                # Pinned at once, or pages that the pool evicts for them could displace them.
                 [_pinned(run.tier, keys[i]) for run in runs for i in run.indices],
             )
         return bool(runs)
 
     def start(self, request: Request) -> bool:
-        """Prepares what `plan` chose, for `begin_loads`; False: nothing is chosen or under way."""
+        """Prepares the load that `plan` chose, for `begin_loads`; False: there is none."""
         if id(request) in self._loads:
             return True
         planned = self._planned.pop(id(request), None)
@@ -311,14 +311,14 @@ class Tiers:
         if load is None:
             return False
         load.request = None
-        load.is_stopped = True  # Before it is asked what has begun: see `LoadChunk.is_begun`.
+        load.is_stopped = True  # Set before `LoadChunk.is_begun` is read, which depends on it.
         for chunk in load.chunks:
             chunk.is_fenced = chunk.is_begun  # Read once: the thread may set it in between.
             if chunk.is_fenced:
                 self._memory.quarantine(chunk.pages)
             else:
                 self._memory.release(chunk.pages)
-        # What chunks that have ended did not bring.
+        # Pages that ended chunks did not bring.
         open_pages = {page for chunk in load.chunks for page in chunk.pages}
         self._memory.release([page for page in load.pages if page not in open_pages])
         return True
@@ -437,7 +437,7 @@ class Tiers:
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
                 assert load.request is not None
-                load.request.passes_over_tiers = True  # Else it queues behind the same loads again.
+                load.request.passes_over_tiers = True  # Or it would queue behind the same loads.
                 self._give_up(load)
 
     def _give_up(self, load: TierLoad) -> None:

@@ -174,7 +174,7 @@ class Manifest:
                 continue  # It would be dropped while the new one is used.
             elif (one.name, one.state) != (entry.name, "serving"):
                 changed.append(one)
-            elif not one.means_as(entry):  # Else the new one stands for its requests as well.
+            elif not one.means_as(entry):  # An entry of the same content stands for its requests.
                 changed.append(replace(one, state="retired"))
         return self._with(changed)
 

@@ -112,7 +112,7 @@ def remove_copies(root: Path, kept: set[str]) -> None:
                 and time.time() - folder.stat().st_mtime > _STALE_S
             )
             if is_copy:
-                # What is half removed must not be taken for a copy, should this process die here.
+                # If this process dies here, a half-removed folder must not pass for a copy.
                 folder = folder.rename(root / COPIES / f"{_TEMPORARY}{secrets.token_hex(8)}")
             if is_copy or is_stale:
                 shutil.rmtree(folder)

@@ -36,7 +36,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Cancel": _FRONT,
     "/weft.v1.GatewayService/EndSession": _FRONT,
     "/weft.v1.GatewayService/GetFleet": OPERATORS,
-    # What all tenants see is changed by operators; and over REST by API keys that may.
+    # Operators change what all tenants see; over REST, so do API keys with that right.
     "/weft.v1.GatewayService/LoadAdapter": OPERATORS,
     "/weft.v1.GatewayService/UnloadAdapter": OPERATORS,
     "/weft.v1.GatewayService/ListAdapters": OPERATORS,
@@ -121,7 +121,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
     """Accepts a call if `CALLERS` lists a service that the caller's certificate names.
 
     Args:
-        among: Nobody else gets in, whatever is listed; None: no such bound.
+        among: Only these callers get in, whatever is listed; None: no such bound.
     """
 
     def __init__(self, among: frozenset[str] | None = None) -> None:

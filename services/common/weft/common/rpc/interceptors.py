@@ -119,7 +119,7 @@ async def _fail(
     if isinstance(error, WeftError):
         await abort(context, error)
     if isinstance(error, grpc.aio.BaseError) and context.done():
-        return  # the client is gone and the stream with it; nobody is left to answer
+        return  # the client has left and its stream is gone: there is no one to answer
     if isinstance(error, grpc.aio.InternalError):
         # A write fails: the client has left, which gRPC may say of the call only later.
         _log.info("%s could not be answered: %r", method, error)

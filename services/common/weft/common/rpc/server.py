@@ -67,7 +67,7 @@ class ServiceServer:
             settings: Addresses, limits and grace.
             registry: Metrics that the HTTP port shows.
             interceptors: Run outside the error interceptor, in this order.
-            admin: What operators may do, where the settings give them a port.
+            admin: Calls for operators, served where the settings give them a port.
             tracer: Keeps this service's spans; default: one of its own.
             fan_out: Asks the services behind this one for spans.
             identity: For TLS; default: what the settings say.
@@ -110,7 +110,7 @@ class ServiceServer:
                 # Two processes must not share a port silently.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
-                # What was made is not lost for its size: who gets it has a limit of its own.
+                # No limit on messages sent: the receiver has a limit of its own.
                 ("grpc.max_send_message_length", -1),
                 # Of HTTP headers that the REST edge passes on; what is above the first is refused
                 # at random.
@@ -277,7 +277,8 @@ class ServiceServer:
         finally:
             signalled.cancel()
             wanted.cancel()
-            if stopping is not None and not stopping.done():  # Whoever ends this closes by itself.
+            if stopping is not None and not stopping.done():
+                # The caller that ends this task closes the server itself.
                 stopping.cancel()
                 await asyncio.gather(stopping, return_exceptions=True)
             for number in (signal.SIGTERM, signal.SIGINT):

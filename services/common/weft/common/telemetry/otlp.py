@@ -113,7 +113,7 @@ def _converter(tracer: Tracer, version: str) -> Callable[[Span], ReadableSpan]:
         "service.instance.id": tracer.instance,
         "service.version": version,
     }
-    # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say goes before ours.
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence over our attributes.
     resource = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
 
     def context_of(trace_id: int, span_id: int) -> SpanContext:

@@ -134,7 +134,7 @@ class RequestLog:
         """Queues a prompt; drops it when the file cannot keep up.
 
         Args:
-            prompt: What is written.
+            prompt: The prompt to write.
             finish: Called in the writing thread before, to add what takes time.
         """
         num_tokens = _num_tokens(prompt)

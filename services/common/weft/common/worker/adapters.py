@@ -28,7 +28,7 @@ FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 60.0
 """Longest time between attempts to load a failing adapter; doubled from the first to the last."""
 _MAX_NAME_BYTES = 256
-"""Of each tensor that was left out, as it is told to gateways."""
+"""Most bytes of a left-out tensor's name in reports to gateways."""
 _STATES = {
     "loading": worker_pb2.ADAPTER_STATE_LOADING,
     "disk": worker_pb2.ADAPTER_STATE_DISK,
@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Ordered:
-    """What the engine was ordered to do with a content, and its answer."""
+    """An order to the engine about a content, and its answer."""
 
     wanted: Wanted
     query: int
@@ -270,7 +270,7 @@ def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
     for entry in sorted(manifest.entries, key=lambda entry: entry.generation):
         if entry.model == model:
             before = found.get(entry.digest_bytes)
-            # A retired one stays for its requests, and is in nobody's way.
+            # A retired content stays for its requests, and does not delay others.
             is_pinned = entry.is_pinned and entry.state != "retired"
             is_pinned |= before is not None and before.is_pinned
             found[entry.digest_bytes] = Wanted(

@@ -33,7 +33,7 @@ SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT: engines that share cores must not spin (docs/decisions)."""
 EXIT_GRACE_S = 3.0
 MAX_UNREAD_BYTES = 16 << 20
-"""What the engine has not read, from which on `room` waits."""
+"""Bytes that the engine has not read, from which on `room` waits."""
 
 
 class EngineClient:
@@ -155,7 +155,7 @@ class EngineClient:
         messages that others would send on and on: pages.
         """
         if self._writer is not None:
-            with contextlib.suppress(ConnectionError):  # Its end is told by `gone`.
+            with contextlib.suppress(ConnectionError):  # `gone` reports the engine's end.
                 await self._writer.drain()
 
     def order(self, inbox: Inbox) -> None:

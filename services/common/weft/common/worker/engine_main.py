@@ -161,7 +161,7 @@ def load(link: ServerLink) -> Engine:
             link.write(FromEngine(progress=(done, total, what)))
 
     engine = Engine(config, load_parts(config, wake=link.wake, progress=progress))
-    # What was loaded lives as long as the process: the collector need not walk it again.
+    # Loaded objects live as long as the process: the collector need not visit them again.
     gc.collect()
     gc.freeze()
     link.write(FromEngine(info=engine.info))

@@ -140,6 +140,6 @@ class FillStreams:
             elif kind == "stop":
                 self._port.stop(lease_id)
         self._port.ended(stream)
-        # What the filler says from now on is for nobody.
+        # Nothing that the filler says from now on is delivered.
         if (events := self._streams.get(stream)) is not None:
             events.put_nowait(FillEvent(kind="broken", message="the owner ended its side"))

@@ -198,7 +198,7 @@ class WorkerHost:
             watching.append(start_logged(watchdog.run()))
         ends: set[asyncio.Future[Any]] = {serving, self._engine.gone}
         try:
-            # Whoever learns that it is ready may end it at once, well: it waits for signals first.
+            # A supervisor may send a signal once the worker is ready: begin to wait for it first.
             await asyncio.sleep(0)
             await self._tell_ready(front)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

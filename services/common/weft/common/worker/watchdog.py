@@ -64,7 +64,7 @@ class CrashDumps:
 
         Args:
             kind: stall or crash.
-            report: What is known.
+            report: Content of the dump's report.
             requests: That were under way.
 
         Returns:
@@ -112,7 +112,7 @@ class Watchdog:
         engine: To be followed.
         dumps: Where dumps go.
         requests: Tells what is under way.
-        about: What else is known of the worker, for reports.
+        about: Further facts about the worker, for reports.
     """
 
     def __init__(

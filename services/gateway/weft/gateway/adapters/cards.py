@@ -71,7 +71,7 @@ class AdapterCards:
     def _was_read(self, key: tuple[str, str], reading: asyncio.Task[ModelCard]) -> None:
         del self._reading[key]
         if not reading.cancelled():
-            reading.exception()  # Whoever waited has got it; all may have left.
+            reading.exception()  # All waiting callers have it; they may have left.
 
     async def _read(self, entry: Entry, model: ModelCard) -> ModelCard:
         folder = self._directory.registry.directory(entry.digest_bytes)

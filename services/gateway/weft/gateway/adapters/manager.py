@@ -68,10 +68,10 @@ class FleetAdapterManager:
 
     Args:
         directory: Follows it.
-        fleet: Who must hold what.
+        fleet: The workers that must hold the adapters.
         metrics: Where loads are counted.
         models: The base models by name.
-        cards: What adapters bring must fit them.
+        cards: Cards of the models, which tokenizers of adapters must fit.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
         linger_s: A retired content stays for so long after its last request.
         max_bytes: A larger adapter is refused.
@@ -212,7 +212,7 @@ class FleetAdapterManager:
 
             def begin(old: Manifest, wanted: Entry = wanted, now: float = now) -> Manifest:
                 if not registry.directory(wanted.digest_bytes).is_dir():
-                    return old  # somebody has tidied the copy away in between
+                    return old  # another gateway has removed the copy in between
                 return old.begin(wanted, replaces=order.replaces, now=now)
 
             try:
@@ -278,7 +278,7 @@ class FleetAdapterManager:
         self._copy_places.release()
 
     def _left_alone(self, copying: asyncio.Task[bytes]) -> None:
-        """Handles the end of a copy that nobody waits for any more."""
+        """Handles the end of a copy whose caller has left."""
         self._has_copies = True
 
     async def _register(self, begin: Callable[[Manifest], Manifest], wanted: Entry) -> Manifest:
@@ -300,7 +300,7 @@ class FleetAdapterManager:
         self._has_copies = True
 
     async def _has_ended(self, wanted: Entry, deadline: float) -> bool:
-        """Waits for somebody else's load of the same content; returns whether there is none now."""
+        """Waits for another caller's load of the content; returns whether there is none now."""
         loop = asyncio.get_running_loop()
         await self._directory.refresh()
         while (found := self._directory.manifest.of(wanted.name, "loading")) is not None:
@@ -480,7 +480,7 @@ class FleetAdapterManager:
         own = tuple(self._loading)
 
         def tidied(old: Manifest) -> Manifest:
-            # What is late is for the newest manifest to say: it may just have been renewed.
+            # Only the newest manifest says what is late: an entry may just have been renewed.
             return old.drop(gone).drop_given_up(own, time.time())
 
         is_tidy = not gone and manifest.drop_given_up(own, time.time()).entries == manifest.entries

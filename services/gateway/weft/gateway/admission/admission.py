@@ -81,7 +81,7 @@ class Admission:
         Args:
             num_prompts: Places needed.
             deadline: Event loop time at which waiting ends.
-            tenant: Who needs them.
+            tenant: The tenant that needs them.
             weight: Weight of the tenant: its share of the places while others wait too.
 
         Returns:

@@ -23,15 +23,15 @@ _log = logging.getLogger(__name__)
 
 KEYLESS = frozenset(
     {
-        # What probes, load balancers and documentation need; it tells nothing of anybody.
+        # Calls of probes, load balancers and documentation, which reveal nothing about tenants.
         "/weft.v1.OpenAIService/Ready",
         "/weft.v1.OpenAIService/OpenApi",
         "/weft.v1.OllamaService/GetVersion",
         "/weft.v1.ServerService/ShowVersion",
         "/weft.v1.ServerService/Ping",
-        # Bounded by itself: one probe at a time, whoever asks.
+        # Bounded by itself: one probe at a time for all callers.
         "/weft.v1.ServerService/HealthGenerate",
-        # Operators': with TLS, `weft.common.rpc.authorize` lets in nobody else.
+        # Calls of operators: with TLS, `weft.common.rpc.authorize` refuses all others.
         "/weft.v1.GatewayService/GetFleet",
         "/weft.v1.GatewayService/ListAdapters",
     }

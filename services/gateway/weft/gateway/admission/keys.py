@@ -55,7 +55,7 @@ class KeyEntry(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of the whole key."""
     cache_group: str = Field("", pattern=rf"^({TENANT})?$")
-    """Group that shares cached prefixes; empty: shared with nobody."""
+    """Group that shares cached prefixes; empty: the tenant shares with no other."""
     manages_adapters: bool = False
     """Whether it may load and unload adapters, which all tenants then see."""
     created: AwareDatetime | None = None

@@ -52,7 +52,7 @@ def _followed(
 
 @dataclass(slots=True)
 class Charge:
-    """What one request has taken from its buckets."""
+    """Requests and tokens that one request has taken from its buckets."""
 
     tenant: str
     num_requests: int = 0

@@ -70,7 +70,7 @@ async def run_answer(
         make_writer: Makes the dialect's writer.
         context: The call to be answered.
         is_streamed: Send the answer as it comes.
-        headers: More that the client is told ahead of the answer.
+        headers: Further headers, sent ahead of the answer.
         before_end: What is awaited once the answer is whole, before the client is told its end.
 
     Raises:

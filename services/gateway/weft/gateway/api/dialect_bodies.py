@@ -44,8 +44,8 @@ def refuse(body: BaseModel, fields: dict[str, str], prefix: str = "") -> None:
     """Refuses fields that ask for what there is not. What is empty or off asks for nothing.
 
     Args:
-        body: What may have them.
-        fields: What they ask for, by name.
+        body: The body to check.
+        fields: What each refused field asks for, by its name.
         prefix: Of the names in errors.
 
     Raises:

@@ -58,10 +58,10 @@ def add_dialects(
     """Wires the faces.
 
     Args:
-        server: What they are added to.
+        server: The gRPC server.
         settings: Of the gateway.
         pipeline: Runs their requests.
-        models: What is served.
+        models: The served models.
         openai: The face whose parser of bodies and whose readiness they share.
         registry: Metrics of the gateway.
         gateway: Name of this gateway in ids of responses: letters and digits.

@@ -35,7 +35,7 @@ class Route:
     answer: Model
     body: Model | None = None
     event: Model | None = None
-    """What a streamed answer consists of; None: it is never streamed."""
+    """Model of the messages of a streamed answer; None: it is never streamed."""
     event_kind: str = _EVENTS
     answer_kind: str = _JSON
     query: tuple[str, ...] = ()

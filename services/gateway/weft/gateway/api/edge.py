@@ -74,7 +74,7 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
     Args:
         context: Context of the call.
         prefix: Of the request id, such as "chatcmpl".
-        joint: What follows the prefix.
+        joint: Text after the prefix.
 
     Raises:
         InvalidRequest: A value of the metadata is no number where it must be, or two contradict
@@ -154,7 +154,7 @@ async def begin_answer(
         context: Context of the call.
         request_id: That name.
         content_type: Type of an answer for the REST edge, which keeps event streams alive.
-        headers: More that the client is told.
+        headers: Further headers for the client.
     """
     kind = ((_CONTENT_TYPE_KEY, content_type),) if content_type else ()
     await context.send_initial_metadata(((_ID_KEY, request_id), *kind, *headers))

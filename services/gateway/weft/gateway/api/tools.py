@@ -25,7 +25,7 @@ Tool = Mapping[str, Any]
 
 
 class ToolUse(NamedTuple):
-    """What a choice of tools asks for."""
+    """What an answer may contain by the request's choice of tools."""
 
     calls: Calls | None
     """Calls that the answer may have; None: it has none."""
@@ -79,7 +79,7 @@ def use_tools(
     """What an answer may be.
 
     Args:
-        tools: Those that the model is told of; empty: none.
+        tools: Tools that the model is shown; empty: none.
         choice: "none", "auto", "required"; or a function's name.
         is_named: It is a name.
         most: Most calls; None: any number.

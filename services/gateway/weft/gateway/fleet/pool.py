@@ -54,7 +54,7 @@ class WorkerPool(Generic[M]):
 
         Args:
             policy: The pool's.
-            request: What is to be placed.
+            request: The request to place.
             count: Workers wanted.
             now: Event loop time.
             is_excluded: Workers that must not be chosen; absent = any may.

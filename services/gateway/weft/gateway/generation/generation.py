@@ -73,18 +73,18 @@ class Generation:
         Args:
             request: The client's request.
             prompt: This prompt.
-            routing: What matters for its place; its name is the key on Sessions.
+            routing: The request as routing policies see it; its name is the key on Sessions.
             first_index: Index of its first sample in the client's request.
             model: Name that workers know.
             seed: Seed of all its attempts.
             plan: How its samples are rendered.
             router: Finds owners.
             metrics: Where tokens are counted.
-            listener: Who is told.
+            listener: Informed of tokens, failures and the end.
             arrival: Event loop time at which the client's request came.
             deadline: Event loop time at which it must have ended.
             first_token_deadline: Event loop time at which it must have its first token.
-            limits: How long it goes on after it lost its owner.
+            limits: Limits of resuming after the owner is lost.
             trace: Gets the spans of its attempts.
         """
         self._request = request
@@ -371,7 +371,7 @@ class Generation:
 
         Args:
             number: Number of the sample within this prompt.
-            reason: What the client is told.
+            reason: Finish reason for the client.
         """
         sample = self.samples[number]
         if sample.finish_reason is None:

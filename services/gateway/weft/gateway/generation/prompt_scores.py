@@ -21,13 +21,13 @@ class PromptScores:
         """
         self._ids = ids
         self.entries: list[common_pb2.TokenLogprob] = []
-        """Those that have come; the first one is of the prompt's second token."""
+        """Received log-probabilities; the first one belongs to the prompt's second token."""
         self.is_complete = not is_wanted or len(ids) < 2
         """Whether nothing more is to come."""
 
     @property
     def missing(self) -> str:
-        """What has not come, for error messages."""
+        """The missing part, for error messages."""
         first, last = len(self.entries) + 1, len(self._ids) - 1
         return f"log-probabilities of prompt tokens {first} to {last} are missing"
 

@@ -56,9 +56,9 @@ class Losses:
 
         Args:
             attempt: Its number.
-            worker_id: Who had it.
+            worker_id: The lost worker.
             error: How it ended.
-            num_tokens: What all samples had by then.
+            num_tokens: Tokens of all samples by then.
             at: When.
         """
         self.end_pause(at)

@@ -9,7 +9,7 @@ from weft.v1 import common_pb2
 
 
 class SampleOutput:
-    """One sample of one prompt. It outlives the attempts: text goes on where it was."""
+    """One sample of one prompt. It outlives attempts: its text continues where it was."""
 
     __slots__ = (
         "finish_reason",

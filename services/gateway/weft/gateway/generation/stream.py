@@ -50,7 +50,7 @@ class TokenStream(Listener):
             request_id: Id of the client's request.
             card: The base model, with the tokenizer and the chat template of its adapter.
             max_unsent_bytes: Text that may wait for the client.
-            on_done: Called when nobody computes anything for it any more; may be called again.
+            on_done: Called when no worker computes for the request any more; may be called again.
         """
         self.request_id = request_id
         self.trace_id = ""

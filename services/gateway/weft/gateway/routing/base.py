@@ -133,7 +133,7 @@ class Policy(ABC):
 
         Args:
             view: The pool's healthy workers; not empty.
-            request: What is to be placed.
+            request: The request to place.
             count: Workers wanted, at least 1.
 
         Returns:

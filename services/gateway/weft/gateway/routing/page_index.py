@@ -57,7 +57,7 @@ class FleetPageIndex:
     """Pages of all workers of a pool.
 
     Args:
-        max_pages: Bound over all workers. What is told beyond it is counted and not remembered.
+        max_pages: Bound over all workers; pages beyond it are counted and not remembered.
     """
 
     def __init__(self, max_pages: int) -> None:
@@ -222,7 +222,7 @@ class FleetPageIndex:
         while held and start < num_pages:
             end = min(start + _BLOCK_PAGES, num_pages)
             known = keys.upto(end)
-            # Nobody loses a page before those behind it, so the last one speaks for the block.
+            # A worker loses the last pages of a path first, so the last page speaks for the block.
             if get(known[end - 1], 0) & held != held:
                 for index in range(start, end):
                     still = get(known[index], 0) & held

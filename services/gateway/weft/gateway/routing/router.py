@@ -63,7 +63,7 @@ class Placement:
         if self.filler is None:
             self.worker.load.computed(self.to_compute)
         else:
-            # How it went is told later, by `Router.filled`.
+            # The outcome comes later, by `Router.filled`.
             self.filler.breaker.abandoned()
             self.filler.load.computed(self.to_compute)
             self.filler.load.end(self.num_tokens)
@@ -112,7 +112,7 @@ class Router:
         """Chooses the workers of one attempt.
 
         Args:
-            request: What is to be placed.
+            request: The request to place.
             excluded: Incarnations of decode workers that failed this request before.
 
         Raises:

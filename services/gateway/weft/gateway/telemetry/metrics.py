@@ -90,7 +90,7 @@ class GatewayMetrics:
         """Registers the metrics.
 
         Args:
-            is_on: Somebody can read them; off, histograms observe nothing.
+            is_on: Whether metrics are served; if not, histograms observe nothing.
         """
         self._histogram_class = LoopHistogram if is_on else _NoHistogram
         self.registry = CollectorRegistry()

@@ -137,7 +137,7 @@ class RequestTrace:
             outcome: ok, or the failure's reason in lower case.
             model: ServedModel name.
             request: The client's.
-            stream: What it got; absent = it was refused before.
+            stream: The request's stream; absent = the request was refused before it had one.
         """
         if not self._tracer.is_on:
             return

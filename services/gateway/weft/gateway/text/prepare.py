@@ -109,7 +109,7 @@ class Preparer:
             with contextlib.suppress(RuntimeError):  # the gateway has stopped
                 loop.call_soon_threadsafe(place.release)
 
-        # Not when the caller leaves: the thread goes on.
+        # Not released when the caller leaves, because the thread continues.
         job.add_done_callback(release)
         return await asyncio.wrap_future(job)
 

@@ -41,7 +41,7 @@ class RenderPlan:
             min_tokens: Stop strings count only if they end after so many tokens.
             include_stop: Keep the text of the stop string or token.
             skip_special_tokens: Special tokens give no text.
-            told_ids: Those of `stop_ids` that the client is told of if they end a sample.
+            told_ids: Tokens of `stop_ids` that the client learns of if they end a sample.
             shown_ids: Special tokens that give text all the same.
             reasoning: How the reasoning is written in which stop strings do not count; None: they
                 count everywhere.
@@ -87,7 +87,7 @@ class SampleRenderer:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """What was found, or else the stop token that ended the sample."""
+        """The stop string or expression that was found, else the stop token that ended the text."""
         if self.is_stopped and self._scanner is not None:
             return self._scanner.found
         return self._stop_id
@@ -148,7 +148,7 @@ class SampleRenderer:
 
 
 def _make_scanner(plan: RenderPlan) -> StopScanner | PatternScanner | ScannerChain | None:
-    """What finds the ends of one sample's text; None: only tokens end it."""
+    """The scanner that finds the end of one sample's text; None: only tokens end it."""
     strings = patterns = None
     if plan.automaton is not None:
         strings = StopScanner(plan.automaton, plan.include_stop)

@@ -248,7 +248,7 @@ class StopPatterns:
         """
         self.patterns = tuple(patterns)
         self._sets: list[CharSet | None] = []
-        """What takes a state to the next one; None: nothing is needed."""
+        """Characters that lead from a state to the next one; None: no character is needed."""
         self._targets: list[tuple[int, ...]] = []
         self._num_steps = 0
         entries = []
@@ -400,7 +400,7 @@ class PatternScanner:
 
 
 class ScannerChain:
-    """Stop strings and expressions of one sample: what the strings leave goes on to the others."""
+    """Stop strings and expressions of one sample: expressions see what strings let pass."""
 
     def __init__(self, strings: StopScanner, patterns: PatternScanner) -> None:
         self._strings = strings

@@ -28,7 +28,7 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What a template's own code can raise."""
+"""Exceptions that a template's own code can raise."""
 
 
 class _GenerationTag(Extension):

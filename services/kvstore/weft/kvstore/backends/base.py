@@ -65,7 +65,7 @@ class BackendSource(Protocol):
         """Creates a back end for pages of one size; None: not possible, as logged.
 
         Args:
-            pages: What the arena holds.
+            pages: Pages of the arena.
             namespace_quota: Share of the back end that one namespace may have, where it can tell.
             threads: Where bytes move.
         """

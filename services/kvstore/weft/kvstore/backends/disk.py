@@ -40,7 +40,7 @@ class DiskBackend:
     """Implements `Backend` with a disk below an arena. Used by the event loop.
 
     Args:
-        pages: What the arena holds.
+        pages: Pages of the arena.
         disk: Pages on disk, of the same size.
         namespace_quota: Share of the disk that one namespace may have.
     """
@@ -195,7 +195,7 @@ class DiskBackend:
     def _ended(self, loads: Sequence[PageLoad], incoming: Incoming, num_read: int) -> None:
         for load in loads:
             load.end()
-        # What was not read gets a digest that it has not: its page is free again.
+        # A page that was not read gets a wrong digest on purpose, so that it is freed again.
         digests = [
             offer.digest if index < num_read else offer.digest ^ 1
             for index, offer in enumerate(incoming.offers)

@@ -21,7 +21,7 @@ class Fetching:
     """Fetches consecutive pages of prompts into an arena. Used by the event loop.
 
     Args:
-        pages: What the arena holds.
+        pages: Pages of the arena.
         bring: Brings the leading pages of a few keys that the arena lacks; how many came.
     """
 
@@ -78,7 +78,7 @@ class Fetching:
                     if not num_good:
                         break
             except TimeoutError:
-                pass  # What is below stands still.
+                pass  # The back end stands still.
             finally:
                 self._pages.unpin(held)
             return num_fetched

@@ -106,7 +106,7 @@ class ValkeyBackend:
 
     Args:
         servers: Where pages are kept.
-        pages: What the arena holds.
+        pages: Pages of the arena.
         threads: Where pages are copied and digested.
         settings: The `valkey_*` ones.
     """
@@ -261,7 +261,7 @@ class ValkeyBackend:
         bad: list[bytes] = []
         for key, reply in zip(keys, replies, strict=True):
             if not isinstance(reply, bytes):
-                break  # What follows is of no use without it.
+                break  # Later pages are of no use without it.
             page = unpack(key, reply)
             if page is None or len(page.content) != self._pages.page_bytes:
                 bad.append(key)

@@ -94,7 +94,7 @@ class LatencyGate:
     Args:
         forecaster: Predicts.
         ahead_s: Prompts that workers may have queued, as time of all of them together.
-        is_holding: Somebody is known to have targets; without, nobody is held.
+        is_holding: A tenant has targets; if none has, no request is held.
     """
 
     def __init__(

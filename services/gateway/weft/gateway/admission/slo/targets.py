@@ -17,7 +17,7 @@ class Targets:
     between_tokens_s: float | None = None
     """Mean time between its tokens, after the first."""
     granted: Targets | None = field(default=None, compare=False, repr=False)
-    """Those that it would have if it asked for none; None: its own are these."""
+    """Targets that the request would have by its tenant; None: the same as its own."""
 
     @property
     def pace_s(self) -> float | None:

@@ -47,7 +47,7 @@ class LineWriter:
         """Prepares the writer.
 
         Args:
-            request: What is answered.
+            request: The request that is answered.
             stream: Its deltas.
             model: The model as the client named it.
             is_chat: Answer with a message, not with a text.

@@ -55,7 +55,7 @@ class BodyParser:
         """Parses a body.
 
         Args:
-            cls: What it should be.
+            cls: The expected model.
             data: JSON in UTF-8.
             translate: Makes of it what is asked for.
 
@@ -88,7 +88,7 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
     """Parses and checks a body.
 
     Args:
-        cls: What it should be.
+        cls: The expected model.
         data: JSON in UTF-8.
         max_bytes: Larger bodies are refused.
 

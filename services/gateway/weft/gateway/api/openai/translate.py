@@ -41,7 +41,7 @@ from weft.gateway.validate import (
 )
 
 _DEFAULT_COMPLETION_TOKENS = 16
-"""Default for completions, as OpenAI's and vLLM's; chat goes on up to the context."""
+"""Default for completions, as OpenAI's and vLLM's; a chat may fill the context."""
 
 _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Fields that tell a chat template more than variables could."""
@@ -115,7 +115,7 @@ def is_echo_alone(body: CompletionBody) -> bool:
 
 def _completion_tokens(body: CompletionBody) -> int:
     if is_echo_alone(body):
-        return 1  # Nothing is scored without a token to be drawn; nobody sees it.
+        return 1  # Scoring needs a token to draw, which is not shown.
     return _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
 
 
@@ -240,7 +240,7 @@ def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | No
     """The alternatives to ask for at a prompt's positions, and the field that wants them.
 
     Args:
-        body: What may have a field for them.
+        body: The body, which may have a field for them.
         echoed: Alternatives that an echoed prompt is shown with; None: it is not.
     """
     listed = body.prompt_logprobs

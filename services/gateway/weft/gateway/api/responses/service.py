@@ -61,7 +61,7 @@ class _Running:
 
     tenant: Tenant | None
     writer: ResponseWriter | None = None
-    """What writes it; None: it has not begun."""
+    """The writer of the response; None: the response has not begun."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -60,7 +60,7 @@ Message = Mapping[str, Any]
 
 
 class AskedResponse(NamedTuple):
-    """What a body asks for, but for the conversation that it continues."""
+    """The request of a body, without the conversation that it continues."""
 
     request: GenerateRequest
     """Its prompt has the instructions and the input alone."""

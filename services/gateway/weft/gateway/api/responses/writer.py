@@ -42,7 +42,7 @@ class ResponseWriter:
         """Prepares the writer.
 
         Args:
-            request: What is answered.
+            request: The request that is answered.
             body: The body that it was made of.
             stream: Its deltas.
             keep: Called with the finished response, before the client has it.

@@ -54,7 +54,7 @@ class GenerationProbe:
             return
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._probe())
-            # Nobody may be left to hear of its failure.
+            # All callers may have left, so its failure is read here.
             self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._task)
 
@@ -92,7 +92,7 @@ class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
 
         Args:
             pipeline: Runs probes.
-            models: What is served.
+            models: The served models.
             registry: Metrics.
             ready: Raises WeftError unless requests can be served.
             serves_metrics: The settings allow metrics on the REST port.

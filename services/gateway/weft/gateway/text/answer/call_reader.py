@@ -95,7 +95,7 @@ class CallReader:
 
     @property
     def text(self) -> str:
-        """What was read before the name was known."""
+        """The text that was read before the name was known."""
         return "".join(self._pieces)
 
     def push(self, text: str) -> str:

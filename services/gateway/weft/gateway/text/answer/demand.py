@@ -36,7 +36,7 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
     """A list of one or more calls, as `weft.gateway.text.answer.formats.CALLS_ONLY` has them.
 
     Args:
-        tools: Those that may be called, of OpenAI's form.
+        tools: The tools that may be called, in OpenAI's form.
         most: Most calls; None: any number.
     """
     return _constraint(_calls(tools, most))

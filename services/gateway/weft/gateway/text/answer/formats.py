@@ -266,7 +266,7 @@ _TEMPLATE_MARKS: tuple[tuple[str, ToolFormat], ...] = (
     (r"<\|tool_call\|>", GRANITE),
     ("ipython", LLAMA3_JSON),
 )
-"""What is found in the chat templates of each format; the first that is there decides."""
+"""Texts in chat templates that identify each format; the first one found decides."""
 
 QWEN3 = ReasoningFormat("qwen3", THINK, END_THINK)
 """Think tags: most models. The prompt may have opened them."""

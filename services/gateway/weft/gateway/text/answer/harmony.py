@@ -64,12 +64,12 @@ class HarmonyParser:
         """Whether a message's header comes next, or a text without one."""
         self._channel = ""
         self._function = ""
-        """What the current message calls; empty: nothing."""
+        """The function that the current message calls; empty: none."""
         self._is_open = self._is_announced = False
         """Whether the current message is a call, and whether it has been passed on."""
         self._end = ObjectEnd()
         self._has_more = False
-        """Whether the current message goes on behind the arguments of its call."""
+        """Whether the current message continues after the arguments of its call."""
         self._is_complete = True
         self._num_calls = 0
 
@@ -91,7 +91,7 @@ class HarmonyParser:
             _add(part, self._answer.push("", is_last=True))
         return part
 
-    # Both tell whether the text goes on with the other one.
+    # Both return whether the other one continues with the text.
 
     def _header(self, part: AnswerPart, is_last: bool) -> bool:
         text = self._held.lstrip(_BLANKS)
@@ -185,7 +185,7 @@ class HarmonyParser:
             part.calls.append(CallPart(index, "", "", text))
 
     def _show_behind(self, part: AnswerPart, text: str) -> None:
-        """What follows the object of a call is none of its arguments, but content."""
+        """Text after the object of a call is content, not a part of its arguments."""
         shown = text if self._has_more else text.lstrip(_BLANKS)
         self._has_more = self._has_more or bool(shown)
         part.content += shown

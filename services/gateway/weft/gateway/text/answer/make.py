@@ -80,7 +80,7 @@ class _Reading:
         return None if self._is_continued else form
 
     def _before_constraint(self) -> Reasoning | None:
-        """What may come before constrained text."""
+        """The reasoning that may precede constrained text."""
         told = self._model.answer_reasoning
         if told is None or self._prompt.begins_reasoning or self._model.is_harmony:
             return told if told is None else replace(told, begin=None)

@@ -33,7 +33,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class AnswerPart:
-    """What a text adds to an answer."""
+    """The part of an answer that a piece of text adds."""
 
     content: str = ""
     reasoning: str = ""
@@ -162,7 +162,7 @@ class TextParser:
             goes_on = self._state(part, is_last)
         return part
 
-    # Each state takes what it can of the text, and tells whether another state goes on with it.
+    # Each state consumes what it can of the text, and says whether another state continues.
 
     def _maybe_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
         assert self._reasons is not None
@@ -243,7 +243,7 @@ class TextParser:
         while mark := _first_of(text, (*joints, *(tools.tails if self._is_behind else ()))):
             if not is_last and any(_is_beginning(text, one) for one in joints):
                 break  # It may become a longer mark.
-            # What joins two calls is text if no other call follows.
+            # Text between two calls is content if no other call follows.
             if mark in joints and self._is_behind:
                 self._is_behind, self._opening, taken = False, "", ""
                 joints = tools.separators
@@ -299,7 +299,7 @@ class TextParser:
         return bool(self._held)
 
     def _give_up(self, part: AnswerPart, text: str) -> None:
-        """What was read for a call is none: content, like what follows."""
+        """The text that was read as a call is not one: it is content, as is the text after it."""
         if not self._is_demanded:
             part.content += self._opening + text
         self._opening, self._state, self._is_behind = "", self._content, False

@@ -17,7 +17,7 @@ class ReasoningGate:
         self._opener = "" if begins_reasoning else reasoning.opener
         marks = (reasoning.end or reasoning.closer, reasoning.until)
         self._marks = [mark for mark in marks if mark]
-        """What has to come before the answer begins."""
+        """The text that must come before the answer begins."""
         self._is_begun = begins_reasoning
         self._held = ""
         """Text whose end may begin a mark; of it, what has not been returned before the opener is

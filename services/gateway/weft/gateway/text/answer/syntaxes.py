@@ -41,7 +41,7 @@ class Reader(Protocol):
 
     @property
     def text(self) -> str:
-        """What was read before the name was known."""
+        """The text that was read before the name was known."""
         ...
 
     def push(self, text: str) -> str:
@@ -58,7 +58,7 @@ class Begun(NamedTuple):
 
     reader: Reader
     text: str
-    """What its reader has to be given first."""
+    """The text that its reader must get first."""
 
 
 class Syntax(Protocol):

@@ -1,0 +1,107 @@
+"""The reference of the REST API, from the OpenAPI document, and of all settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from markup import escape, inline
+from weft.cli.up.settings import UpSettings
+from weft.common.settings import Settings
+from weft.decode.main import DecodeSettings
+from weft.gateway.api.openai.document import openapi_document
+from weft.gateway.settings import GatewaySettings
+from weft.kvstore.settings import KvStoreSettings
+from weft.prefill.main import PrefillSettings
+
+METHODS = ("get", "post", "put", "patch", "delete")
+PROGRAMS: tuple[type[Settings], ...] = (
+    UpSettings,
+    GatewaySettings,
+    DecodeSettings,
+    PrefillSettings,
+    KvStoreSettings,
+)
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """(Name, Markdown) of the pages."""
+    document = openapi_document()
+    yield "rest", "\n".join(["# REST API", "", *routes(document), *schemas(document)])
+    yield "settings", "\n".join(settings())
+
+
+def routes(document: Mapping[str, Any]) -> list[str]:
+    """A section for each method of each path."""
+    lines = []
+    for path, operations in document["paths"].items():
+        for method in METHODS:
+            if method in operations:
+                operation = operations[method]
+                lines += [f"## {method.upper()} {escape(path)}", ""]
+                lines += [inline(operation.get("summary", "")), ""]
+                body = operation.get("requestBody", {}).get("content", {})
+                lines += [f"- body: {kind(content)}" for content in _kinds(body)]
+                for status, answer in operation["responses"].items():
+                    for form, content in answer.get("content", {}).items():
+                        lines.append(f"- {status}, `{form}`: {kind(content.get('schema', {}))}")
+                lines.append("")
+    return lines
+
+
+def _kinds(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for described in content.values():
+        yield described.get("schema", {})
+
+
+def kind(schema: Mapping[str, Any]) -> str:
+    """What a schema allows, in a few words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    for join in ("anyOf", "oneOf"):
+        if join in schema:
+            return " or ".join(dict.fromkeys(kind(one) for one in schema[join]))
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"`{value}`" for value in values)
+    if schema.get("type") == "array":
+        return f"list of {kind(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
+def schemas(document: Mapping[str, Any]) -> list[str]:
+    """A section for each body and answer."""
+    lines = []
+    for name, schema in sorted(document["components"]["schemas"].items()):
+        lines += [f"## {name}", "", inline(schema.get("description", "")), ""]
+        needed = schema.get("required", ())
+        fields = schema.get("properties", {})
+        if fields:
+            lines += ["| field | | |", "| --- | --- | --- |"]
+        for field, described in fields.items():
+            text = inline(described.get("description", ""))
+            text = text if field not in needed else f"{text} (required)".strip()
+            lines.append(f"| `{field}` | {kind(described)} | {text} |")
+        lines.append("")
+    return lines
+
+
+def settings() -> Iterator[str]:
+    """The settings of all programs, from the fields that they are read into."""
+    yield "# Settings"
+    yield ""
+    yield "Flags, and in brackets their defaults. Each is an environment variable and a key of a"
+    yield "TOML file too ([operations](docs/operations.md#settings)). The REST edge has only flags"
+    yield "and variables: `weft-rest --help` shows them."
+    yield ""
+    for program in PROGRAMS:
+        yield f"## {program.command} {program.program}"
+        yield ""
+        yield "| flag | |"
+        yield "| --- | --- |"
+        for name, field in program.model_fields.items():
+            default = "required" if field.is_required() else f"{field.default}"
+            text = inline(field.description or "")
+            yield f"| `--{name.replace('_', '-')}` | {text} ({escape(default)}) |"
+        yield ""
