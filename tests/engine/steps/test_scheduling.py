@@ -120,7 +120,9 @@ def test_a_flood_of_one_tenant_leaves_room_for_another(model_dir: Path) -> None:
         pair.close()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "longest_prefix", "priority", "fair"])
+@pytest.mark.parametrize(
+    "policy", ["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
+)
 def test_prompts_that_come_together_compute_their_prefix_once(
     model_dir: Path, model: torch.nn.Module, policy: str
 ) -> None:
