@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="folder for a JSON file")
     arguments = parser.parse_args()
     setup = describe_setup(" / ".join(FORMATS), torch.get_num_threads())
-    model_dir, console = resolve_model("demo"), Console()
+    model_dir, console = resolve_model("demo"), Console(width=140)
     texts = continued_chats(model_dir, arguments.chats)
     qualities = judge(model_dir, texts)
     times = measure(model_dir, arguments.turns)
@@ -146,6 +146,7 @@ def product_bytes(model: DecoderOnlyLM) -> int:
 
 def measure(model_dir: Path, turns: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds by workload and format, one entry a turn."""
+    # Streams, tokens of each prompt and new ones; the prompts are part of the time.
     workloads = {"one stream, ms a token": (1, 16, 48), "16 streams, ms a step": (16, 16, 16)}
     workloads["prompt of 512 tokens, ms"] = (1, 512, 1)
     draw = random.Random(1)

@@ -188,13 +188,22 @@ static void ask_for_additions(const Weight *w, const Addition *add, long m, long
   ask_for_a(add, w->is_bf16, unit, linear_units(w, m), asked);
 }
 
-/* tile [rows][32] (+)= rows of x times a panel. */
-static void product(int is_bf16, int accumulate, int rows, long steps, int odd, const char *x,
-                    long stride, const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
+/* tile [rows][32] = rows of x times a panel. */
+static void product(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
+                    const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
   if (is_bf16)
-    tile_product(1, accumulate, rows, steps, odd, x, stride, panel, tile, PANEL, ahead, amx);
+    tile_product(1, 0, rows, steps, odd, x, stride, panel, tile, PANEL, ahead, amx);
   else
-    tile_product(0, accumulate, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
+    tile_product(0, 0, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
+}
+
+/* The same with += for =. */
+static void product_added(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
+                          const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
+  if (is_bf16)
+    tile_product(1, 1, rows, steps, odd, x, stride, panel, tile, PANEL, ahead, amx);
+  else
+    tile_product(0, 1, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
 }
 
 /* tiles [rows first .. end - 1][32] = rows of x times an int8 panel, unpacked part by part. */
@@ -214,9 +223,14 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
       const long row = block_begin(w, m, block);
       const int rows = (int)(block_begin(w, m, block + 1) - row);
       Prefetch none = {{NULL, NULL}, NULL, 0};
-      product(is_bf16, from > 0, rows, numbers / per_word, is_bf16 && numbers % 2,
-              x + row * stride + 2 * from * (is_bf16 ? 2 : 4), stride, words,
-              tiles + (row - first_row) * PANEL, &none, amx);
+      const char *part = x + row * stride + 2 * from * (is_bf16 ? 2 : 4);
+      float *tile = tiles + (row - first_row) * PANEL;
+      const long steps = numbers / per_word;
+      const int odd = is_bf16 && numbers % 2;
+      if (from == 0)
+        product(is_bf16, rows, steps, odd, part, stride, words, tile, &none, amx);
+      else
+        product_added(is_bf16, rows, steps, odd, part, stride, words, tile, &none, amx);
     }
   }
 }
@@ -263,7 +277,7 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       ahead.num_later--;
     }
     if (w->scales == NULL)
-      product(w->is_bf16, 0, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
+      product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
     else if (!unpacks)
       integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
