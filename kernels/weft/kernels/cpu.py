@@ -231,6 +231,7 @@ class NativeCpu:
         "packed_words",
         "paged_attention",
         "prepare_lora",
+        "quantise_rows",
         "rms_norm",
         "rope_and_cache",
         "silu_and_mul",
@@ -257,6 +258,9 @@ class NativeCpu:
             "weft_linear", integer, pointer, pointer, long, pointer, pointer, integer, pointer, long
         )
         self.prepare_lora = declare("weft_prepare_lora", integer, pointer, long, long)
+        self.quantise_rows = declare(
+            "weft_quantise_rows", None, integer, pointer, long, long, pointer, pointer
+        )
         self.moe = declare("weft_moe", integer, pointer)
         self.rms_norm = declare("weft_rms_norm", None, *norm)
         self.silu_and_mul = declare(

@@ -7,25 +7,13 @@ types that it takes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
+from weft.kernels import cpu
 
 INT8_MAX = 127
 """Largest number: -128 is not used, so that a matrix and its negative are equally exact."""
-
-
-class _Matrix(Protocol):
-    """What all kinds of quantised matrices have."""
-
-    data: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows N and columns K of the matrix."""
-
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix in floats, [N, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +46,7 @@ class Int8Channels:
 
 
 QuantisedMatrix: TypeAlias = Int8Channels
-"""Any of the kinds of quantised matrices."""
+"""Any of the kinds of quantised matrices. Each has `data`, `shape` and `dequantised`."""
 
 
 def quantise_channels(weight: torch.Tensor) -> Int8Channels:
@@ -70,12 +58,24 @@ def quantise_channels(weight: torch.Tensor) -> Int8Channels:
     Raises:
         ValueError: A number is not finite.
     """
+    if (native := cpu.native_cpu_for(weight)) is None:
+        data, scales = _quantise_reference(weight)
+    else:
+        weight = weight.contiguous()
+        data = torch.empty(weight.shape, dtype=torch.int8)
+        scales = torch.empty(weight.shape[0], dtype=torch.float32)
+        is_bf16 = weight.dtype == torch.bfloat16
+        pointers = (data.data_ptr(), scales.data_ptr())
+        native.quantise_rows(is_bf16, weight.data_ptr(), *weight.shape, *pointers)
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError("a weight that is not finite cannot be quantised")
+    return Int8Channels(data, scales)
+
+
+def _quantise_reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = weight.float()
     largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
-    if not bool(torch.isfinite(largest).all()):
-        raise ValueError("a weight that is not finite cannot be quantised")
     scales = largest / INT8_MAX
     # A row of zeros, or of numbers that are nearly as small as floats can be, stays zeros.
     inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
-    data = (wide * inverse[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
-    return Int8Channels(data, scales)
+    return (wide * inverse[:, None]).round_().to(torch.int8), scales

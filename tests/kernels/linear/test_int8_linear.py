@@ -176,15 +176,20 @@ def test_experts(dtype: torch.dtype) -> None:
         assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
-def test_channels_keep_what_int8_can_tell_apart() -> None:
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_channels_keep_what_int8_can_tell_apart(dtype: torch.dtype) -> None:
     weight = torch.randn(50, 300) * 10.0 ** torch.randint(-6, 6, (50, 1))
     weight[7] = 0
     weight[8] = 1e-44
+    weight = weight.to(dtype)
     matrix = quantise_channels(weight)
     assert matrix.data.abs().max() == 127
-    error = (matrix.dequantised(torch.float32) - weight).abs().amax(1)
+    error = (matrix.dequantised(torch.float32) - weight.float()).abs().amax(1)
     # Half a step of the row, and the rounding of float32; what is almost zero becomes zero.
-    assert (error <= weight.abs().amax(1) / 127 * 0.5001 + 1e-38).all()
+    assert (error <= weight.float().abs().amax(1) / 127 * 0.5001 + 1e-38).all()
+    narrow = quantise_channels(weight[:, :7])
+    assert torch.equal(narrow.scales, weight[:, :7].float().abs().amax(1) / 127)
     for bad in (float("nan"), float("inf")):
         weight[3, 4] = bad
         with pytest.raises(ValueError, match="finite"):

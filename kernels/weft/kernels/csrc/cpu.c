@@ -49,6 +49,14 @@ void weft_pack(const Weight *w, const void *plain, void *packed, const void *bia
   if (scales != NULL) pack_scales(w, scales, packed_scales);
 }
 
+/* out [rows, n] = x rounded row by row, scales [rows]; see `round_weights`. */
+void weft_quantise_rows(int is_bf16, const void *x, int64_t rows, int64_t n, int8_t *out,
+                        float *scales) {
+#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
+  for (int64_t r = 0; r < rows; r++)
+    scales[r] = round_weights(x, is_bf16, r * n, n, out + r * n);
+}
+
 /* A Status; `lora`, prepared, or null: its first group adds to the product in layer `layer`. */
 int weft_linear(const Weight *w, const void *x, int64_t rows, const void *residual, void *out,
                  int out_bf16, const Lora *lora, int64_t layer) {

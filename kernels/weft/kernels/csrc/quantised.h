@@ -27,6 +27,29 @@ typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias));
 /* Whether rows are multiplied as integers. */
 INLINE int uses_integers(const int is_bf16) { return is_bf16 && !uses_amx(is_bf16); }
 
+/* Rounds n weights from `offset` on to int8; returns their scale, which is NaN if one is not finite.
+ * Numbers that are nearly as small as floats can be become zeros. */
+static float round_weights(const void *x, int is_bf16, long offset, long n, int8_t *out) {
+  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  vi highest = {0};
+  for (long i = 0; i < n; i += VL) {
+    const vi bits = (vi)load_some(x, is_bf16, offset + i, at_most(n - i, VL)) & 0x7fffffff;
+    const vi is_higher = bits > highest;
+    highest = (is_higher & bits) | (~is_higher & highest);
+  }
+  union { int32_t bits; float value; } largest = {0};
+  for (int i = 0; i < VL; i++) largest.bits = highest[i] > largest.bits ? highest[i] : largest.bits;
+  const float scale = largest.value <= FLT_MAX ? largest.value / 127.0f : NAN;
+  const float factor = scale > FLT_MIN ? 1.0f / scale : 0.0f;
+  for (long i = 0; i < n; i += VL) {
+    const int some = at_most(n - i, VL);
+    const vf value = load_some(x, is_bf16, offset + i, some) * factor + shift;
+    const vi whole = (vi)value - (vi)vf_splat(shift);
+    for (int j = 0; j < some; j++) out[i + j] = (int8_t)whole[j];
+  }
+  return scale;
+}
+
 /* Rows in 16 bits: words of two neighbours, and a scale for each block. */
 typedef struct {
   uint32_t *words; /* [rows, stride], zeros behind the last number */
