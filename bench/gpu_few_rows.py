@@ -18,18 +18,19 @@ from unittest import mock
 import numpy as np
 import torch
 from model_shapes import MODELS
-from weft.kernels.decoder_layer import (
-    DecoderLayerWeight,
-    DecoderStep,
-    GatedMlpWeight,
-    pack_decoder_layer,
-    prepare_step,
-)
-from weft.kernels.gpu import decoder_layers as gpu
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.stack import Run, run_all
+from weft.engine.model.step import Step
+from weft.kernels.attention import AttentionSpec, GroupStep
 from weft.kernels.gpu import linear as gpu_linear
+from weft.kernels.gpu import stream as gpu
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import ROW_RANK, LoraSegments, LoraStep, LoraWeights, sort_tokens
+from weft.kernels.norm import Norm
 from weft.kernels.side_stream import rehearsal
+from weft.testing.kernels.layer_cases import step_of
 
 CONTEXT, PAGE_SIZE, REPLAYS, ROUNDS = 512, 16, 4, 30
 MIN_WEIGHT_BYTES = 200 << 20
@@ -41,7 +42,7 @@ def never(*arguments: object, **options: object) -> bool:
     return False
 
 
-NORMS, ADDITIONS = (gpu, "_take_norms"), (gpu_linear, "_adds_within")
+NORMS, ADDITIONS = (gpu, "can_fold"), (gpu_linear, "_adds_within")
 WAYS = {
     "as it is": (),
     "norms by themselves": (NORMS,),
@@ -54,21 +55,21 @@ def numbers(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
 
 
-def make_layer(shape: dict[str, Any]) -> DecoderLayerWeight:
+def make_layer(shape: dict[str, Any], index: int) -> Layer:
     """A layer of random weights."""
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     gain = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
-    return pack_decoder_layer(
-        input_norm=gain,
-        qkv=pack_linear(numbers((heads + 2 * kv_heads) * dim, hidden)),
-        o=pack_linear(numbers(hidden, heads * dim)),
-        post_norm=gain,
-        mlp=GatedMlpWeight(
-            pack_gate_up(numbers(2 * inner, hidden)), pack_linear(numbers(hidden, inner))
-        ),
-        eps=1e-5,
+    attention = Attention(
+        AttentionSpec(heads, kv_heads, dim, dim**-0.5),
+        index,
+        torch.randn(CONTEXT, dim, device="cuda"),
+        qkv_proj=pack_linear(numbers((heads + 2 * kv_heads) * dim, hidden)),
+        o_proj=pack_linear(numbers(hidden, heads * dim)),
     )
+    gate_up = pack_gate_up(numbers(2 * inner, hidden))
+    mlp = GatedMLP(index, gate_up, pack_linear(numbers(hidden, inner)))
+    return Layer(index, Norm(gain, 1e-5), attention, Norm(gain, 1e-5), mlp)
 
 
 def make_adapters(shape: dict[str, Any], layers: int, rows: int, rank: int) -> LoraStep:
@@ -98,28 +99,26 @@ def make_adapters(shape: dict[str, Any], layers: int, rows: int, rank: int) -> L
     return LoraStep(segments=segments, **groups, are_given=True)
 
 
-def make_step(
-    w: DecoderLayerWeight, shape: dict[str, Any], layers: int, rows: int, lora: LoraStep | None
-) -> DecoderStep:
+def make_pool(shape: dict[str, Any], layers: int, rows: int) -> torch.Tensor:
+    """Pages of as many requests as rows."""
+    pages, dim = rows * CONTEXT // PAGE_SIZE, shape["head_dim"]
+    size = (pages, shape["num_key_value_heads"], layers, 2, PAGE_SIZE, dim)
+    return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+
+def make_step(rows: int, lora: LoraStep | None) -> Step:
     """Requests that bring one row each and see 512 positions."""
-    pages, dim = CONTEXT // PAGE_SIZE, shape["head_dim"]
-    size = (rows * pages, shape["num_key_value_heads"], layers, 2, PAGE_SIZE, dim)
+    pages = CONTEXT // PAGE_SIZE
     table = torch.randperm(rows * pages, device="cuda").int().view(rows, pages)
-    return prepare_step(
-        w,
-        pool=torch.randn(size, device="cuda", dtype=torch.bfloat16),
-        positions=torch.full((rows,), CONTEXT - 1, device="cuda"),
-        slots=table[:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1,
-        cos_sin=torch.randn(CONTEXT, dim, device="cuda"),
+    group = GroupStep(
         page_table=table,
+        places=table[:, -1].long() * PAGE_SIZE + PAGE_SIZE - 1,
         cu_q_lens=torch.arange(rows + 1, device="cuda", dtype=torch.int32),
         kv_lens=torch.full((rows,), CONTEXT, device="cuda", dtype=torch.int32),
-        num_heads=shape["num_attention_heads"],
-        scale=dim**-0.5,
         max_q_len=1,
         max_kv_len=CONTEXT,
-        lora=lora,
     )
+    return step_of(torch.full((rows,), CONTEXT - 1, device="cuda"), group, lora)
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -154,17 +153,18 @@ def main() -> None:
     print(torch.cuda.get_device_name(), "us a layer:", ", ".join(WAYS))
     for name in arguments.models:
         shape = MODELS[name]
-        first = make_layer(shape)
-        parts = (first.qkv, first.o, first.mlp.gate_up, first.mlp.down)
-        layers = -(-MIN_WEIGHT_BYTES // sum(part.data.nbytes for part in parts))
-        stack = [first, *(make_layer(shape) for _ in range(layers - 1))]
+        first = make_layer(shape, 0)
+        products = (first.mixer.qkv_proj, first.mixer.o_proj)
+        products += (first.feed.gate_up_proj, first.feed.down_proj)
+        layers = -(-MIN_WEIGHT_BYTES // sum(product.data.nbytes for product in products))
+        stack = [Run([first, *(make_layer(shape, 1 + index) for index in range(layers - 1))])]
         for rows in arguments.rows:
             rank, lora = arguments.rank, None
             if rank:
                 lora = make_adapters(shape, layers, rows, rank)
-            step = make_step(first, shape, layers, rows, lora)
+            step, pool = make_step(rows, lora), make_pool(shape, layers, rows)
             hidden = numbers(rows, shape["hidden_size"])
-            run = partial(gpu.decoder_layers, hidden, stack, step, 0)
+            run = partial(run_all, stack, hidden, step, pool)
             graphs = []
             for patches in WAYS.values():
                 with contextlib.ExitStack() as changes:

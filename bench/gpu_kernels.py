@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from weft.kernels.activation import silu_and_mul
+from weft.kernels.attention import AttentionSpec, GroupStep
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu.extend_attention import OwnKv
 from weft.kernels.gpu.flash_attention import prompt_rows, takes
@@ -370,12 +371,11 @@ def attention_call(
     for row in range(1, q_len):
         words.append(words[(row - 1) // 4] | 1 << row)
     ancestors = torch.tensor(words * requests, device="cuda") if is_tree else None
-    lengths = (table, starts, kv_lens, dim**-0.5, q_len, kv_len)
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
+    step = GroupStep(table, starts, starts, kv_lens, q_len, kv_len, ancestors)
     return [
         # Not settled, as it is in a model: calls that follow each other would overlap.
-        lambda layer=layer: gpu_attention.paged_attention(
-            q, pool, layer, *lengths, window=window, ancestors=ancestors
-        )
+        lambda layer=layer: gpu_attention.paged_attention(q, pool, layer, spec, step)
         for layer in range(layers)
     ]
 
@@ -402,9 +402,9 @@ def cold_call(
     starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * length
     kv_lens = torch.full((requests,), length, device="cuda", dtype=torch.int32)
     own = OwnKv(k, v, prompt_rows(starts, rows) if is_flash else None)
-    return lambda: gpu_attention.paged_attention(
-        q, pool, 0, table, starts, kv_lens, dim**-0.5, length, length, own, window=window
-    )
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
+    step = GroupStep(table, starts, starts, kv_lens, length, length)
+    return lambda: gpu_attention.paged_attention(q, pool, 0, spec, step, own)
 
 
 def bench_attention(bench: Bench) -> None:

@@ -13,17 +13,17 @@ import statistics
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from weft.kernels.decoder_layer import (
-    DecoderStep,
-    GatedMlpWeight,
-    decoder_layers,
-    pack_decoder_layer,
-    prepare_step,
-    stack_layers,
-)
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.stack import Run, run_all
+from weft.engine.model.step import Step
+from weft.kernels.attention import AttentionSpec, GroupStep
 from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, sort_tokens
+from weft.kernels.norm import Norm
 from weft.kernels.side_stream import rehearsal
+from weft.testing.kernels import layer_cases
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS = 4096, 14336, 32, 8, 128, 6
 MAX_ROWS = 8
@@ -48,20 +48,24 @@ def numbers(rows: int, columns: int) -> torch.Tensor:
     return values / columns**0.5
 
 
-LAYER_WEIGHTS = [
-    pack_decoder_layer(
-        input_norm=torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16),
-        qkv=pack_linear(numbers((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)),
-        o=pack_linear(numbers(HIDDEN, HEADS * DIM)),
-        post_norm=torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16),
-        mlp=GatedMlpWeight(
-            pack_gate_up(numbers(2 * INNER, HIDDEN)), pack_linear(numbers(HIDDEN, INNER))
-        ),
-        eps=1e-5,
+NORM = Norm(torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), 1e-5)
+COS_SIN = torch.randn(8192, DIM, device="cuda")
+
+
+def make_layer(index: int) -> Layer:
+    """A layer of random weights."""
+    attention = Attention(
+        AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
+        index,
+        COS_SIN,
+        qkv_proj=pack_linear(numbers((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)),
+        o_proj=pack_linear(numbers(HIDDEN, HEADS * DIM)),
     )
-    for _ in range(LAYERS)
-]
-STACK = stack_layers(LAYER_WEIGHTS)
+    gate_up, down = pack_gate_up(numbers(2 * INNER, HIDDEN)), pack_linear(numbers(HIDDEN, INNER))
+    return Layer(index, NORM, attention, NORM, GatedMLP(index, gate_up, down))
+
+
+RUN = Run([make_layer(index) for index in range(LAYERS)])
 
 
 def adapters_of(rows: int, count: int, rank: int, *, are_sorted: bool) -> LoraStep:
@@ -89,37 +93,30 @@ def adapters_of(rows: int, count: int, rank: int, *, are_sorted: bool) -> LoraSt
     )
 
 
-def step_of(rows: int, q_len: int, kv_len: int, lora: LoraStep | None) -> DecoderStep:
+def step_of(rows: int, q_len: int, kv_len: int, lora: LoraStep | None) -> Step:
     """Requests of `q_len` new rows each, which see `kv_len`."""
     requests, pages = rows // q_len, -(-kv_len // 16)
-    pool = torch.zeros(
-        (requests * pages + 1, KV_HEADS, LAYERS, 2, 16, DIM), device="cuda", dtype=torch.bfloat16
-    ).normal_()
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
     positions = torch.arange(kv_len - q_len, kv_len, device="cuda").repeat(requests)
     owners = torch.arange(requests, device="cuda").repeat_interleave(q_len)
-    return prepare_step(
-        LAYER_WEIGHTS[0],
-        pool=pool,
-        positions=positions,
-        slots=table[owners, positions // 16].long() * 16 + positions % 16,
-        cos_sin=torch.randn(kv_len, DIM, device="cuda"),
+    group = GroupStep(
         page_table=table,
+        places=table[owners, positions // 16].long() * 16 + positions % 16,
         cu_q_lens=torch.arange(requests + 1, device="cuda", dtype=torch.int32) * q_len,
         kv_lens=torch.full((requests,), kv_len, device="cuda", dtype=torch.int32),
-        num_heads=HEADS,
-        scale=DIM**-0.5,
         max_q_len=q_len,
         max_kv_len=kv_len,
-        lora=lora,
     )
+    return layer_cases.step_of(positions, group, lora)
 
 
 class Graph:
     """The layers of a step, captured."""
 
-    def __init__(self, step: DecoderStep, rows: int) -> None:
+    def __init__(self, step: Step, rows: int) -> None:
         self._step, self._hidden = step, numbers(rows, HIDDEN)
+        shape = (step.groups[0].page_table.numel() + 1, KV_HEADS, LAYERS, 2, 16, DIM)
+        self._pool = torch.zeros(shape, device="cuda", dtype=torch.bfloat16).normal_()
         with torch.inference_mode():
             with rehearsal():
                 self._run()
@@ -129,7 +126,7 @@ class Graph:
                 self.out = self._run()
 
     def _run(self) -> torch.Tensor:
-        return decoder_layers(self._hidden.clone(), STACK, self._step)
+        return run_all([RUN], self._hidden.clone(), self._step, self._pool)
 
     def us(self, repeats: int = 20) -> float:
         """Median microseconds a layer."""

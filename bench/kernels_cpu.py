@@ -27,26 +27,23 @@ from roofline import Roofline, timed
 from weft.engine.transfer.digest import digest_pages, digest_pages_numpy
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
-from weft.kernels.attention import paged_attention, paged_attention_reference
-from weft.kernels.decoder_layer import (
-    DecoderLayerWeight,
-    DecoderStep,
-    GatedMlpWeight,
-    decoder_layer_reference,
-    decoder_layers,
-    pack_decoder_layer,
-    prepare_step,
-    stack_layers,
+from weft.kernels.attention import (
+    AttentionSpec,
+    GroupStep,
+    paged_attention,
+    paged_attention_reference,
 )
+from weft.kernels.dense_run import DenseLayer, DenseRun
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
-from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, sort_tokens
+from weft.kernels.lora import LoraSegments, LoraStep, LoraWeights, addition_to, sort_tokens
 from weft.kernels.memory import WeightArena, huge_zeros
-from weft.kernels.norm import rms_norm, rms_norm_reference
+from weft.kernels.norm import Norm, rms_norm, rms_norm_reference
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
 
 LAYERS, HIDDEN, INNER, VOCAB = 30, 576, 1536, 49152
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 9, 3, 64, 16
 EPS = 1e-5
+SPEC = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5)
 
 
 @dataclass(slots=True)
@@ -71,7 +68,7 @@ class Row:
 class Model:
     """Random weights of the demo model, packed and (for torch) plain."""
 
-    layers: list[DecoderLayerWeight]
+    layers: list[DenseLayer]
     plain: list[dict[str, torch.Tensor]]
     head: LinearWeight
     plain_head: torch.Tensor
@@ -95,21 +92,24 @@ def make_model(dtype: torch.dtype) -> Model:
         }
         for _ in range(LAYERS)
     ]
+    angles = torch.outer(torch.arange(8192), 1e4 ** -(torch.arange(0, DIM, 2) / DIM))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     layers = [
-        pack_decoder_layer(
-            input_norm=1 + draw(HIDDEN),
+        DenseLayer(
+            input_norm=Norm(1 + draw(HIDDEN), EPS),
             qkv=pack_linear(w["qkv"], arena=arena),
+            q_norm=None,
+            k_norm=None,
             o=pack_linear(w["o"], arena=arena),
-            post_norm=1 + draw(HIDDEN),
-            mlp=GatedMlpWeight(
-                pack_gate_up(w["gate_up"], arena=arena), pack_linear(w["down"], arena=arena)
-            ),
-            eps=EPS,
+            post_norm=Norm(1 + draw(HIDDEN), EPS),
+            gate_up=pack_gate_up(w["gate_up"], arena=arena),
+            down=pack_linear(w["down"], arena=arena),
+            cos_sin=cos_sin,
+            spec=SPEC,
         )
         for w in plain
     ]
     head = draw(VOCAB, HIDDEN)
-    angles = torch.outer(torch.arange(8192), 1e4 ** -(torch.arange(0, DIM, 2) / DIM))
     pool = huge_zeros((700, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM), dtype)
     pool.copy_(torch.randn(700, 1, 1, 1, 1, 1).to(dtype).expand_as(pool))
     return Model(
@@ -117,7 +117,7 @@ def make_model(dtype: torch.dtype) -> Model:
         plain=plain,
         head=pack_linear(head, arena=arena),
         plain_head=head,
-        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
+        cos_sin=cos_sin,
         pool=pool,
     )
 
@@ -128,12 +128,7 @@ class Step:
 
     rows: int
     positions: torch.Tensor
-    slots: torch.Tensor
-    page_table: torch.Tensor
-    cu_q_lens: torch.Tensor
-    kv_lens: torch.Tensor
-    max_q_len: int
-    max_kv_len: int
+    group: GroupStep
 
 
 def make_step(requests: Sequence[tuple[int, int]], num_pages: int) -> Step:
@@ -141,19 +136,18 @@ def make_step(requests: Sequence[tuple[int, int]], num_pages: int) -> Step:
     max_pages = max(-(-kv_len // PAGE_SIZE) for _, kv_len in requests)
     table = torch.randperm(num_pages)[: len(requests) * max_pages].int().view(len(requests), -1)
     positions = [torch.arange(kv_len - q_len, kv_len) for q_len, kv_len in requests]
-    slots = [
+    places = [
         table[r, p // PAGE_SIZE].long() * PAGE_SIZE + p % PAGE_SIZE for r, p in enumerate(positions)
     ]
-    return Step(
-        rows=sum(q_len for q_len, _ in requests),
-        positions=torch.cat(positions),
-        slots=torch.cat(slots),
+    group = GroupStep(
         page_table=table,
+        places=torch.cat(places),
         cu_q_lens=torch.tensor([0, *(q_len for q_len, _ in requests)]).cumsum(0).int(),
         kv_lens=torch.tensor([kv_len for _, kv_len in requests]).int(),
         max_q_len=max(q_len for q_len, _ in requests),
         max_kv_len=max(kv_len for _, kv_len in requests),
     )
+    return Step(sum(q_len for q_len, _ in requests), torch.cat(positions), group)
 
 
 def linear_row(model: Model, rows: int, with_head: bool) -> Row:
@@ -167,10 +161,8 @@ def linear_row(model: Model, rows: int, with_head: bool) -> Row:
         for layer in model.layers:
             linear(inputs[HIDDEN], layer.qkv)
             linear(inputs[HIDDEN], layer.o)
-            mlp = layer.mlp
-            assert isinstance(mlp, GatedMlpWeight)
-            gate_up_silu(inputs[HIDDEN], mlp.gate_up)
-            linear(inputs[INNER], mlp.down)
+            gate_up_silu(inputs[HIDDEN], layer.gate_up)
+            linear(inputs[INNER], layer.down)
         if with_head:
             linear(inputs[HIDDEN], model.head)
 
@@ -204,8 +196,7 @@ def amx_row(model: Model, rows: int, without: cpu.NativeCpu) -> Row:
     dtype = model.plain_head.dtype
     products = []
     for layer in model.layers:
-        assert isinstance(layer.mlp, GatedMlpWeight)
-        products += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+        products += layer.products.values()
     inputs = {k: torch.randn(rows, k).to(dtype) for k in (HIDDEN, INNER)}
     out = torch.empty(rows * max(w.out_features for w in products), dtype=dtype)
     size = sum(w.out_features * w.in_features for w in products)
@@ -232,17 +223,7 @@ def attention_row(model: Model, name: str, requests: Sequence[tuple[int, int]]) 
 
     def run(function: Callable[..., torch.Tensor]) -> torch.Tensor:
         for layer in range(LAYERS):
-            out = function(
-                q,
-                model.pool,
-                layer,
-                step.page_table,
-                step.cu_q_lens,
-                step.kv_lens,
-                DIM**-0.5,
-                step.max_q_len,
-                step.max_kv_len,
-            )
+            out = function(q, model.pool, layer, SPEC, step.group)
         return out
 
     check(run(paged_attention), run(paged_attention_reference))
@@ -266,6 +247,7 @@ def small_rows(model: Model, rows: int) -> list[Row]:
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM).to(dtype)
     both = torch.randn(rows, 2 * INNER).to(dtype)
     rope = (qkv, step.positions, model.cos_sin, model.pool)
+    rest = (step.group.places, HEADS, KV_HEADS)
 
     def each(call: Callable[[int], object], times: int = LAYERS) -> Callable[[], None]:
         def run() -> None:
@@ -283,8 +265,8 @@ def small_rows(model: Model, rows: int) -> list[Row]:
         ),
         Row(
             f"rope + cache write, {rows} rows",
-            each(lambda layer: rope_and_cache(*rope, layer, step.slots, HEADS, KV_HEADS)),
-            each(lambda layer: rope_and_cache_reference(*rope, layer, step.slots, HEADS, KV_HEADS)),
+            each(lambda layer: rope_and_cache(*rope, layer, *rest)),
+            each(lambda layer: rope_and_cache_reference(*rope, layer, *rest)),
             "eager",
         ),
         Row(
@@ -296,28 +278,32 @@ def small_rows(model: Model, rows: int) -> list[Row]:
     ]
 
 
-def prepare(model: Model, step: Step, lora: LoraStep | None = None) -> DecoderStep:
-    """Prepares a step over all layers."""
-    return prepare_step(
-        model.layers[0],
-        pool=model.pool,
-        cos_sin=model.cos_sin,
-        positions=step.positions,
-        slots=step.slots,
-        page_table=step.page_table,
-        cu_q_lens=step.cu_q_lens,
-        kv_lens=step.kv_lens,
-        num_heads=HEADS,
-        scale=DIM**-0.5,
-        max_q_len=step.max_q_len,
-        max_kv_len=step.max_kv_len,
-        lora=lora,
-    )
+def in_one_call(
+    model: Model, run: DenseRun, hidden: torch.Tensor, step: Step, lora: LoraStep | None = None
+) -> torch.Tensor:
+    """All layers as one operation."""
+    return run(hidden.clone(), step.positions, step.group, model.pool, 0, lora)
+
+
+def by_operation(
+    model: Model, hidden: torch.Tensor, step: Step, lora: LoraStep | None = None
+) -> torch.Tensor:
+    """All layers as separate operations."""
+    for i, layer in enumerate(model.layers):
+        to_qkv, to_o, to_gate_up, to_down = (addition_to(lora, g, i) for g in layer.products)
+        qkv = linear(layer.input_norm(hidden), layer.qkv, lora=to_qkv)
+        rope = (qkv, step.positions, model.cos_sin, model.pool, i, step.group.places)
+        q = rope_and_cache(*rope, HEADS, KV_HEADS)
+        mixed = paged_attention(q, model.pool, i, SPEC, step.group)
+        hidden = linear(mixed, layer.o, hidden, lora=to_o)
+        inner = gate_up_silu(layer.post_norm(hidden), layer.gate_up, to_gate_up)
+        hidden = linear(inner, layer.down, hidden, lora=to_down)
+    return hidden
 
 
 def logits_of(model: Model, hidden: torch.Tensor) -> torch.Tensor:
     """Computes the LM head."""
-    normed = rms_norm(hidden, model.layers[0].input_norm, EPS)
+    normed = model.layers[0].input_norm(hidden)
     return linear(normed, model.head, None, torch.float32)
 
 
@@ -325,19 +311,16 @@ def step_row(model: Model, name: str, requests: Sequence[tuple[int, int]], with_
     """A whole step of the model, as one operation beside single native operations."""
     step = make_step(requests, len(model.pool))
     hidden = torch.randn(step.rows, HIDDEN).to(model.pool.dtype)
-    stack = stack_layers(model.layers)
+    dense = DenseRun.of(model.layers)
+    assert dense is not None
 
     def finish(out: torch.Tensor) -> torch.Tensor:
         return logits_of(model, out) if with_head else out
 
     def run(fused: bool) -> torch.Tensor:
-        prepared = prepare(model, step)
         if fused:
-            return finish(decoder_layers(hidden.clone(), stack, prepared))
-        out = hidden
-        for i, layer in enumerate(model.layers):
-            out = decoder_layer_reference(out, layer, prepared, i)
-        return finish(out)
+            return finish(in_one_call(model, dense, hidden, step))
+        return finish(by_operation(model, hidden, step))
 
     check(run(True), run(False))
     linears = linear_row(model, step.rows, with_head)
@@ -385,16 +368,15 @@ def lora_row(
     """A whole step with adapters of rank 16 beside the same step without."""
     step = make_step(requests, len(model.pool))
     hidden = torch.randn(step.rows, HIDDEN).to(model.pool.dtype)
-    stack = stack_layers(model.layers)
+    dense = DenseRun.of(model.layers)
+    assert dense is not None
     lora = make_lora(num_adapters, 16, step.rows, model.pool.dtype)
 
     def run(lora: LoraStep | None) -> torch.Tensor:
-        out = decoder_layers(hidden.clone(), stack, prepare(model, step, lora))
+        out = in_one_call(model, dense, hidden, step, lora)
         return logits_of(model, out) if with_head else out
 
-    prepared, out = prepare(model, step, lora), hidden
-    for i, layer in enumerate(model.layers):
-        out = decoder_layer_reference(out, layer, prepared, i)
+    out = by_operation(model, hidden, step, lora)
     check(run(lora), logits_of(model, out) if with_head else out)
     return Row(
         f"{num_adapters} adapters of rank 16, {name}",

@@ -45,7 +45,7 @@ from weft.engine.loop.intake import Intake
 from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
-from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.step import Step
 from weft.engine.protocol.messages import Inbox, Outbox
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.submits import Submit
@@ -76,10 +76,10 @@ class FakeModel:
         """The shape of a page; nothing is ever written there."""
         return LAYOUT
 
-    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+    def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Returns zeros, [L, 1]."""
         self.called_at_s = time.perf_counter()
-        hidden = self._hidden[: batch.logits_rows.shape[0]]
+        hidden = self._hidden[: step.logits_rows.shape[0]]
         self.returned_at_s = time.perf_counter()
         return hidden
 

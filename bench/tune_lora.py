@@ -16,7 +16,7 @@ from functools import partial
 
 import gpu_lora_layers as layers
 import torch
-from weft.kernels.decoder_layer import DecoderStep
+from weft.engine.model.step import Step
 from weft.kernels.gpu import lora_shrink, lora_tiles
 from weft.kernels.gpu.dependent_launch import launch_options
 from weft.kernels.gpu.lora import Ranks
@@ -301,7 +301,7 @@ def tune() -> None:
         loras = [layers.adapters_of(rows, *mix, are_sorted=rows > FEW) for mix in MIXES]
         steps = [replace(plain, lora=lora) for lora in loras]
 
-        def whole(steps: list[DecoderStep] = steps, rows: int = rows) -> list[float]:
+        def whole(steps: list[Step] = steps, rows: int = rows) -> list[float]:
             return [layers.Graph(step, rows).us(12) for step in steps]
 
         print(f"{rows} rows without adapters: {layers.Graph(plain, rows).us():.1f}", flush=True)

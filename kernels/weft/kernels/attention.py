@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
 from weft.kernels.pool import has_dense_pages
+
+if TYPE_CHECKING:
+    from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
 
 MAX_TREE_ROWS = 32
 """Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
@@ -16,21 +20,70 @@ must be larger.
 """
 
 
+class AttentionSpec(NamedTuple):
+    """The constants of one layer's attention."""
+
+    heads: int
+    """Hq."""
+    kv_heads: int
+    """Hkv, which divides Hq."""
+    dim: int
+    """D."""
+    scale: float
+    """Factor on the scores."""
+    window: int | None = None
+    """Positions that a row attends to at most, or None for all; not on a GPU beside a first
+    position.
+    """
+    is_fixed: bool = False
+    """A row's result does not depend on the step's other rows on a GPU either; not with
+    ancestors.
+    """
+
+
+class GroupStep(NamedTuple):
+    """One step as the layers of one page group see it: T rows of R requests.
+
+    Layers of a group share page numbers, and so the page table. On the model's device.
+    """
+
+    page_table: torch.Tensor
+    """[R, max_pages] int32, contiguous along a row; entries beyond kv_len are undefined."""
+    places: torch.Tensor
+    """[T] int64: page * page_size + offset where each row's K and V go."""
+    cu_q_lens: torch.Tensor
+    """[R + 1] int32; request r has the rows cu_q_lens[r] : cu_q_lens[r + 1]."""
+    kv_lens: torch.Tensor
+    """[R] int32: positions in pages, new rows included."""
+    max_q_len: int
+    """Largest number of rows of a request, or a bound."""
+    max_kv_len: int
+    """Largest kv_len, or a bound."""
+    ancestors: torch.Tensor | None = None
+    """[T] int64, contiguous, or None: every row sees all of its request before it. Row j of a
+    request sees its row i, i <= j, if bit i of its word is set, which that of its own must be; bit
+    63 stands for all rows from there on. So -1 is causal, and only requests of at most
+    MAX_TREE_ROWS rows may have other words.
+    """
+    is_cold: bool = False
+    """Requests of several rows are known to have nothing before the step."""
+    is_settled: bool = False
+    """Set by `settled` for consecutive layers in which all rows attend: the step is checked, and
+    kernels may read it, and what the pool has before its rows, ahead of launches before them.
+    """
+    prompts: PromptRows | None = None
+    """Of a settled step: rows that FlashAttention-3 takes."""
+
+
 def paged_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    max_q_len: int,
-    max_kv_len: int,
+    spec: AttentionSpec,
+    step: GroupStep,
+    own: OwnKv | None = None,
     first_position: int = 0,
     *,
-    window: int | None = None,
-    is_fixed: bool = False,
-    ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
     """Attention of each request's new rows over its pages, decode and prefill mixed freely.
@@ -41,7 +94,7 @@ def paged_attention(
     step must be in the pool already. K and V that no row sees are not read, nor is the table beyond
     kv_len.
 
-    With `ancestors` a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et
+    With ancestors a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et
     al., arXiv 2305.09781, section 4.2), one behind the other in the pool, parents first: row j sees
     the positions before all of them, and of them those that its word names. It is at the position
     that follows by its depth, which is what a window counts from.
@@ -49,25 +102,14 @@ def paged_attention(
     Args:
         q: [T, Hq, D], contiguous.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, dtype of
-            `q`; Hkv divides Hq.
+            `q`.
         layer: Layer of the pool to read.
-        page_table: [R, max_pages] int32, contiguous along a row.
-        cu_q_lens: [R + 1] int32; request r has the rows cu_q_lens[r] : cu_q_lens[r + 1].
-        kv_lens: [R] int32, new rows included.
-        scale: Factor on the scores.
-        max_q_len: Largest number of rows of a request.
-        max_kv_len: Largest kv_len.
+        spec: The layer's constants.
+        step: Where the rows' K and V are; `places` is not used.
+        own: K and V of these rows, from `own_kv`, or None: they are read from the pool.
         first_position: First that is attended to; EAGLE drafts have nothing at position 0.
-        window: Positions that a row attends to at most, or None for all; not on a GPU beside a
-            `first_position`.
-        is_fixed: A row's result does not depend on the step's other rows on a GPU either; not with
-            `ancestors`.
-        ancestors: [T] int64, contiguous, or None: every row sees all of its request before it. Row
-            j of a request sees its row i, i <= j, if bit i of its word is set, which that of its
-            own must be; bit 63 stands for all rows from there on. So -1 is causal, and only
-            requests of at most MAX_TREE_ROWS rows may have other words.
         earlier_rows: So many rows of each tree came with earlier steps: bit i is about position
-            kv_len - q_len - earlier_rows + i. Only with `ancestors`; q_len + earlier_rows is at
+            kv_len - q_len - earlier_rows + i. Only with ancestors; q_len + earlier_rows is at
             most MAX_TREE_ROWS then, whatever the words. Not on a GPU beside a window.
 
     Returns:
@@ -79,80 +121,99 @@ def paged_attention(
     """
     if first_position < 0:
         raise ValueError(f"first_position is {first_position}")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}")
+    if spec.window is not None and spec.window < 1:
+        raise ValueError(f"window is {spec.window}")
+    ancestors = step.ancestors
     if ancestors is not None or earlier_rows:
-        check_ancestors(ancestors, q.shape[0], window, max_q_len, earlier_rows)
+        check_ancestors(ancestors, q.shape[0], spec.window, step.max_q_len, earlier_rows)
         if ancestors is not None and ancestors.device != q.device:
             raise ValueError(f"ancestors on {ancestors.device}, q on {q.device}")
     native = cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
         return paged_attention_reference(
-            q,
-            pool,
-            layer,
-            page_table,
-            cu_q_lens,
-            kv_lens,
-            scale,
-            max_q_len,
-            max_kv_len,
-            first_position,
-            window=window,
-            ancestors=ancestors,
-            earlier_rows=earlier_rows,
+            q, pool, layer, spec, step, first_position, earlier_rows=earlier_rows
         )
-    if not 0 <= layer < pool.shape[2]:
-        raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
-    check_attention(q.shape, q.dtype, pool, page_table, cu_q_lens, kv_lens)
-    if not q.is_contiguous():
-        raise ValueError("q must be contiguous")
+    if not step.is_settled:
+        if not 0 <= layer < pool.shape[2]:
+            raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
+        check_attention(q.shape, q.dtype, pool, step)
+        if not q.is_contiguous():
+            raise ValueError("q must be contiguous")
     if native is None:
         from weft.kernels.gpu import attention as gpu
 
         return gpu.paged_attention(
-            q,
-            pool,
-            layer,
-            page_table,
-            cu_q_lens,
-            kv_lens,
-            scale,
-            max_q_len,
-            max_kv_len,
-            first_position=first_position,
-            window=window,
-            is_fixed=is_fixed,
-            ancestors=ancestors,
-            earlier_rows=earlier_rows,
+            q, pool, layer, spec, step, own, first_position, earlier_rows=earlier_rows
         )
     described = cpu.describe_pool(pool)
     tokens, heads, dim = q.shape
-    requests, max_pages = page_table.shape
+    requests, max_pages = step.page_table.shape
     out = torch.empty((tokens, heads * dim), dtype=q.dtype)
     status = native.paged_attention(
         ctypes.byref(described),
         layer,
         q.data_ptr(),
         out.data_ptr(),
-        page_table.data_ptr(),
-        cu_q_lens.data_ptr(),
-        kv_lens.data_ptr(),
+        step.page_table.data_ptr(),
+        step.cu_q_lens.data_ptr(),
+        step.kv_lens.data_ptr(),
         requests,
         max_pages,
-        page_table.stride(0),
+        step.page_table.stride(0),
         heads,
         tokens,
-        scale,
+        spec.scale,
         first_position,
-        window or 0,
+        spec.window or 0,
         None if ancestors is None else ancestors.data_ptr(),
         earlier_rows,
     )
     if status:
         cpu.check_status(status, "paged_attention")
     return out
+
+
+def settled(
+    step: GroupStep, spec: AttentionSpec, rows: int, dtype: torch.dtype, pool: torch.Tensor
+) -> GroupStep:
+    """A step for consecutive layers on a GPU in which every row attends, checked for all of them.
+
+    A launch that is not dependent (`weft.kernels.gpu.dependent_launch`), such as that which makes
+    the stream of an embedding, must be behind all that fills `step` and the pool.
+
+    Args:
+        step: The step.
+        spec: Of one of the layers, which differ in nothing but their windows.
+        rows: T.
+        dtype: Of the rows.
+        pool: As in `paged_attention`.
+
+    Raises:
+        ValueError: The step does not fit.
+    """
+    from weft.kernels.gpu import flash_attention
+
+    check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
+    prompts = None
+    if step.is_cold and flash_attention.takes(dtype, spec.dim, rows):
+        prompts = flash_attention.prompt_rows(step.cu_q_lens, rows)
+    return step._replace(is_settled=True, prompts=prompts)
+
+
+def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | None:
+    """Where K and V of a settled step's rows are beside the pool, if kernels read them there.
+
+    Args:
+        qkv: [T, (Hq + 2 * Hkv) * D]: has V already; memory for K is made.
+        spec: The layer's constants.
+        step: The step.
+    """
+    if not step.is_settled:
+        return None
+    from weft.kernels.gpu import attention as gpu
+
+    return gpu.own_kv(qkv, spec, step)
 
 
 def gains_by_exact_lengths(
@@ -201,23 +262,18 @@ def paged_attention_reference(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    max_q_len: int,
-    max_kv_len: int,
+    spec: AttentionSpec,
+    step: GroupStep,
     first_position: int = 0,
     *,
-    window: int | None = None,
-    ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
     """`paged_attention` in eager torch: gathers each request's pages, any device."""
     page_size = pool.shape[-2]
     out = torch.empty_like(q)
-    starts = cu_q_lens.tolist()
-    for request, kv_len in enumerate(kv_lens.tolist()):
+    window, ancestors = spec.window, step.ancestors
+    starts = step.cu_q_lens.tolist()
+    for request, kv_len in enumerate(step.kv_lens.tolist()):
         first, end = starts[request], starts[request + 1]
         if first == end:
             continue
@@ -234,7 +290,7 @@ def paged_attention_reference(
         if window is not None:
             seen = max(first_position, int(at.min()) + 1 - window)
         first_page = seen // page_size
-        pages = page_table[request, first_page : -(-kv_len // page_size)].long()
+        pages = step.page_table[request, first_page : -(-kv_len // page_size)].long()
         # [pages, Hkv, 2, P, D] -> [2, Hkv, seen, D]
         kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
         before = first_page * page_size
@@ -251,7 +307,7 @@ def paged_attention_reference(
             kv[0].unsqueeze(0),
             kv[1].unsqueeze(0),
             attn_mask=mask,
-            scale=scale,
+            scale=spec.scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
         out[first:end] = mixed.masked_fill((rows < first_position)[:, None, None], 0)
@@ -308,12 +364,7 @@ def check_ancestors(
 
 
 def check_attention(
-    q_shape: Sequence[int],
-    dtype: torch.dtype,
-    pool: torch.Tensor,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
+    q_shape: Sequence[int], dtype: torch.dtype, pool: torch.Tensor, step: GroupStep
 ) -> None:
     """Raises ValueError unless shapes and dtypes are as `paged_attention` says."""
     _, heads, dim = q_shape
@@ -323,12 +374,12 @@ def check_attention(
         )
     if not has_dense_pages(pool):
         raise ValueError(f"a pool with strides {pool.stride()} is not contiguous within a page")
-    requests = page_table.shape[0]
+    page_table, requests = step.page_table, step.page_table.shape[0]
     if page_table.dtype != torch.int32 or page_table.stride(1) != 1:
         raise ValueError("page_table must be [R, max_pages] int32, contiguous along a row")
     for name, tensor, shape in (
-        ("cu_q_lens", cu_q_lens, (requests + 1,)),
-        ("kv_lens", kv_lens, (requests,)),
+        ("cu_q_lens", step.cu_q_lens, (requests + 1,)),
+        ("kv_lens", step.kv_lens, (requests,)),
     ):
         if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {tuple(shape)} int32")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from weft.kernels import cpu
-from weft.kernels.attention import fits_native, paged_attention
+from weft.kernels.attention import AttentionSpec, GroupStep, fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, linear, normed_linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import rms_norm
@@ -457,18 +457,23 @@ def draft_turn(
     """
     lora = rows.lora
     qkv = linear(_join(w, token_ids, state), w.qkv, lora=addition_to(lora, "qkv", 0))
+    spec = AttentionSpec(w.num_heads, pool.shape[1], pool.shape[-1], w.scale)
+    step = GroupStep(
+        page_table=rows.page_table,
+        places=rows.slots,
+        cu_q_lens=rows.cu_q_lens,
+        kv_lens=rows.kv_lens,
+        max_q_len=rows.max_q_len,
+        max_kv_len=rows.max_kv_len,
+        ancestors=rows.ancestors,
+    )
     mixed = paged_attention(
         _store(qkv, w, w.num_heads, rows.positions, rows.slots, pool, layer),
         pool,
         layer,
-        rows.page_table,
-        rows.cu_q_lens,
-        rows.kv_lens,
-        w.scale,
-        rows.max_q_len,
-        rows.max_kv_len,
-        FIRST_POSITION,
-        ancestors=rows.ancestors,
+        spec,
+        step,
+        first_position=FIRST_POSITION,
         earlier_rows=rows.earlier_rows,
     )
     state = linear(mixed, w.o, state, lora=addition_to(lora, "o", 0))

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from weft.kernels.attention import paged_attention
+from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
 from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.norm import rms_norm
@@ -112,29 +112,27 @@ def _layer(
     layer: int,
 ) -> torch.Tensor:
     """[C, H] -> [C, H] of the first C requests, whose K and V are written."""
-    count = x.shape[0]
+    count, dim, places = x.shape[0], w.cos_sin.shape[1], chains.slots[step, : x.shape[0]]
     q = rope_and_cache(
         linear(x, w.qkv),
         chains.positions[step, :count],
         w.cos_sin,
         pool,
         layer,
-        chains.slots[step, :count],
+        places,
         w.num_heads,
         pool.shape[1],
     )
-    mixed = paged_attention(
-        q,
-        pool,
-        layer,
-        chains.page_table[:count],
-        chains.one_row_each[: count + 1],
-        chains.kv_lens[step, :count],
-        1 / math.sqrt(w.cos_sin.shape[1]),
-        1,
-        chains.max_kv_len,
-        FIRST_POSITION,
+    rows = GroupStep(
+        page_table=chains.page_table[:count],
+        places=places,
+        cu_q_lens=chains.one_row_each[: count + 1],
+        kv_lens=chains.kv_lens[step, :count],
+        max_q_len=1,
+        max_kv_len=chains.max_kv_len,
     )
+    spec = AttentionSpec(w.num_heads, pool.shape[1], dim, 1 / math.sqrt(dim))
+    mixed = paged_attention(q, pool, layer, spec, rows, first_position=FIRST_POSITION)
     state = linear(mixed, w.o, x)
     inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
     return linear(inner, w.down, state)

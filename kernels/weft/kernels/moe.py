@@ -56,6 +56,18 @@ class ExpertWeights:
         return len(self.w13) if self.stacked is None else self.stacked[0].shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class SparseMlpWeight:
+    """Parameters of a mixture of experts."""
+
+    router: LinearWeight
+    """[E, H]."""
+    experts: ExpertWeights
+    top_k: int
+    renormalise: bool
+    """The shares of a row's experts add up to 1."""
+
+
 def pack_experts(
     experts: Iterable[tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]],
     count: int,

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from weft.kernels import cpu
+
+
+class Norm(NamedTuple):
+    """An RMS norm with its parameters."""
+
+    weight: torch.Tensor
+    """[H]."""
+    eps: float
+    """Added to the mean square."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises each row: [T, H] -> [T, H]."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

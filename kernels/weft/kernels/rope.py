@@ -23,6 +23,9 @@ def rope_and_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_out: torch.Tensor | None = None,
+    *,
+    is_settled: bool = False,
 ) -> torch.Tensor:
     """Splits q, k and v, normalises and rotates q and k, stores k and v.
 
@@ -41,6 +44,9 @@ def rope_and_cache(
         q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None.
         k_norm: [D], the same for k.
         eps: Epsilon of these norms.
+        k_out: [T, Hkv, D] or None: gets what is stored of K; on a GPU.
+        is_settled: On a GPU: the arguments are checked (`check_rope`), and positions and slots
+            were written before a launch that was not dependent.
 
     Returns:
         Rotated q [T, Hq, D], dtype of `qkv`.
@@ -49,6 +55,11 @@ def rope_and_cache(
         ValueError: An argument does not fit.
         IndexError: `layer`, a position or a slot points outside.
     """
+    if is_settled:
+        from weft.kernels.gpu import rope as gpu
+
+        given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
+        return gpu.rope_and_cache(*given, k_out, is_settled=True)
     native = cpu.native_cpu_for(qkv)
     dim = pool.shape[-1]
     if (native is None and not qkv.is_cuda) or dim % 2:

@@ -19,7 +19,7 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import ALL_BEFORE, StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.memory.page_table import PageTable
-from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.step import Step
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 from weft.engine.scheduler.state import Request
 from weft.kernels.step_rows import SlotTokens
@@ -90,30 +90,30 @@ class Bench:
         return plan, tokens, positions
 
 
-def check(bench: Bench, plan: Plan, batch: ForwardBatch, tokens: list[int], at: list[int]) -> None:
+def check(bench: Bench, plan: Plan, batch: Step, tokens: list[int], at: list[int]) -> None:
     """The batch says what the plan says, and nothing more but padding."""
     items = list(plan)
     assert batch.token_ids[: len(tokens)].tolist() == tokens
     assert batch.positions[: len(at)].tolist() == at
     ends = np.cumsum([item.num_tokens for item in items])
-    assert batch.cu_q_lens[: len(items) + 1].tolist() == [0, *ends]
-    assert bool((batch.cu_q_lens[len(items) + 1 :] >= ends[-1]).all())
+    assert batch.groups[0].cu_q_lens[: len(items) + 1].tolist() == [0, *ends]
+    assert bool((batch.groups[0].cu_q_lens[len(items) + 1 :] >= ends[-1]).all())
     rows = [row - 1 for row, item in zip(ends, items, strict=True) if item.samples]
     assert batch.logits_rows[: len(rows)].tolist() == rows
     drawing = [item.request.slot for item in items if item.samples]
     assert bench.inputs.drawing_slots.tolist() == drawing
-    at_slot = iter(batch.slots.tolist())
+    at_slot = iter(batch.groups[0].places.tolist())
     for index, (request, start, count, *_) in enumerate(items):
-        assert batch.kv_lens[index] == start + count
+        assert batch.groups[0].kv_lens[index] == start + count
         num_pages = -(-(start + count) // PAGE)
-        assert batch.page_table[index, :num_pages].tolist() == request.pages[:num_pages]
+        assert batch.groups[0].page_table[index, :num_pages].tolist() == request.pages[:num_pages]
         for position in range(start, start + count):
             page = request.pages[position // PAGE]
             assert next(at_slot) == page * PAGE + position % PAGE
     assert all(slot < PAGE for slot in at_slot), "rows of no request write to the null page"
 
 
-def check_adapters(plan: Plan, batch: ForwardBatch) -> None:
+def check_adapters(plan: Plan, batch: Step) -> None:
     """Each token has its request's adapter; tokens of one adapter are one segment."""
     items = list(plan)
     wanted = [item.request.adapter_slot for item in items for _ in range(item.num_tokens)]
@@ -177,7 +177,7 @@ def test_a_device_gets_what_was_planned(kind: str, has_lora: bool, lora: LoraPoo
             bench.inputs.send_decodes(decodes or StepDecodes.of_arrays(arrays), rows)
             batch = bench.inputs.decode_batch(rows, has_lora=has_lora)
             assert bench.inputs.pages.tolist()[-1] == [0] * MAX_PAGES
-            assert batch.kv_lens[count:].tolist() == [0] * (rows - count)
+            assert batch.groups[0].kv_lens[count:].tolist() == [0] * (rows - count)
         elif kind == "ragged":
             rows, requests = random.randint(last[-1], most), random.randint(count, NUM_SLOTS)
             columns = RaggedColumns(rows, requests, random.randint(len(wanted), min(rows, 6)))
@@ -225,7 +225,7 @@ def test_a_page_that_a_step_brings_is_sent_once() -> None:
         batch = bench.inputs.decode_batch(NUM_SLOTS)
         for row, request in enumerate(chosen):
             count = len(request.pages)
-            assert batch.page_table[row, :count].tolist() == request.pages
+            assert batch.groups[0].page_table[row, :count].tolist() == request.pages
         starts = starts + 1
 
 
@@ -273,8 +273,8 @@ def test_a_device_goes_on_where_only_it_knows_the_step_before_ends(kind: str) ->
         for row, owner in enumerate(owners.tolist()):
             _, position, request, kv_len = expected[row]
             page = request.pages[position // PAGE]
-            assert batch.slots[first + row] == page * PAGE + position % PAGE
-            assert batch.kv_lens[first + owner] == kv_len
+            assert batch.groups[0].places[first + row] == page * PAGE + position % PAGE
+            assert batch.groups[0].kv_lens[first + owner] == kv_len
         if counts:
             drawing = bench.inputs.drawing_positions(arrays)[first:rows].tolist()
             assert drawing == [position + 1 for _, position, *_ in expected]
@@ -305,13 +305,13 @@ def test_words_of_trees_come_with_the_step(kind: str) -> None:
         assert bench.num_copies - copies_before == COPIES[kind]
         check(bench, plan, batch, tokens, positions)
         if not has_trees:
-            assert batch.ancestors is None
+            assert batch.groups[0].ancestors is None
             continue
-        assert batch.ancestors is not None
-        assert batch.ancestors[: len(words)].tolist() == words.tolist()
-        assert bool((batch.ancestors[len(words) :] == ALL_BEFORE).all())
+        assert batch.groups[0].ancestors is not None
+        assert batch.groups[0].ancestors[: len(words)].tolist() == words.tolist()
+        assert bool((batch.groups[0].ancestors[len(words) :] == ALL_BEFORE).all())
         step = bench.inputs.step
         assert step is not None
         assert step.ancestors is not None
         step.ancestors[1], step.positions[1] = 3, 5
-        assert (int(batch.ancestors[1]), int(batch.positions[1])) == (3, 5)
+        assert (int(batch.groups[0].ancestors[1]), int(batch.positions[1])) == (3, 5)

@@ -19,11 +19,11 @@ from weft.engine.executor.graphs import (
     step_buckets,
 )
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.loader import load_model
+from weft.engine.model.step import Step
 from weft.kernels import cpu
-from weft.kernels.attention import MAX_TREE_ROWS
+from weft.kernels.attention import MAX_TREE_ROWS, GroupStep
 from weft.testing.kernels.tree_cases import path_to, random_parents, words_of
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
@@ -65,24 +65,27 @@ def with_trees(arrays: StepArrays, places: list[int]) -> RaggedColumns:
     return RaggedColumns(tokens + places[0], count + places[1], count + places[2], has_trees=True)
 
 
-def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> ForwardBatch:
+def batch_of(columns: RaggedColumns, arrays: StepArrays, table: np.ndarray) -> Step:
     """Laid out in memory that holds another step's numbers, then read back."""
     host = np.random.randint(0, 255, columns.num_bytes).astype(np.uint8)
     columns.write(host, arrays, len(table) - 1, PAGE_SIZE)
     flat = torch.from_numpy(host)
     views = columns.views(flat)
-    return ForwardBatch(
-        token_ids=views.token_ids,
-        positions=views.positions,
+    group = GroupStep(
+        page_table=torch.from_numpy(table).index_select(0, views.rows),
+        places=views.slots,
         cu_q_lens=views.cu_q_lens,
         kv_lens=views.kv_lens,
-        page_table=torch.from_numpy(table).index_select(0, views.rows),
-        slots=views.slots,
-        logits_rows=views.logits_rows,
         max_q_len=columns.num_tokens,
         max_kv_len=PAGES_EACH * PAGE_SIZE,
-        request_slots=views.rows,
         ancestors=views.ancestors,
+    )
+    return Step(
+        token_ids=views.token_ids,
+        positions=views.positions,
+        groups=(group,),
+        logits_rows=views.logits_rows,
+        slots=views.rows,
     )
 
 

@@ -34,6 +34,7 @@ from weft.testing.kernels.attention_cases import (
     Geometry,
     eager_attention,
     exact_attention,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -456,7 +457,7 @@ def test_rows_of_attention_are_the_same_bits(heads: int, kv_heads: int, dim: int
     case = make_case(geometry, [(length, length), (1, other)], torch.bfloat16, CUDA)
 
     def attend(q: torch.Tensor, kv_lens: list[int], q_lens: list[int]) -> torch.Tensor:
-        return paged_attention(
+        return in_parts(paged_attention)(
             q.contiguous(),
             case.pool,
             LAYER,

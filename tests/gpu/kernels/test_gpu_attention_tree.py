@@ -14,7 +14,7 @@ from weft.engine.executor.ragged_columns import RaggedColumns
 from weft.engine.model.loader import load_model
 from weft.kernels.attention import paged_attention
 from weft.testing.kernels import tree_cases
-from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first
+from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first, in_parts
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.tree_cases import (
@@ -52,7 +52,7 @@ def attend(
     case = tree.case
     poison = torch.full_like(case.q, float("nan"))
     del poison
-    return paged_attention(
+    return in_parts(paged_attention)(
         case.q,
         case.pool,
         LAYER,
@@ -62,7 +62,7 @@ def attend(
         case.scale,
         max(case.max_q_len, bound),
         case.max_kv_len,
-        first_position,
+        first_position=first_position,
         window=window,
         ancestors=tree.ancestors,
         earlier_rows=tree.earlier,

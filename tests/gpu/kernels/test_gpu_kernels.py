@@ -33,6 +33,7 @@ from weft.testing.kernels.attention_cases import (
     exact_attention,
     hide_before_window,
     hide_own_pages,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -130,7 +131,7 @@ def attend(case: Case, window: int | None = None, *, is_fixed: bool = False) -> 
     """The front, in memory that held NaN before."""
     poison = torch.full_like(case.q, float("nan"))
     del poison
-    return paged_attention(
+    return in_parts(paged_attention)(
         case.q,
         case.pool,
         LAYER,
@@ -147,7 +148,7 @@ def attend(case: Case, window: int | None = None, *, is_fixed: bool = False) -> 
 
 def attend_with_own(case: Case, window: int | None = None) -> torch.Tensor:
     """The GPU's form with the step's own K and V beside the pool."""
-    return gpu_attention.paged_attention(
+    return in_parts(gpu_attention.paged_attention)(
         case.q,
         case.pool,
         LAYER,
@@ -157,7 +158,7 @@ def attend_with_own(case: Case, window: int | None = None) -> torch.Tensor:
         case.scale,
         case.max_q_len,
         case.max_kv_len,
-        OwnKv(*case.own_kv()),
+        own=OwnKv(*case.own_kv()),
         window=window,
     )
 
@@ -215,7 +216,9 @@ def test_attention_of_fewer_rows_than_there_may_be(dtype: torch.dtype) -> None:
         lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
         for bound in (6, 16, 64):
             bounds = (*lengths, bound, 4096)
-            out = gpu_attention.paged_attention(case.q, case.pool, LAYER, *bounds, own)
+            out = in_parts(gpu_attention.paged_attention)(
+                case.q, case.pool, LAYER, *bounds, own=own
+            )
             assert_as_exact(out, eager_attention(case), exact_attention(case))
 
 
@@ -256,7 +259,7 @@ def test_flash_attention_of_prompts_with_nothing_before_them(geometry: Geometry)
         bounds = (case.scale, len(q), 1 << 15)
         lens = (case.page_table, case.cu_q_lens, case.kv_lens)
         own = OwnKv(k, v, prompt_rows(case.cu_q_lens, len(q)))
-        out = gpu_attention.paged_attention(q, pool, LAYER, *lens, *bounds, own)
+        out = in_parts(gpu_attention.paged_attention)(q, pool, LAYER, *lens, *bounds, own=own)
         found, rest = out.split([len(case.q), padding])
         assert_as_exact(found, eager_attention(case), exact_attention(case))
         assert rest.isfinite().all()

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.graphs import GraphBucket
 from weft.engine.loop.build import load_parts
-from weft.testing.engine.graph_nodes import kept_graphs, node_counts
+from weft.testing.engine.graph_nodes import SHAPES, Node, kept_graphs, nodes_of
 from weft.testing.models.tiny_models import tiny_config
 
 pytestmark = pytest.mark.needs("cuda")
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "small llama": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "qwen3_moe": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-}
-"""Layers of SmolLM2-135M, Llama-3.1-8B and Qwen3-30B-A3B: kernels are chosen by size."""
 BATCHES = (1, 16, 64)
 LAUNCHES: dict[tuple[str, int], tuple[int, int]] = {
     # qkv, rotation, attention in one or two, o, gate and up, down: products take the norms.
@@ -68,8 +41,8 @@ MAX_OTHERS = 10
 
 def nodes_by_batch(
     kind: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[int, int]:
-    """Kernels, copies and fills of a decode step."""
+) -> dict[int, list[Node]]:
+    """Kernels, copies and fills of decode steps."""
     folder.mkdir()
     shape = tiny_config(kind.split()[-1], num_hidden_layers=layers, vocab_size=1000, **SHAPES[kind])
     (folder / "config.json").write_text(json.dumps(shape))
@@ -86,23 +59,29 @@ def nodes_by_batch(
     with kept_graphs(monkeypatch):
         graphs = load_parts(config).executor.graphs
     assert graphs is not None
-    counts = {}
+    listed = {}
     for batch in BATCHES:
         graph, _ = graphs._graphs[GraphBucket(batch, batch, "decode")]
-        found = node_counts(graph)
-        print(f"{kind}, {layers} layers, batch {batch}: {dict(found)}")
-        counts[batch] = sum(found[kind] for kind in ("kernel", "copy", "fill"))
-    return counts
+        nodes = nodes_of(graph)
+        print(f"{kind}, {layers} layers, batch {batch}: {Counter(node.kind for node in nodes)}")
+        listed[batch] = [node for node in nodes if node.kind in ("kernel", "copy", "fill")]
+    return listed
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_launches_of_a_layer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = nodes_by_batch(kind, 3, tmp_path / "few", monkeypatch)
     more = nodes_by_batch(kind, 6, tmp_path / "more", monkeypatch)
-    by_layer = {batch: (more[batch] - few[batch]) / 3 for batch in BATCHES}
+    by_layer = {batch: (len(more[batch]) - len(few[batch])) / 3 for batch in BATCHES}
     print(f"{kind}: launches of a layer by batch {by_layer}")
     for batch in BATCHES:
         least, most = LAUNCHES[kind, batch]
         assert least <= by_layer[batch] <= most
         assert by_layer[batch] == int(by_layer[batch])
-        assert few[batch] - 3 * by_layer[batch] <= MAX_OTHERS
+        assert len(few[batch]) - 3 * by_layer[batch] <= MAX_OTHERS
+        # All layers alike, to the name and the grid.
+        added = Counter(more[batch])
+        added.subtract(Counter(few[batch]))
+        assert {count % 3 for count in added.values()} == {0}
+        rotations = [n for node, n in added.items() if "rope_and_cache" in node.name]
+        assert rotations == [3]

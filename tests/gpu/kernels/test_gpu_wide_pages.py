@@ -11,7 +11,7 @@ from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, gather_pages, scatter_pages
 from weft.kernels.rope import rope_and_cache
 from weft.kernels.tree_rows import move_paths
-from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, make_case
+from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
 from weft.testing.kernels.kernel_checks import fresh_seed
 from weft.testing.kernels.page_cases import page_numbers, poisoned
 from weft.testing.kernels.tree_cases import Work, make_tree_case
@@ -27,7 +27,7 @@ FAR = 2**28
 
 
 def attend(case: Case, pool: torch.Tensor, **options: Any) -> torch.Tensor:
-    return paged_attention(
+    return in_parts(paged_attention)(
         *(case.q, pool, LAYER, case.page_table, case.cu_q_lens, case.kv_lens),
         *(case.scale, case.max_q_len, case.max_kv_len),
         **options,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from weft.kernels import cpu
 from weft.kernels.attention import paged_attention, paged_attention_reference
+from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import (
     DTYPES,
     assert_as_exact,
@@ -84,7 +85,7 @@ def make_case(
 def attend(case: Case, function: object = None, first_position: int = 0) -> torch.Tensor:
     call = paged_attention_reference if function is paged_attention_reference else paged_attention
     q_lens = case.cu_q_lens.diff()
-    return call(
+    return in_parts(call)(
         case.q,
         case.pool,
         LAYER,
@@ -94,7 +95,7 @@ def attend(case: Case, function: object = None, first_position: int = 0) -> torc
         case.scale,
         int(q_lens.max()) if len(q_lens) else 0,
         int(case.kv_lens.max()) if len(case.kv_lens) else 0,
-        first_position,
+        first_position=first_position,
     )
 
 

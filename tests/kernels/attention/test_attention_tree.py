@@ -13,7 +13,7 @@ import torch
 from weft.kernels import attention, cpu
 from weft.kernels.attention import paged_attention
 from weft.testing.kernels import tree_cases
-from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first
+from weft.testing.kernels.attention_cases import LAYER, Geometry, hide_first, in_parts
 from weft.testing.kernels.gpu_kernels import PoisonedTorch
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed, mutated_native_cpu
 from weft.testing.kernels.tree_cases import (
@@ -37,7 +37,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def attend(tree: TreeCase, window: int | None = None, first_position: int = 0) -> torch.Tensor:
     """The front."""
     case = tree.case
-    return paged_attention(
+    return in_parts(paged_attention)(
         case.q,
         case.pool,
         LAYER,
@@ -47,7 +47,7 @@ def attend(tree: TreeCase, window: int | None = None, first_position: int = 0) -
         case.scale,
         case.max_q_len,
         case.max_kv_len,
-        first_position,
+        first_position=first_position,
         window=window,
         ancestors=tree.ancestors,
         earlier_rows=tree.earlier,
@@ -115,7 +115,7 @@ def test_chains_are_as_without_words(dtype: torch.dtype) -> None:
     tree = make_tree_case(Geometry(6, 2, 64, 16), work, dtype)
     case = tree.case
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 90, 600)
-    assert torch.equal(attend(tree), paged_attention(case.q, case.pool, LAYER, *lengths))
+    assert torch.equal(attend(tree), in_parts(paged_attention)(case.q, case.pool, LAYER, *lengths))
 
 
 def test_what_cannot_be_a_tree_is_refused() -> None:

@@ -17,6 +17,7 @@ from weft.testing.kernels.attention_cases import (
     exact_attention,
     hide_before_window,
     hide_first,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.gpu_kernels import PoisonedTorch
@@ -42,7 +43,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def attend(case: Case, window: int, first_position: int = 0) -> torch.Tensor:
     """The front."""
-    return paged_attention(
+    return in_parts(paged_attention)(
         case.q,
         case.pool,
         LAYER,
@@ -52,7 +53,7 @@ def attend(case: Case, window: int, first_position: int = 0) -> torch.Tensor:
         case.scale,
         case.max_q_len,
         case.max_kv_len,
-        first_position,
+        first_position=first_position,
         window=window,
     )
 
@@ -121,7 +122,7 @@ def test_a_window_beyond_the_context_changes_nothing() -> None:
     fresh_seed()
     case = make_case(Geometry(6, 2, 64, 16), [(5, 200), (1, 300)], torch.float32)
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 5, 300)
-    without = paged_attention(case.q, case.pool, LAYER, *lengths)
+    without = in_parts(paged_attention)(case.q, case.pool, LAYER, *lengths)
     assert torch.equal(attend(case, 300), without)
     assert not torch.equal(attend(case, 299), without)
 

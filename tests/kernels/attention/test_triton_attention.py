@@ -17,6 +17,7 @@ from weft.testing.kernels.attention_cases import (
     exact_attention,
     hide_first,
     hide_own_pages,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -160,7 +161,7 @@ def test_one_request_of_fewer_rows_than_there_may_be(
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
     with kernel_module("attention", tmp_path) as module:
         for bound in (rows, 8, 16, 64):
-            out = module.paged_attention(case.q, case.pool, LAYER, *lengths, bound, 64)
+            out = in_parts(module.paged_attention)(case.q, case.pool, LAYER, *lengths, bound, 64)
             assert_as_exact(out, eager, exact)
 
 

@@ -16,6 +16,7 @@ from weft.testing.kernels.attention_cases import (
     decode_rows,
     hide_first,
     hide_own_pages,
+    in_parts,
     make_case,
 )
 from weft.testing.kernels.gpu_kernels import kernel_module
@@ -168,8 +169,8 @@ def test_a_whole_step(most: int, has_own: bool) -> None:
     if has_own:
         own, case = gpu_attention.OwnKv(*case.own_kv()), hide_own_pages(case, least_rows=33)
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, most, 100)
-    out = gpu_attention.paged_attention(
-        case.q, case.pool, LAYER, *lengths, own, ancestors=tree.ancestors
+    out = in_parts(gpu_attention.paged_attention)(
+        case.q, case.pool, LAYER, *lengths, own=own, ancestors=tree.ancestors
     )
     assert_trees(out, tree)
 
@@ -179,11 +180,11 @@ def test_what_no_kernel_does_is_refused(tmp_path: Path) -> None:
     words = torch.full((2,), -1)
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale, 2, 40)
     with pytest.raises(ValueError, match="draft chains"):
-        gpu_attention.paged_attention(
+        in_parts(gpu_attention.paged_attention)(
             case.q, case.pool, LAYER, *lengths, is_fixed=True, ancestors=words
         )
     with pytest.raises(ValueError, match="earlier rows"):
-        gpu_attention.paged_attention(
+        in_parts(gpu_attention.paged_attention)(
             case.q, case.pool, LAYER, *lengths, window=40, ancestors=words, earlier_rows=1
         )
 

@@ -14,7 +14,7 @@ from weft.kernels import attention, cpu, rope
 from weft.kernels.gpu import attention as gpu_attention
 from weft.kernels.gpu import decode_attention, extend_attention
 from weft.kernels.gpu import rope as gpu_rope
-from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, make_case
+from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
 from weft.testing.kernels.gpu_kernels import change_kernels, notices
 from weft.testing.kernels.kernel_checks import fresh_seed, mutated_native_cpu
 from weft.testing.kernels.tree_cases import Work, make_tree_case
@@ -48,7 +48,7 @@ def alike(kernels: str, case: Case, **options: Any) -> None:
         options.pop("own", None)
         options.pop("is_settled", None)
     found, expected = (
-        attend(
+        in_parts(attend)(
             *(case.q, pool, LAYER, case.page_table, case.cu_q_lens, case.kv_lens),
             *(case.scale, case.max_q_len, case.max_kv_len),
             **options,
@@ -169,7 +169,7 @@ def test_pages_must_be_contiguous() -> None:
     apart = torch.cat([case.pool, case.pool], dim=5)[..., :16]
     table = (case.page_table, case.cu_q_lens, case.kv_lens)
     with pytest.raises(ValueError, match="within a page"):
-        attention.paged_attention(case.q, apart, LAYER, *table, case.scale, 1, 5)
+        in_parts(attention.paged_attention)(case.q, apart, LAYER, *table, case.scale, 1, 5)
     column = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="within a page"):
         rope.rope_and_cache(

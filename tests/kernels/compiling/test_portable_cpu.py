@@ -7,15 +7,16 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.engine.model.stack import run_all
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
 from weft.kernels.build import load_native, loaded_openmp_library
-from weft.kernels.decoder_layer import decoder_layer_reference, decoder_layers, stack_layers
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.lora import LoraAddition
 from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -23,8 +24,9 @@ from weft.testing.kernels.layer_cases import (
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
-    make_layer,
+    make_run,
     make_step,
+    run_by_operation,
 )
 from weft.testing.kernels.lora_cases import draw_slots, make_lora, segments_of
 
@@ -143,8 +145,8 @@ def test_rope_and_attention(dim: int, page_size: int, dtype: torch.dtype) -> Non
     lengths = torch.tensor(kv_lens).int()
     call = (other_pool, 1, pages, starts, lengths, dim**-0.5, max(q_lens), max(kv_lens))
     for window in (None, 21):
-        out = paged_attention(other, *call, window=window)
-        assert_near(out, paged_attention_reference(other, *call, window=window))
+        out = in_parts(paged_attention)(other, *call, window=window)
+        assert_near(out, in_parts(paged_attention_reference)(other, *call, window=window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,15 +172,13 @@ def test_additions_of_adapters(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_equal_their_single_operations(dtype: torch.dtype) -> None:
-    stack = stack_layers([make_layer(dtype, qwen=True) for _ in range(LAYERS)])
+    run = make_run(dtype, qwen=True)
     lengths = [(1, 60), (30, 70), (3, 3)]
     pool = torch.randn(12 * len(lengths), KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
     other_pool = pool.clone()
     hidden = torch.randn(34, HIDDEN).to(dtype)
-    other = hidden.clone()
-    out = decoder_layers(hidden, stack, make_step(stack.layers[0], lengths, pool))
-    step = make_step(stack.layers[0], lengths, other_pool)
-    for i, layer in enumerate(stack.layers):
-        other = decoder_layer_reference(other, layer, step, i)
+    step = make_step(lengths, pool)
+    other = run_by_operation(run, hidden, step, other_pool)
+    out = run_all([run], hidden, step, pool)
     assert torch.equal(out, other)
     assert torch.equal(pool, other_pool)

@@ -86,10 +86,6 @@ def gpu_kernels() -> Iterator[None]:
         plain = (None, None, 1e-6)
         return rope.rope_and_cache(qkv, positions, cos_sin, pool, layer, slots, num_heads, *plain)
 
-    def paged_attention(*arguments: object, **trees: object) -> torch.Tensor:
-        *common, first_position = arguments
-        return attention.paged_attention(*common, first_position=first_position, **trees)
-
     def normed_linear(
         x: torch.Tensor,
         gain: torch.Tensor,
@@ -104,7 +100,7 @@ def gpu_kernels() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_head, "rope_and_cache", rope_and_cache)
-        patch.setattr(draft_head, "paged_attention", paged_attention)
+        patch.setattr(draft_head, "paged_attention", attention.paged_attention)
         patch.setattr(draft_head, "normed_linear", normed_linear)
         patch.setattr(draft_head, "rms_norm", norm.rms_norm)
         patch.setattr(draft_head, "_join", draft_rows.join_rows)

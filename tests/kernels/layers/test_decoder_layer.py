@@ -6,14 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from weft.engine.model.stack import Run, run_all, runs_of
 from weft.kernels import cpu
-from weft.kernels.decoder_layer import (
-    decoder_layer,
-    decoder_layer_reference,
-    decoder_layers,
-    stack_layers,
-)
 from weft.kernels.lora import LoraStep, LoraWeights
+from weft.kernels.norm import Norm
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -24,7 +20,10 @@ from weft.testing.kernels.layer_cases import (
     LAYERS,
     PAGE_SIZE,
     make_layer,
+    make_mlp,
+    make_run,
     make_step,
+    run_by_operation,
 )
 from weft.testing.kernels.lora_cases import make_lora, segments_of
 from weft.testing.kernels.wide_pages import WidePages
@@ -40,15 +39,13 @@ def test_equals_its_single_operations(
 ) -> None:
     """Bit for bit: fused or not, the arithmetic is the same."""
     fresh_seed()
-    stack = stack_layers([make_layer(dtype, qwen) for _ in range(LAYERS)])
+    run = make_run(dtype, qwen)
     pool = torch.randn(12 * len(lengths), KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
     other_pool = pool.clone()
-    step, other_step = (make_step(stack.layers[0], lengths, p) for p in (pool, other_pool))
+    step = make_step(lengths, pool)
     hidden = torch.randn(sum(q for q, _ in lengths), HIDDEN).to(dtype)
-    other = hidden.clone()
-    hidden = decoder_layers(hidden, stack, step)
-    for i, layer in enumerate(stack.layers):
-        other = decoder_layer_reference(other, layer, other_step, i)
+    other = run_by_operation(run, hidden, step, other_pool)
+    hidden = run_all([run], hidden, step, pool)
     assert torch.isfinite(other).all()
     assert torch.equal(hidden, other)
     assert torch.equal(pool, other_pool)
@@ -58,14 +55,11 @@ def test_equals_its_single_operations(
 def test_pages_may_lie_apart(dtype: torch.dtype) -> None:
     """As in a contiguous pool; nothing between pages is read or written."""
     fresh_seed()
-    stack, lengths = (
-        stack_layers([make_layer(dtype, True) for _ in range(LAYERS)]),
-        [(1, 60), (9, 70)],
-    )
+    run, lengths = make_run(dtype, True), [(1, 60), (9, 70)]
     pool = torch.randn(24, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
     hidden, wide = torch.randn(10, HIDDEN).to(dtype), WidePages(pool)
     outs = [
-        decoder_layers(hidden.clone(), stack, make_step(stack.layers[0], lengths, pages))
+        run_all([run], hidden.clone(), make_step(lengths, pages), pages)
         for pages in (wide.pool, pool)
     ]
     assert torch.equal(*outs)
@@ -99,22 +93,17 @@ def test_with_adapters_it_equals_its_single_operations(
 ) -> None:
     """Bit for bit; and requests without an adapter equal those of a step without adapters."""
     fresh_seed()
-    stack = stack_layers([make_layer(dtype, True) for _ in range(LAYERS)])
+    run = make_run(dtype, True)
     pool = torch.randn(12 * len(lengths), KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
     of_request = [1, 0, 3, 2][: len(lengths)]
     slots = [s for (q, _), s in zip(lengths, of_request, strict=True) for _ in range(q)]
     lora = make_lora_step(slots, dtype)
     hidden = torch.randn(len(slots), HIDDEN).to(dtype)
     pools = [pool.clone() for _ in range(3)]
-    steps = [
-        make_step(stack.layers[0], lengths, p, given)
-        for p, given in zip(pools, (lora, lora, None), strict=True)
-    ]
-    out, other, without = (hidden.clone() for _ in range(3))
-    out = decoder_layers(out, stack, steps[0])
-    for i, layer in enumerate(stack.layers):
-        other = decoder_layer_reference(other, layer, steps[1], i)
-    without = decoder_layers(without, stack, steps[2])
+    step = make_step(lengths, pool, lora)
+    out = run_all([run], hidden.clone(), step, pools[0])
+    other = run_by_operation(run, hidden, step, pools[1])
+    without = run_all([run], hidden.clone(), replace(step, lora=None), pools[2])
     assert torch.isfinite(other).all()
     assert torch.equal(out, other)
     assert torch.equal(pools[0], pools[1])
@@ -126,42 +115,40 @@ def test_with_adapters_it_equals_its_single_operations(
 def test_adapters_that_do_not_fit_the_layers_are_refused() -> None:
     if cpu.native_cpu() is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
-    stack = stack_layers([make_layer(torch.float32, False)])
     pool = torch.randn(12, KV_HEADS, LAYERS + 1, 2, PAGE_SIZE, DIM)
     lora = make_lora_step([1, 1], torch.float32)
-    step = make_step(stack.layers[0], [(2, 9)], pool, lora)
+
+    def run(first: int, length: tuple[int, int], lora: LoraStep) -> None:
+        hidden, step = torch.randn(length[0], HIDDEN), make_step([length], pool, lora)
+        run_all([make_run(torch.float32, False, first, 1)], hidden, step, pool)
+
     with pytest.raises(ValueError, match="does not fit the step"):
-        decoder_layers(torch.randn(2, HIDDEN), stack, step, LAYERS)
+        run(LAYERS, (2, 9), lora)
     with pytest.raises(ValueError, match="2 tokens, 3 rows"):
-        make_step(stack.layers[0], [(3, 9)], pool, lora)
+        run(0, (3, 9), lora)
     with pytest.raises(ValueError, match="do not fit"):
-        make_step(stack.layers[0], [(2, 9)], pool, replace(lora, o=lora.down))
+        run(0, (2, 9), replace(lora, o=lora.down))
     lora.qkv[2].counts[1, 1] = 4
     with pytest.raises(IndexError, match="LoRA"):
-        make_step(stack.layers[0], [(2, 9)], pool, lora)
+        run(0, (2, 9), lora)
 
 
 def test_without_native_operations_the_single_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     monkeypatch.setattr(cpu, "native_cpu", lambda: None)
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
-    layer = make_layer(torch.float32, True)
-    pool = torch.randn(24, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM)
-    stack = stack_layers([layer])
-    step = make_step(stack.layers[0], [(1, 90), (4, 17)], pool)
-    assert step.native is None
-    hidden = torch.randn(5, HIDDEN)
-    out = decoder_layers(hidden.clone(), stack, step, 1)
-    assert torch.equal(out, decoder_layer(hidden.clone(), layer, step, 1))
-    assert torch.equal(out, decoder_layer_reference(hidden, layer, step, 1))
+    run, pool = make_run(torch.float32, True), torch.randn(24, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM)
+    assert run._dense is None
+    step, hidden = make_step([(1, 90), (4, 17)], pool), torch.randn(5, HIDDEN)
+    out = run_all([run], hidden.clone(), step, pool)
+    assert torch.equal(out, run_by_operation(run, hidden, step, pool))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     if cpu.native_cpu() is None:
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
-    stack = stack_layers([make_layer(torch.float32, False)])
     pool = torch.randn(12, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM)
-    step = make_step(stack.layers[0], [(2, 9)], pool)
+    step = make_step([(2, 9)], pool)
     for hidden, index in (
         (torch.randn(3, HIDDEN), 0),
         (torch.randn(2, HIDDEN).bfloat16(), 0),
@@ -169,10 +156,32 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         (torch.randn(2, HIDDEN), -1),
     ):
         with pytest.raises(ValueError, match="does not fit the step"):
-            decoder_layers(hidden, stack, step, index)
+            run_all([make_run(torch.float32, False, index, 1)], hidden, step, pool)
+    run, hidden = make_run(torch.float32, False, count=1), torch.randn(2, HIDDEN)
+    far = torch.randn(30, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM)
     with pytest.raises(IndexError, match="position"):
-        make_step(stack.layers[0], [(1, 201)], torch.randn(30, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM))
+        run_all([run], hidden[:1], make_step([(1, 201)], far), far)
     with pytest.raises(ValueError, match="does not fit"):
-        make_step(stack.layers[0], [(2, 9)], pool.bfloat16())
-    with pytest.raises(ValueError, match="same shapes"):
-        stack_layers([])
+        run_all([run], hidden, step, pool.bfloat16())
+    layer = run.layers[0]
+    with pytest.raises(ValueError, match="do not fit together"):
+        Run([layer._replace(feed=make_mlp(0, torch.float32, inner=7))])
+    with pytest.raises(ValueError, match="a norm"):
+        Run([layer._replace(input_norm=Norm(torch.ones(3), 1e-5))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_several_kinds_are_cut_into_runs(dtype: torch.dtype) -> None:
+    """What the native operation runs and what it does not, over one stream: bit for bit."""
+    fresh_seed()
+    kinds = [False, False, True, False, True, True]
+    layers = [make_layer(index, dtype, True, sparse) for index, sparse in enumerate(kinds)]
+    runs, lengths = runs_of(layers), [(1, 60), (9, 70)]
+    assert [len(run.layers) for run in runs] == [2, 1, 1, 2]
+    pool = torch.randn(24, KV_HEADS, len(kinds), 2, PAGE_SIZE, DIM).to(dtype)
+    other_pool, hidden = pool.clone(), torch.randn(10, HIDDEN).to(dtype)
+    step, other = make_step(lengths, pool), hidden
+    for run in runs:
+        other = run_by_operation(run, other, step, other_pool)
+    assert torch.equal(run_all(runs, hidden, step, pool), other)
+    assert torch.equal(pool, other_pool)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weft.kernels.decoder_layer import DecoderStep, Taps, decoder_layers, stack_layers
+from weft.engine.model.stack import run_all
+from weft.engine.model.step import Step
 from weft.kernels.draft_head import (
     DraftEntries,
     DraftHeadWeight,
@@ -15,6 +16,7 @@ from weft.kernels.draft_head import (
     pack_draft_head,
 )
 from weft.kernels.linear import pack_gate_up, pack_linear
+from weft.kernels.stream import Taps
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -23,7 +25,7 @@ from weft.testing.kernels.layer_cases import (
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
-    make_layer,
+    make_run,
     make_step,
 )
 
@@ -58,13 +60,14 @@ def make_head(num_taps: int, dtype: torch.dtype) -> DraftHeadWeight:
     )
 
 
-def rows_of(step: DecoderStep) -> DraftRows:
+def rows_of(step: Step) -> DraftRows:
+    (group,) = step.groups
     return DraftRows(
         token_ids=torch.randint(VOCAB, step.positions.shape),
         positions=step.positions,
-        slots=step.slots,
-        cu_q_lens=step.cu_q_lens,
-        request_slots=torch.randperm(SLOTS)[: len(step.kv_lens)],
+        slots=group.places,
+        cu_q_lens=group.cu_q_lens,
+        request_slots=torch.randperm(SLOTS)[: len(group.kv_lens)],
     )
 
 
@@ -76,26 +79,26 @@ def test_are_those_written_after_them(
 ) -> None:
     """Bit for bit. What the layers do not have all of is left to the caller."""
     fresh_seed()
-    stack = stack_layers([make_layer(dtype, False) for _ in range(LAYERS)])
+    run = make_run(dtype, False)
     w, num_rows = make_head(len(layers), dtype), sum(q for q, _ in lengths)
     assert w.native is not None
     shape = (12 * len(lengths), KV_HEADS, LAYERS + 1, 2, PAGE_SIZE, DIM)
     pool, kept = torch.randn(shape).to(dtype), torch.randn(SLOTS, WIDTH).to(dtype)
     hidden, last = (torch.randn(num_rows, HIDDEN).to(dtype) for _ in range(2))
     other_pool, other_kept = pool.clone(), kept.clone()
-    steps = [make_step(stack.layers[0], lengths, p) for p in (pool, other_pool)]
-    rows, before = rows_of(steps[0]), pool[:, :, LAYERS].clone()
+    step = make_step(lengths, pool)
+    rows, before = rows_of(step), pool[:, :, LAYERS].clone()
 
     aux, other_aux = (torch.zeros(num_rows, len(layers) * HIDDEN, dtype=dtype) for _ in range(2))
     entries = DraftEntries(aux, w, rows, kept, pool, LAYERS)
     taps = Taps(layers, aux, entries)
-    out = decoder_layers(hidden.clone(), stack, steps[0], taps=taps)
+    out = run_all([run], hidden.clone(), step, pool, taps)
     assert torch.equal(pool[:, :, LAYERS], before) == (LAYERS in layers)
     taps.take(LAYERS, last)
     g = entries.finish()
 
     other_taps = Taps(layers, other_aux)
-    other = decoder_layers(hidden.clone(), stack, steps[1], taps=other_taps)
+    other = run_all([run], hidden.clone(), step, other_pool, other_taps)
     other_taps.take(LAYERS, last)
     other_g = draft_entries(other_aux, w, rows, other_kept, other_pool, LAYERS)
     for mine, peer in ((out, other), (g, other_g), (pool, other_pool), (kept, other_kept)):
@@ -105,13 +108,13 @@ def test_are_those_written_after_them(
 
 def test_what_points_outside_is_refused_before_anything_is_written() -> None:
     fresh_seed()
-    stack = stack_layers([make_layer(torch.float32, False) for _ in range(LAYERS)])
+    run = make_run(torch.float32, False)
     w, aux = make_head(1, torch.float32), torch.zeros(2, HIDDEN)
     pool = torch.randn(12, KV_HEADS, LAYERS + 1, 2, PAGE_SIZE, DIM)
     before = pool.clone()
-    step = make_step(stack.layers[0], [(2, 9)], pool)
+    step = make_step([(2, 9)], pool)
     rows = replace(rows_of(step), token_ids=torch.tensor([0, VOCAB]))
     entries = DraftEntries(aux, w, rows, torch.zeros(SLOTS, WIDTH), pool, LAYERS)
     with pytest.raises(IndexError, match="token"):
-        decoder_layers(torch.randn(2, HIDDEN), stack, step, taps=Taps((1,), aux, entries))
+        run_all([run], torch.randn(2, HIDDEN), step, pool, Taps((1,), aux, entries))
     assert torch.equal(pool, before)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
-from weft.kernels.decoder_layer import (
-    DecoderLayerWeight,
-    GatedMlpWeight,
-    Taps,
-    pack_decoder_layer,
-)
-from weft.kernels.gpu import decoder_layers as gpu
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.stack import Run, run_all, runs_of
+from weft.kernels.attention import AttentionSpec
+from weft.kernels.gpu import stream as gpu
 from weft.kernels.linear import LinearWeight, PlainForm
+from weft.kernels.moe import ExpertWeights, SparseMlpWeight
+from weft.kernels.norm import Norm
+from weft.kernels.stream import Taps
+from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -23,6 +28,7 @@ from weft.testing.kernels.layer_cases import (
     KV_HEADS,
     PAGE_SIZE,
     draw,
+    make_cos_sin,
     make_step,
 )
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -36,36 +42,37 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeigh
     return LinearWeight(*weight.shape, weight.dtype, False, PlainForm(weight), bias)
 
 
-def make_layer() -> DecoderLayerWeight:
+def make_layer(index: int) -> Layer:
     """A layer in the form used on a GPU, in bfloat16."""
     dtype, width = torch.bfloat16, (HEADS + 2 * KV_HEADS) * DIM
     gate_up = replace(plain(draw(2 * INNER, HIDDEN, dtype=dtype)), gated=True)
-    return pack_decoder_layer(
-        input_norm=1 + draw(HIDDEN, dtype=dtype),
-        qkv=plain(draw(width, HIDDEN, dtype=dtype), draw(width, dtype=dtype)),
-        o=plain(draw(HIDDEN, HEADS * DIM, dtype=dtype)),
-        post_norm=1 + draw(HIDDEN, dtype=dtype),
-        mlp=GatedMlpWeight(gate_up, plain(draw(HIDDEN, INNER, dtype=dtype))),
-        eps=1e-5,
+    attention = Attention(
+        AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
+        index,
+        make_cos_sin(),
+        qkv_proj=plain(draw(width, HIDDEN, dtype=dtype), draw(width, dtype=dtype)),
+        o_proj=plain(draw(HIDDEN, HEADS * DIM, dtype=dtype)),
     )
+    norms = (Norm(1 + draw(HIDDEN, dtype=dtype), 1e-5) for _ in range(2))
+    mlp = GatedMLP(index, gate_up, plain(draw(HIDDEN, INNER, dtype=dtype)))
+    return Layer(index, next(norms), attention, next(norms), mlp)
 
 
-def widened(w: DecoderLayerWeight) -> DecoderLayerWeight:
-    """The same layer in float32, for which no product takes a norm."""
+def widened(layer: Layer, dtype: torch.dtype = torch.float32) -> Layer:
+    """The same layer in another dtype; in float32 no product takes a norm."""
 
     def wide(part: LinearWeight) -> LinearWeight:
-        bias = None if part.bias is None else part.bias.float()
-        return replace(part, dtype=torch.float32, form=PlainForm(part.data.float()), bias=bias)
+        bias = None if part.bias is None else part.bias.to(dtype)
+        return replace(part, dtype=dtype, form=PlainForm(part.data.to(dtype)), bias=bias)
 
-    assert isinstance(w.mlp, GatedMlpWeight)
-    return replace(
-        w,
-        input_norm=w.input_norm.float(),
-        qkv=wide(w.qkv),
-        o=wide(w.o),
-        post_norm=w.post_norm.float(),
-        mlp=GatedMlpWeight(wide(w.mlp.gate_up), wide(w.mlp.down)),
-    )
+    index, first, mixer, post, feed = layer
+    assert isinstance(mixer, Attention)
+    assert isinstance(feed, GatedMLP)
+    first, post = (Norm(norm.weight.to(dtype), norm.eps) for norm in (first, post))
+    qkv_proj, o_proj = wide(mixer.qkv_proj), wide(mixer.o_proj)
+    attention = Attention(mixer.spec, index, mixer.cos_sin, qkv_proj=qkv_proj, o_proj=o_proj)
+    mlp = GatedMLP(index, wide(feed.gate_up_proj), wide(feed.down_proj))
+    return Layer(index, first, attention, post, mlp)
 
 
 class NotingFollower:
@@ -93,25 +100,24 @@ def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPat
     """
     fresh_seed()
     poison_new_memory(monkeypatch)
-    layers = [make_layer() for _ in range(LAYERS)]
+    layers = [make_layer(index) for index in range(LAYERS)]
     pool = torch.randn(6 * rows, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).bfloat16()
     hidden, lengths = torch.randn(rows, HIDDEN).bfloat16(), [(1, 40), (1, 7)][:rows]
     counts: list[int] = []
     kernel = gpu.add_product
     monkeypatch.setattr(gpu, "add_product", lambda *args: (counts.append(1), kernel(*args)))
 
-    def run(
-        layers: list[DecoderLayerWeight], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(layers: list[Layer], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The result beside the taps, [T, 3 * H]; and the pool behind the layers."""
         kv, tapped = (
             pool.to(dtype, copy=True),
             torch.full((rows, 2 * HIDDEN), float("nan")).to(dtype),
         )
-        step = make_step(layers[0], lengths, kv)
+        step = make_step(lengths, kv)
         follower = NotingFollower(tapped)
         taps = Taps([0, 1], tapped, follower)
-        out = gpu.decoder_layers(hidden.to(dtype, copy=True), layers, step, 0, taps)
+        with as_on_gpu():
+            out = run_all([Run(layers)], hidden.to(dtype, copy=True), step, kv, taps)
         (seen,) = follower.seen
         assert torch.equal(seen, tapped)
         assert not tapped.isnan().any()
@@ -119,10 +125,56 @@ def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPat
 
     out, kv = run(layers, torch.bfloat16)
     assert len(counts) == 2 * LAYERS
-    monkeypatch.setattr(gpu, "_take_norms", lambda *_: False)
+    monkeypatch.setattr(gpu, "can_fold", lambda *_: False)
     peer, peer_kv = run(layers, torch.bfloat16)
     exact, exact_kv = run([widened(layer) for layer in layers], torch.float32)
     assert len(counts) == 2 * LAYERS
     assert_as_exact(out, peer, exact.double())
     assert_as_exact(kv, peer_kv, exact_kv.double())
     assert torch.equal(out[:, HIDDEN : 2 * HIDDEN], hidden)
+
+
+def make_sparse(index: int, layer: Layer, *, is_stacked: bool) -> Layer:
+    """The layer with two experts, of which each row takes both, in place of its MLP."""
+    assert isinstance(layer.feed, GatedMLP)
+    gate_up, down = layer.feed.gate_up_proj, layer.feed.down_proj
+    router = plain(gate_up.data[:2].contiguous())
+    w13, w2 = ((w.data, w.data.flip(0)) for w in (gate_up, down))
+    experts = ExpertWeights(
+        HIDDEN,
+        INNER,
+        down.dtype,
+        () if is_stacked else tuple(replace(plain(w), gated=True) for w in w13),
+        () if is_stacked else tuple(plain(w) for w in w2),
+        (torch.stack(w13), torch.stack(w2)) if is_stacked else None,
+        None,
+    )
+    return layer._replace(feed=SparseMLP(index, SparseMlpWeight(router, experts, 2, True)))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_of_several_kinds_share_a_stream(rows: int) -> None:
+    """Of few rows dense layers take norms along and add by themselves, layers of experts do not;
+    of more rows the norm of a layer of one kind adds what one of the other kind has left.
+    """
+    fresh_seed()
+    kinds = [False, True, False]
+    layers = [make_layer(index) for index in range(len(kinds))]
+    pool = torch.randn(2 * rows, KV_HEADS, len(kinds), 2, PAGE_SIZE, DIM).half()
+    hidden, lengths = torch.randn(rows, HIDDEN).half(), [(1, 9), (1, 7), (1, 4)][:rows]
+
+    def run(dtype: torch.dtype, *, on_gpu: bool) -> torch.Tensor:
+        """The result beside the taps, [T, 3 * H]."""
+        tapped, kv = torch.empty(rows, 2 * HIDDEN, dtype=dtype), pool.to(dtype, copy=True)
+        made = [widened(layer, dtype) for layer in layers]
+        made = [
+            make_sparse(index, layer, is_stacked=on_gpu) if is_sparse else layer
+            for index, (layer, is_sparse) in enumerate(zip(made, kinds, strict=True))
+        ]
+        step, given = make_step(lengths, kv), hidden.to(dtype, copy=True)
+        with as_on_gpu() if on_gpu else contextlib.nullcontext():
+            out = run_all(runs_of(made), given, step, kv, Taps([1, 2], tapped))
+        return torch.cat([out, tapped], dim=1)
+
+    out, peer = (run(torch.float16, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert_as_exact(out, peer, run(torch.float32, on_gpu=False).double())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weft.kernels.gpu.decoder_layers import decoder_layers
+from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
 from weft.testing.kernels.lora_layers import Sizes, make_layers
@@ -22,8 +22,8 @@ def test_rows_with_adapters(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
     case = make_layers(SIZES, rows, RANKS, torch.float32, "cpu")
     exact, peer = case.written_out(torch.float64), case.written_out(torch.float32)
-    out = decoder_layers(case.hidden.clone(), case.stack.layers, case.step(case.lora), 0)
+    with as_on_gpu():
+        out, without = case.output(case.lora), case.output(None)
     assert_as_exact(out, peer, exact, slack=1e-5)
-    without = decoder_layers(case.hidden.clone(), case.stack.layers, case.step(None), 0)
     has_adapter = torch.tensor(case.slots) > 0
     assert ((out - without)[has_adapter].abs() > 1e-3).any(dim=1).all()

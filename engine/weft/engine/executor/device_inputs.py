@@ -25,7 +25,8 @@ from weft.engine.executor.ragged_columns import (
 )
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageChanges, PageTable
-from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.step import Step
+from weft.kernels.attention import GroupStep
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.step_requests import (
     DecodeColumns,
@@ -102,7 +103,7 @@ class DeviceInputs:
         if len(changes.indices):
             self._apply(*self._copies.send(changes))
 
-    def batch(self, arrays: StepArrays) -> ForwardBatch:
+    def batch(self, arrays: StepArrays) -> Step:
         """Copies the input of a step to the device."""
         rows_of = arrays.verify_rows
         columns: tuple[npt.NDArray[np.generic], ...] = (
@@ -130,20 +131,23 @@ class DeviceInputs:
         self.step = step = StepRows(token_ids, positions, slots, cu_q_lens, kv_lens, ancestors)
         self._resolve(step, sources, owners)
         num_columns = -(-arrays.max_kv_len // self._page_size)
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
+        group = GroupStep(
+            page_table=self._table[:, :num_columns].index_select(0, rows),
+            places=slots,
             cu_q_lens=cu_q_lens,
             kv_lens=kv_lens,
-            page_table=self._table[:, :num_columns].index_select(0, rows),
-            slots=slots,
-            logits_rows=logits_rows,
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
-            lora=self._lora_step(arrays),
-            request_slots=rows,
             ancestors=ancestors,
             is_cold=arrays.is_cold and arrays.adapter_slots is None,
+        )
+        return Step(
+            token_ids=token_ids,
+            positions=positions,
+            groups=(group,),
+            logits_rows=logits_rows,
+            lora=self._lora_step(arrays),
+            slots=rows,
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
@@ -181,7 +185,7 @@ class DeviceInputs:
         step = self._lora.step(columns.views(self._lora_bytes))
         return replace(step, are_given=True)  # It comes by a copy, ahead of all kernels.
 
-    def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> ForwardBatch:
+    def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> Step:
         """The inputs of a decode step of `num_rows` requests, as `send_decodes` sent them last.
 
         To be called while a graph is captured: what the device knows and new pages are entered, and
@@ -189,18 +193,21 @@ class DeviceInputs:
         """
         given, step = self._decodes.views(num_rows)
         expand_decodes(given, step, self._known, self._table, self._page_size)
-        return ForwardBatch(
-            token_ids=step.token_ids,
-            positions=step.positions,
+        group = GroupStep(
+            page_table=self._table.index_select(0, given.slots),
+            places=step.places,
             cu_q_lens=step.cu_q_lens,
             kv_lens=step.kv_lens,
-            page_table=self._table.index_select(0, given.slots),
-            slots=step.places,
-            logits_rows=self._static_rows[:num_rows],
             max_q_len=1,
             max_kv_len=self._table.shape[1] * self._page_size,
+        )
+        return Step(
+            token_ids=step.token_ids,
+            positions=step.positions,
+            groups=(group,),
+            logits_rows=self._static_rows[:num_rows],
             lora=self._static_lora(num_rows, has_lora=has_lora),
-            request_slots=given.slots,
+            slots=given.slots,
         )
 
     def send_decodes(self, decodes: StepDecodes, num_rows: int) -> None:
@@ -218,7 +225,7 @@ class DeviceInputs:
         (sent,) = self._copies.send((rows,))
         self.verify_rows = sent.view(rows.shape)
 
-    def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> ForwardBatch:
+    def ragged_batch(self, columns: RaggedColumns, *, has_lora: bool = False) -> Step:
         """The inputs of a step of that size, as `send_ragged` sent them last with the same
         `columns`; see `decode_batch`.
         """
@@ -226,19 +233,22 @@ class DeviceInputs:
         if views.requests is not None:
             expand_requests(views, self._table, self._page_size, len(self._table))
         self._resolve(_step_of(views), views.sources, views.owners)
-        return ForwardBatch(
-            token_ids=views.token_ids,
-            positions=views.positions,
+        group = GroupStep(
+            page_table=self._table.index_select(0, views.rows),
+            places=views.slots,
             cu_q_lens=views.cu_q_lens,
             kv_lens=views.kv_lens,
-            page_table=self._table.index_select(0, views.rows),
-            slots=views.slots,
-            logits_rows=views.logits_rows,
             max_q_len=columns.num_tokens,
             max_kv_len=self._table.shape[1] * self._page_size,
-            lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
-            request_slots=views.rows,
             ancestors=views.ancestors,
+        )
+        return Step(
+            token_ids=views.token_ids,
+            positions=views.positions,
+            groups=(group,),
+            logits_rows=views.logits_rows,
+            lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
+            slots=views.rows,
         )
 
     def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:

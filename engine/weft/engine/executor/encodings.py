@@ -29,7 +29,7 @@ def _nothing() -> Int64Array:
 
 @dataclass(slots=True, kw_only=True)
 class StepArrays:
-    """The input of a step on the host, before it becomes a `ForwardBatch`. T, R and L as there."""
+    """The input of a step on the host, before it becomes a `Step`. T, R and L as there."""
 
     token_ids: Int64Array
     """Token ids, [T]; DRAWN where only the device knows them (see `sources`)."""
@@ -65,7 +65,7 @@ class StepArrays:
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
     ancestors: Int64Array | None = None
-    """[T]: `ForwardBatch.ancestors`; None: there are no trees. For trees known only to the device,
+    """[T]: `GroupStep.ancestors`; None: there are no trees. For trees known only to the device,
     the device writes them into `DeviceInputs.step` before the step runs.
     """
 

@@ -30,6 +30,7 @@ from weft.engine.executor.step_input import StepInput
 from weft.engine.model.interface import Model
 from weft.kernels.attention import (
     MAX_TREE_ROWS,
+    GroupStep,
     gains_by_cold_prompts,
     gains_by_exact_lengths,
 )
@@ -433,19 +434,13 @@ class StepGraphs:
 
     def _forward(self, bucket: GraphBucket) -> torch.Tensor:
         if bucket.kind == "decode":
-            batch = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
+            step = self._inputs.decode_batch(bucket.tokens, has_lora=bucket.has_lora)
         else:
-            batch = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
-        if bucket.kind in ("verify", "tree"):
-            batch.max_q_len = 1 + bucket.drafts
+            step = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
+        step.groups = tuple(_with_bounds(group, bucket) for group in step.groups)
         # Beside trees there may be prompts.
-        batch.wants_all = bucket.kind in ("decode", "verify")
-        batch.is_cold = bucket.kind == "prompts"
-        if bucket.kind == "cold":
-            # With one request, as many positions as rows say that nothing is before them. Rows of
-            # padding come after all others, which therefore do not see them.
-            batch.max_kv_len = bucket.tokens
-        return self._model.forward(batch, self._pool)
+        step.wants_all = bucket.kind in ("decode", "verify")
+        return self._model.forward(step, self._pool)
 
 
 @contextmanager
@@ -496,3 +491,14 @@ def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
     ordered = sorted(buckets)
     most = ordered[-1].tokens if ordered else 0
     return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]
+
+
+def _with_bounds(group: GroupStep, bucket: GraphBucket) -> GroupStep:
+    """What is known of the lengths of all steps of a bucket."""
+    if bucket.kind in ("verify", "tree"):
+        return group._replace(max_q_len=1 + bucket.drafts)
+    if bucket.kind == "cold":
+        # With one request, as many positions as rows say that nothing is before them. Rows of
+        # padding come after all others, which therefore do not see them.
+        return group._replace(max_kv_len=bucket.tokens)
+    return group._replace(is_cold=bucket.kind == "prompts")

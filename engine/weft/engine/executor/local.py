@@ -28,10 +28,11 @@ from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_table import PageTable
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.interface import Model
+from weft.engine.model.step import Step
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
+from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
@@ -383,7 +384,7 @@ class LocalExecutor:
             sources, destinations = zip(*copies, strict=True)
             copy_pages(self.pool, sources, destinations)
 
-    def _batch(self, arrays: StepArrays) -> ForwardBatch:
+    def _batch(self, arrays: StepArrays) -> Step:
         if self._inputs is not None:
             return self._inputs.batch(arrays)
         num_columns = -(-arrays.max_kv_len // self.page_size)
@@ -404,19 +405,22 @@ class LocalExecutor:
             torch.from_numpy(self._page_table.pages),
             self.page_size,
         )
-        return ForwardBatch(
-            token_ids=step.token_ids,
-            positions=step.positions,
+        group = GroupStep(
+            page_table=torch.from_numpy(self._page_table.pages[arrays.rows, :num_columns]),
+            places=step.places,
             cu_q_lens=step.cu_q_lens,
             kv_lens=step.kv_lens,
-            page_table=torch.from_numpy(self._page_table.pages[arrays.rows, :num_columns]),
-            slots=step.places,
-            logits_rows=torch.from_numpy(arrays.logits_rows),
             max_q_len=arrays.max_q_len,
             max_kv_len=arrays.max_kv_len,
-            lora=self._lora_step(arrays),
-            request_slots=torch.from_numpy(arrays.rows),
             ancestors=step.ancestors,
+        )
+        return Step(
+            token_ids=step.token_ids,
+            positions=step.positions,
+            groups=(group,),
+            logits_rows=torch.from_numpy(arrays.logits_rows),
+            lora=self._lora_step(arrays),
+            slots=torch.from_numpy(arrays.rows),
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:

@@ -59,7 +59,7 @@ class RaggedColumns:
     max_drafts: int = 0
     """Most drafts of a request that the step verifies."""
     has_trees: bool = False
-    """Whether rows may form trees, which adds a column for `ForwardBatch.ancestors`."""
+    """Whether rows may form trees, which adds a column for `GroupStep.ancestors`."""
     has_requests: bool = False
     """Whether a step may also be given by its requests alone, in a column before all others."""
 

@@ -7,18 +7,20 @@ from collections.abc import Callable
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
-from weft.engine.model.layers.decoder import DecoderLayer, DecoderStack
-from weft.engine.model.layers.linear import Linear, LMHead
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
-from weft.engine.model.layers.norm import RMSNorm
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.stack import Stack
+from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.decoder_layer import Taps
+from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.norm import Norm
 from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
+from weft.kernels.stream import Taps
 
 BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below
@@ -30,7 +32,7 @@ BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
 
 def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
     """The one gated MLP of a dense layer."""
-    return GatedMLP(config, weights)
+    return GatedMLP.read(config, layer, weights)
 
 
 class DecoderOnlyLM:
@@ -62,20 +64,18 @@ class DecoderOnlyLM:
         )
         return CacheLayout.of_plane(plane, page_size)
 
-    def forward(
-        self, batch: ForwardBatch, pool: torch.Tensor, taps: Taps | None = None
-    ) -> torch.Tensor:
-        """Runs one ragged step: [L, hidden], final hidden states of `batch.logits_rows`.
+    def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
+        """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`.
 
         `taps` gets what enters the layers that it names; none of them is the number of layers.
         """
-        return self.model(batch, pool, taps)
+        return self.model(step, pool, taps)
 
-    def forward_all(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+    def forward_all(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Like `forward`, but returns hidden states of all rows, [T, hidden], for which logits can
         be computed.
         """
-        return self.model.of_all_rows(batch, pool)
+        return self.model.of_all_rows(step, pool)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """Computes logits: [L, hidden], these L rows' adapters -> [L, num_embeddings] float32."""
@@ -89,16 +89,16 @@ class DecoderOnlyLM:
         return logits
 
 
-def qkv_projection(config: ModelConfig, weights: Weights) -> Linear:
+def qkv_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     """The fused projection of q, k and v of all heads."""
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return Linear(weights.linear(qkv_spec(config.hidden_size, *heads, bias=config.qkv_bias)))
+    return weights.linear(qkv_spec(config.hidden_size, *heads, bias=config.qkv_bias))
 
 
-def o_projection(config: ModelConfig, weights: Weights) -> Linear:
+def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     """The projection of all heads back to the hidden size."""
     size = (config.hidden_size, config.num_heads, config.head_dim)
-    return Linear(weights.linear(o_spec(*size, bias=config.o_bias)))
+    return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
 def _vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
@@ -108,7 +108,7 @@ def _vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
 
 def _build_stack(
     config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
-) -> DecoderStack:
+) -> Stack:
     cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
     embed_tokens = weights.vocabulary("embed_tokens", *_vocabulary_size(config))
@@ -117,11 +117,12 @@ def _build_stack(
     for index in range(config.num_layers):
         layer = weights.at("layers").at(index)
         layers.append(
-            DecoderLayer(
-                RMSNorm(layer.norm("input_layernorm", size), eps),
+            Layer(
+                index,
+                Norm(layer.norm("input_layernorm", size), eps),
                 attention(config, index, layer.at("self_attn"), cos_sin),
-                RMSNorm(layer.norm("post_attention_layernorm", size), eps),
+                Norm(layer.norm("post_attention_layernorm", size), eps),
                 mlp(config, index, layer.at("mlp")),
             )
         )
-    return DecoderStack(embed_tokens, layers, RMSNorm(weights.norm("norm", size), eps))
+    return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps))

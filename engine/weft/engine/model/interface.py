@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout
-from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.lora import LoraStep
 
@@ -21,23 +21,23 @@ class Model(Protocol):
     def kv_layout(self, page_size: int) -> CacheLayout:
         """The shape of one page of this model's KV."""
 
-    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
+    def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs one ragged extend step.
 
         Args:
-            batch: New tokens of all requests.
+            step: New tokens of all requests.
             pool: `kv_layout(page_size).pool_shape(num_pages)`, contiguous, the model's dtype;
                 K and V of the new tokens are written, those before them read.
 
         Returns:
-            [L, hidden]: hidden states of `batch.logits_rows` after the final norm. Where no row
+            [L, hidden]: hidden states of `step.logits_rows` after the final norm. Where no row
             is wanted the last layer ends with its KV write and L is 0.
         """
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """[L, hidden] from `forward` -> [L, config.num_embeddings] float32.
 
-        `lora` is the step's for these rows: `batch.lora.select(batch.logits_rows)`.
+        `lora` is the step's for these rows: `step.lora.select(step.logits_rows)`.
         """
 
 

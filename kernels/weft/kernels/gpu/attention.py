@@ -11,6 +11,7 @@ faster.
 from __future__ import annotations
 
 import torch
+from weft.kernels.attention import AttentionSpec, GroupStep
 from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
@@ -28,20 +29,12 @@ def paged_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
-    page_table: torch.Tensor,
-    cu_q_lens: torch.Tensor,
-    kv_lens: torch.Tensor,
-    scale: float,
-    max_q_len: int,
-    max_kv_len: int,
+    spec: AttentionSpec,
+    step: GroupStep,
     own: OwnKv | None = None,
     first_position: int = 0,
     *,
-    window: int | None = None,
-    is_fixed: bool = False,
-    ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
-    is_settled: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.attention.paged_attention` for CUDA tensors, whose arguments are checked.
 
@@ -49,7 +42,7 @@ def paged_attention(
     With `own`, what requests of several rows bring is not read from the pool unless there are
     `ancestors`, which leave those of few rows to the decode kernel. `first_position` must be 0 with
     `own` or a window. With `is_fixed`, without `own`, all requests take one kernel, unless there is
-    a first position: what drafts see decides no bits. `is_settled`: offsets, lengths, the
+    a first position: what drafts see decides no bits. If the step is settled, offsets, lengths, the
     page table and what the pool has before the rows of this call were written before a launch that
     was not dependent (`weft.kernels.gpu.dependent_launch`), and may be read ahead.
 
@@ -57,6 +50,8 @@ def paged_attention(
         ValueError: There is no kernel for it.
     """
     tokens, heads, dim = q.shape
+    page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
+    scale, window, is_fixed, is_settled = spec.scale, spec.window, spec.is_fixed, step.is_settled
     requests = page_table.shape[0]
     is_tree = ancestors is not None
     if is_tree and is_fixed and first_position == 0:
@@ -141,6 +136,24 @@ def paged_attention(
             is_settled=is_settled,
         )
     return out
+
+
+def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | None:
+    """Where K and V of a settled step's rows are beside the pool, if kernels read them there.
+
+    Args:
+        qkv: [T, (Hq + 2 * Hkv) * D]: has V already; memory for K is made.
+        spec: The layer's constants.
+        step: The step.
+    """
+    rows, max_q_len = qkv.shape[0], step.max_q_len
+    is_few = are_few_rows(qkv.dtype, max_q_len, step.page_table.shape[0])
+    if step.ancestors is not None:
+        is_few = max_q_len <= MAX_FEW_ROWS
+    if max_q_len <= 1 or spec.is_fixed or is_few:
+        return None
+    k = torch.empty((rows, spec.kv_heads, spec.dim), dtype=qkv.dtype, device=qkv.device)
+    return OwnKv(k, qkv.view(rows, -1, spec.dim)[:, spec.heads + spec.kv_heads :], step.prompts)
 
 
 def are_few_rows(dtype: torch.dtype, max_q_len: int, requests: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
-from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.attention import Attention, attention_spec
 from weft.engine.model.weights.weights import Weights
 
 
@@ -14,7 +14,7 @@ def llama_attention(
 ) -> Attention:
     """Grouped-query attention with rotary positions; biases as the configuration says."""
     return Attention(
-        config,
+        attention_spec(config, layer),
         layer,
         cos_sin,
         qkv_proj=qkv_projection(config, weights),

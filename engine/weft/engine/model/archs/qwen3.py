@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
-from weft.engine.model.layers.attention import Attention
-from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.layers.attention import Attention, attention_spec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.norm import Norm
 
 
 def qwen3_attention(
@@ -15,13 +15,13 @@ def qwen3_attention(
 ) -> Attention:
     """Grouped-query attention with normalised q and k."""
     return Attention(
-        config,
+        attention_spec(config, layer),
         layer,
         cos_sin,
         qkv_proj=qkv_projection(config, weights),
         o_proj=o_projection(config, weights),
-        q_norm=RMSNorm(weights.norm("q_norm", config.head_dim), config.rms_norm_eps),
-        k_norm=RMSNorm(weights.norm("k_norm", config.head_dim), config.rms_norm_eps),
+        q_norm=Norm(weights.norm("q_norm", config.head_dim), config.rms_norm_eps),
+        k_norm=Norm(weights.norm("k_norm", config.head_dim), config.rms_norm_eps),
     )
 
 

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.checkpoint.eagle_config import head_kind
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.eagle import load_eagle
 from weft.engine.model.heads.eagle3 import load_eagle3
+from weft.engine.model.step import Step
 from weft.kernels.draft_head import DraftChains
 
 
@@ -29,13 +29,13 @@ class DraftHead(Protocol):
     """Bytes of the layer's linear weights: the cost of an adapted copy."""
 
     def extend(
-        self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+        self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a step of the target and writes the head's K and V of it.
 
         Args:
             target: That the head was loaded for.
-            batch: The step; `request_slots` must be there.
+            step: The step; `slots` must be there.
             kept: [slots + 1, hidden]: the states of each request's last row before; then of its
                 last row of this step.
             pool: The target's, with the head's layer.

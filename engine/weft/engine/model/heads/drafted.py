@@ -14,11 +14,11 @@ import torch
 from weft.engine.base.errors import AdapterError, ModelError
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.adapters.draft_adapter import read_draft_adapter
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
 from weft.engine.model.heads.eagle3 import Eagle3Head, adapt_eagle3, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
+from weft.engine.model.step import Step
 from weft.kernels.lora import LoraStep
 from weft.kernels.slot_rows import put_rows
 
@@ -100,9 +100,9 @@ class DraftedModel:
         both = replace(plane, layers=plane.layers + 1, draft=self.head.digest.hex())
         return CacheLayout.of_plane(both, page_size)
 
-    def forward(self, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """Like `Model.forward`; `batch.request_slots` is required."""
-        hidden, states = self.head.extend(self._target, batch, self.kept, pool)
+    def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
+        """Like `Model.forward`; `step.slots` is required."""
+        hidden, states = self.head.extend(self._target, step, self.kept, pool)
         if states.is_cuda:
             rows = min(states.shape[0], self._last.shape[0])
             self._last[:rows].copy_(states[:rows])

@@ -15,11 +15,11 @@ from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.digest import head_digest
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.checkpoint.eagle_config import EagleConfig
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.step import Step
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
@@ -34,6 +34,8 @@ class EagleHead:
     """A `DraftHead`, loaded for one target, whose embedding and LM head it may share."""
 
     kind: HeadKind = "eagle"
+    group = 0
+    """Which of a step's page groups its K and V are in: the target's."""
 
     def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
         """Reads all parameters of the head."""
@@ -44,20 +46,21 @@ class EagleHead:
         self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
 
     def extend(
-        self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+        self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftHead.extend`."""
-        states = target.forward_all(batch, pool)
-        assert batch.request_slots is not None, "a step of a drafted model names its slots"
+        states = target.forward_all(step, pool)
+        assert step.slots is not None, "a step of a drafted model names its slots"
+        group = step.groups[self.group]
         rows = DraftRows(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            cu_q_lens=batch.cu_q_lens,
-            request_slots=batch.request_slots,
+            token_ids=step.token_ids,
+            positions=step.positions,
+            slots=group.places,
+            cu_q_lens=group.cu_q_lens,
+            request_slots=step.slots,
         )
         eagle_entries(states, self.weight, rows, kept, pool, self.layer)
-        return states.index_select(0, batch.logits_rows), states
+        return states.index_select(0, step.logits_rows), states
 
     def chain(
         self, state: torch.Tensor, token_ids: torch.Tensor, chains: DraftChains, pool: torch.Tensor

@@ -15,18 +15,17 @@ from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.digest import head_digest
 from weft.engine.checkpoint.draft_config import HeadKind
 from weft.engine.checkpoint.eagle3_config import NUM_AUX_LAYERS, Eagle3Config
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.step import Step
 from weft.engine.model.weights.changed_weights import ChangedWeights
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.decoder_layer import Taps
 from weft.kernels.draft_head import (
     DraftChains,
     DraftEntries,
@@ -39,12 +38,15 @@ from weft.kernels.draft_head import (
 from weft.kernels.draft_tree import DraftTrees, draft_tree
 from weft.kernels.linear import LinearWeight
 from weft.kernels.memory import WeightArena
+from weft.kernels.stream import Taps
 
 
 class Eagle3Head:
     """A `DraftHead`, loaded for one target, whose embedding (and LM head) it may share."""
 
     kind: HeadKind = "eagle3"
+    group = 0
+    """Which of a step's page groups its K and V are in: the target's."""
 
     def __init__(self, config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> None:
         """Reads all parameters; see `load_eagle3`."""
@@ -59,37 +61,38 @@ class Eagle3Head:
         self.layer_bytes = sum(one.data.nbytes for one in (w.qkv, w.o, w.gate_up, w.down))
 
     def extend(
-        self, target: DecoderOnlyLM, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+        self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftHead.extend`."""
-        rows, width = batch.token_ids.shape[0], len(self.aux_layers) * target.config.hidden_size
-        entries = self.entries(aux := kept.new_empty((rows, width)), batch, kept, pool)
-        hidden = target.forward(batch, pool, Taps(self.aux_layers, aux, entries))
+        rows, width = step.token_ids.shape[0], len(self.aux_layers) * target.config.hidden_size
+        entries = self.entries(aux := kept.new_empty((rows, width)), step, kept, pool)
+        hidden = target.forward(step, pool, Taps(self.aux_layers, aux, entries))
         return hidden, entries.finish()
 
     def entries(
-        self, aux: torch.Tensor, batch: ForwardBatch, kept: torch.Tensor, pool: torch.Tensor
+        self, aux: torch.Tensor, step: Step, kept: torch.Tensor, pool: torch.Tensor
     ) -> DraftEntries:
         """Describes how to write the head's K and V during a step of the target.
 
         Args:
             aux: [T, 3 * target_hidden]: what entered `aux_layers`, side by side.
-            batch: The step; `request_slots` must be there.
+            step: The step; `slots` must be there.
             kept: [slots + 1, hidden]: what was returned of each request's last row, and will be.
             pool: The target's, with the head's layer.
 
         Returns:
             Gives [T, hidden]: the target's states as the head takes them in.
         """
-        assert batch.request_slots is not None, "a step of a drafted model names its slots"
+        assert step.slots is not None, "a step of a drafted model names its slots"
+        group = step.groups[self.group]
         rows = DraftRows(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            cu_q_lens=batch.cu_q_lens,
-            request_slots=batch.request_slots,
-            is_uniform=batch.max_q_len == 1 and len(batch.positions) == len(batch.request_slots),
-            ancestors=batch.ancestors,
+            token_ids=step.token_ids,
+            positions=step.positions,
+            slots=group.places,
+            cu_q_lens=group.cu_q_lens,
+            request_slots=step.slots,
+            is_uniform=group.max_q_len == 1 and len(step.positions) == len(step.slots),
+            ancestors=group.ancestors,
         )
         return DraftEntries(aux, self.weight, rows, kept, pool, self.layer)
 

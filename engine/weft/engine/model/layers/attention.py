@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.model.batch import ForwardBatch
-from weft.engine.model.layers.linear import Linear
-from weft.engine.model.layers.norm import RMSNorm
+from weft.engine.model.layers.layer import Query, shape_of
+from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
-from weft.kernels.attention import paged_attention
-from weft.kernels.lora import addition_to
-from weft.kernels.rope import rope_and_cache
+from weft.kernels.attention import AttentionSpec, own_kv, paged_attention, settled
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.norm import Norm
+from weft.kernels.rope import check_rope, rope_and_cache
+from weft.kernels.stream import Normed, Sum, can_fold
 
 
 def qkv_spec(
@@ -39,33 +43,39 @@ def o_spec(hidden: int, num_heads: int, head_dim: int, *, bias: bool = False) ->
     )
 
 
-class Attention:
-    """Grouped-query attention of one layer with rotary positions.
+def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
+    """The usual constants of a layer's attention."""
+    heads, dim = (config.num_heads, config.num_kv_heads), config.head_dim
+    return AttentionSpec(*heads, dim, dim**-0.5, config.window_of(layer))
 
-    It is cut in two where the last layer of a step may stop, or go on with fewer rows.
-    """
+
+class Attention:
+    """Grouped-query attention of one layer with rotary positions: a `Mixer`."""
+
+    group = 0
+    """Which of a step's page groups the layer's K and V are in."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: AttentionSpec,
         layer: int,
         cos_sin: torch.Tensor,
         *,
-        qkv_proj: Linear,
-        o_proj: Linear,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        qkv_proj: LinearWeight,
+        o_proj: LinearWeight,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
     ) -> None:
         """Assembles the layer from its parts.
 
         Args:
-            config: Head counts and sizes.
+            spec: The layer's constants, from `attention_spec`.
             layer: The layer's index in the pool.
             cos_sin: [max_positions, head_dim] float32, shared by all layers.
             qkv_proj: [hidden] -> q, k and v of all heads.
             o_proj: All heads -> [hidden].
             q_norm: Norm of each head of q before the rotation, or None.
-            k_norm: The same for k.
+            k_norm: The same for k; of both one epsilon is used.
         """
         self.layer = layer
         self.cos_sin = cos_sin
@@ -73,47 +83,53 @@ class Attention:
         self.o_proj = o_proj
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.scale = config.head_dim**-0.5
-        self.eps = config.rms_norm_eps
-        self.window = config.window_of(layer)
-        """Number of positions that a row attends to; None: all."""
+        self.spec = spec._replace(is_fixed=qkv_proj.is_fixed)
 
-    def write(self, x: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor) -> torch.Tensor:
-        """Writes K and V of x [T, hidden]; returns the rotated q [T, heads, head_dim]."""
-        return rope_and_cache(
-            self.qkv_proj(x, lora=addition_to(batch.lora, "qkv", self.layer)),
-            batch.positions,
+    def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
+        """See `Mixer.prepare`: on a GPU the layer's page group is settled."""
+        group = step.groups[self.group]
+        if not pool.is_cuda or group.is_settled:
+            return step
+        spec, dtype, shape = self.spec, self.qkv_proj.dtype, (rows, self.qkv_proj.out_features)
+        heads = (spec.heads, spec.kv_heads)
+        check_rope(shape, dtype, step.positions, self.cos_sin, pool, group.places, heads)
+        groups = list(step.groups)
+        groups[self.group] = settled(group, spec, rows, dtype, pool)
+        return replace(step, groups=tuple(groups))
+
+    def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
+        """Writes K and V of all rows."""
+        group, spec = step.groups[self.group], self.spec
+        qkv = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer))
+        own, norm = own_kv(qkv, spec, group), self.q_norm or self.k_norm
+        q = rope_and_cache(
+            qkv,
+            step.positions,
             self.cos_sin,
             pool,
             self.layer,
-            batch.slots,
-            self.num_heads,
-            self.num_kv_heads,
+            group.places,
+            spec.heads,
+            spec.kv_heads,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
+            1e-6 if norm is None else norm.eps,
+            None if own is None else own.k,
+            is_settled=group.is_settled,
         )
+        return Query(q, own)
 
-    def attend(
-        self, q: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, pool: torch.Tensor
-    ) -> torch.Tensor:
-        """Computes attention of q over its requests' pages, projected, plus `residual`: [T,
-        hidden].
-        """
-        mixed = paged_attention(
-            q,
-            pool,
-            self.layer,
-            batch.page_table,
-            batch.cu_q_lens,
-            batch.kv_lens,
-            self.scale,
-            batch.max_q_len,
-            batch.max_kv_len,
-            window=self.window,
-            is_fixed=self.o_proj.weight.is_fixed,
-            ancestors=batch.ancestors,
-        )
-        return self.o_proj(mixed, residual, addition_to(batch.lora, "o", self.layer))
+    def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
+        """Attention over the requests' pages, and the projection of what it finds."""
+        group = step.groups[self.group]
+        mixed = paged_attention(query.q, pool, self.layer, self.spec, group, query.own)
+        return Sum(mixed, self.o_proj, addition_to(step.lora, "o", self.layer))
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        to_qkv, to_o = (addition_to(lora, group, self.layer) for group in ("qkv", "o"))
+        return can_fold(rows, self.qkv_proj, to_qkv, self.o_proj, to_o)
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return Attention, self.group, shape_of(self.qkv_proj), shape_of(self.o_proj)

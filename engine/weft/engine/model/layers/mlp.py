@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.model.layers.linear import GateUp, Linear
+from weft.engine.model.layers.layer import shape_of
+from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.decoder_layer import GatedMlpWeight
+from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.stream import GatedSum, Normed, can_fold
 
 
 def gate_up_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
@@ -31,22 +32,32 @@ def down_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), added to the residual stream."""
+    """down(silu(gate(x)) * up(x)): a `FeedForward`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        """Reads the projections."""
+    def __init__(self, layer: int, gate_up_proj: LinearWeight, down_proj: LinearWeight) -> None:
+        """Assembles the block of a layer (its index) from its projections."""
+        self.layer = layer
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+
+    @classmethod
+    def read(cls, config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
+        """Reads the projections below one prefix of the names."""
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = GateUp(weights.linear(gate_up_spec(hidden, inner, bias=bias)))
-        self.down_proj = Linear(weights.linear(down_spec(hidden, inner, bias=bias)))
+        gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias))
+        return cls(layer, gate_up_proj, weights.linear(down_spec(hidden, inner, bias=bias)))
 
-    @property
-    def weight(self) -> GatedMlpWeight:
-        """The weights of both projections, for a stack of layers run as one operation."""
-        return GatedMlpWeight(self.gate_up_proj.weight, self.down_proj.weight)
+    def __call__(self, x: Normed, step: Step) -> GatedSum:
+        """See `FeedForward`."""
+        to_gate_up = addition_to(step.lora, "gate_up", self.layer)
+        to_down = addition_to(step.lora, "down", self.layer)
+        return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, lora: LoraStep | None, layer: int
-    ) -> torch.Tensor:
-        """[M, hidden], [M, hidden] -> [M, hidden], with these M tokens' adapters of a layer."""
-        inner = self.gate_up_proj(x, addition_to(lora, "gate_up", layer))
-        return self.down_proj(inner, residual, addition_to(lora, "down", layer))
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        to_gate_up, to_down = (addition_to(lora, name, self.layer) for name in ("gate_up", "down"))
+        return can_fold(rows, self.gate_up_proj, to_gate_up, self.down_proj, to_down)
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return GatedMLP, shape_of(self.gate_up_proj), shape_of(self.down_proj)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import torch
 from weft.engine.checkpoint.config import MoEConfig
+from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.layers.mlp import down_spec, gate_up_spec
+from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.decoder_layer import SparseMlpWeight
 from weft.kernels.lora import LoraStep
+from weft.kernels.moe import SparseMlpWeight
+from weft.kernels.stream import Combine, Normed
 
 
 class SparseMLP:
-    """A mixture of experts: routed gated MLPs, weighted by the router and added to the residual
-    stream.
-    """
+    """A mixture of experts, routed gated MLPs weighted by the router: a `FeedForward`."""
 
-    def __init__(self, config: MoEConfig, hidden: int, weights: Weights) -> None:
+    def __init__(self, layer: int, weight: SparseMlpWeight) -> None:
+        """Takes all parameters of the block of a layer (its index)."""
+        self.layer = layer
+        self.weight = weight
+
+    @classmethod
+    def read(cls, config: MoEConfig, layer: int, hidden: int, weights: Weights) -> SparseMLP:
         """Reads the router and all experts.
 
         Args:
             config: Counts and sizes.
+            layer: The layer's index.
             hidden: Width of the stream.
             weights: Parameters of the block: `gate` and `experts`.
         """
@@ -30,16 +37,23 @@ class SparseMLP:
             gate_up=gate_up_spec(hidden, config.intermediate_size),
             down=down_spec(hidden, config.intermediate_size),
         )
-        self.weight = SparseMlpWeight(
+        weight = SparseMlpWeight(
             weights.linear(router),
             weights.at("experts").experts(experts),
             config.num_experts_per_tok,
             config.norm_topk_prob,
         )
-        """All parameters, for a stack of layers run as one operation."""
+        return cls(layer, weight)
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, lora: LoraStep | None, layer: int
-    ) -> torch.Tensor:
-        """[M, hidden], [M, hidden] -> [M, hidden], with these M tokens' adapters of a layer."""
-        return self.weight(x, residual, lora, layer)
+    def __call__(self, x: Normed, step: Step) -> Combine:
+        """See `FeedForward`."""
+        return Combine(x, self.weight, step.lora, self.layer)
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`: the router needs the norm's result."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        w, experts = self.weight, self.weight.experts
+        return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k

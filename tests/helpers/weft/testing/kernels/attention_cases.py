@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from weft.kernels.attention import paged_attention_reference
+from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention_reference
 
 LAYERS, LAYER = 2, 1
+
+
+def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A form of `paged_attention` that takes the fields of its records one by one."""
+
+    def call(
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        page_table: torch.Tensor,
+        cu_q_lens: torch.Tensor,
+        kv_lens: torch.Tensor,
+        scale: float,
+        max_q_len: int,
+        max_kv_len: int,
+        *,
+        window: int | None = None,
+        is_fixed: bool = False,
+        ancestors: torch.Tensor | None = None,
+        is_settled: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        spec = AttentionSpec(q.shape[1], pool.shape[1], q.shape[2], scale, window, is_fixed)
+        step = GroupStep(
+            page_table=page_table,
+            places=torch.empty(0, dtype=torch.int64),
+            cu_q_lens=cu_q_lens,
+            kv_lens=kv_lens,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            ancestors=ancestors,
+            is_settled=is_settled,
+        )
+        return attention(q, pool, layer, spec, step, **options)
+
+    return call
 
 
 class Geometry(NamedTuple):
@@ -118,7 +155,7 @@ def hide_before_window(case: Case, window: int) -> None:
 
 def eager_attention(case: Case, first_position: int = 0, window: int | None = None) -> torch.Tensor:
     """Torch's own result in the dtype of the case."""
-    return paged_attention_reference(
+    return in_parts(paged_attention_reference)(
         case.q,
         case.pool,
         LAYER,
@@ -128,7 +165,7 @@ def eager_attention(case: Case, first_position: int = 0, window: int | None = No
         case.scale,
         case.max_q_len,
         case.max_kv_len,
-        first_position,
+        first_position=first_position,
         window=window,
     )
 

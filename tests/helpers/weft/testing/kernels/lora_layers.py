@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from weft.kernels.decoder_layer import (
-    DecoderLayers,
-    DecoderStep,
-    GatedMlpWeight,
-    pack_decoder_layer,
-    prepare_step,
-    stack_layers,
-)
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.stack import Run, run_all
+from weft.engine.model.step import Step
+from weft.kernels.attention import AttentionSpec, GroupStep
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
+from weft.kernels.norm import Norm
+from weft.testing.kernels.layer_cases import make_cos_sin, step_of
 from weft.testing.kernels.lora_cases import LoraCase, draw_slots, make_lora
 
 LAYERS, PAGE_SIZE, MAX_CONTEXT, EPS = 2, 16, 40, 1e-5
@@ -53,7 +53,7 @@ class LayersCase:
     """A decode step: each row is a request of its own."""
 
     sizes: Sizes
-    stack: DecoderLayers
+    run: Run
     weights: list[dict[str, torch.Tensor]]
     """Weights of each layer: each group's product, and the two norms."""
     adapters: dict[str, LoraCase]
@@ -68,26 +68,24 @@ class LayersCase:
     """[T, pages] int32."""
     cos_sin: torch.Tensor
 
-    def step(self, lora: LoraStep | None) -> DecoderStep:
-        """The step over the pool; what it stores is in the pool afterwards."""
+    def output(self, lora: LoraStep | None) -> torch.Tensor:
+        """The layers' output for `hidden`; K and V are in the pool afterwards."""
+        return run_all([self.run], self.hidden.clone(), self.step(lora), self.pool)
+
+    def step(self, lora: LoraStep | None) -> Step:
+        """The step over the pool."""
         rows = len(self.slots)
         positions = self.kv_lens.long() - 1
         page = self.pages.gather(1, (positions // PAGE_SIZE)[:, None])[:, 0].long()
-        return prepare_step(
-            self.stack.layers[0],
-            pool=self.pool,
-            positions=positions,
-            slots=page * PAGE_SIZE + positions % PAGE_SIZE,
-            cos_sin=self.cos_sin,
+        group = GroupStep(
             page_table=self.pages,
+            places=page * PAGE_SIZE + positions % PAGE_SIZE,
             cu_q_lens=torch.arange(rows + 1, dtype=torch.int32, device=self.pool.device),
             kv_lens=self.kv_lens,
-            num_heads=self.sizes.heads,
-            scale=self.sizes.dim**-0.5,
             max_q_len=1,
             max_kv_len=MAX_CONTEXT,
-            lora=lora,
         )
+        return step_of(positions, group, lora)
 
     def written_out(self, dtype: torch.dtype) -> torch.Tensor:
         """The layers' output for `hidden` in eager torch: an adapter is A and then B beside the
@@ -148,16 +146,18 @@ def make_layers(
 ) -> LayersCase:
     """Rows with random adapters, by slot of these ranks, and random contexts."""
     weights = [_draw_layer(sizes, dtype, device) for _ in range(LAYERS)]
+    _, _, heads, kv_heads, dim = sizes
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
+    cos_sin = make_cos_sin(dim, MAX_CONTEXT).to(device)
     layers = [
-        pack_decoder_layer(
-            input_norm=w["input_norm"],
-            qkv=_plain(w["qkv"]),
-            o=_plain(w["o"]),
-            post_norm=w["post_norm"],
-            mlp=GatedMlpWeight(_plain(w["gate_up"], gated=True), _plain(w["down"])),
-            eps=EPS,
+        Layer(
+            index,
+            Norm(w["input_norm"], EPS),
+            Attention(spec, index, cos_sin, qkv_proj=_plain(w["qkv"]), o_proj=_plain(w["o"])),
+            Norm(w["post_norm"], EPS),
+            GatedMLP(index, _plain(w["gate_up"], gated=True), _plain(w["down"])),
         )
-        for w in weights
+        for index, w in enumerate(weights)
     ]
     adapters = {}
     for name, (k, n, column) in sizes.projections.items():
@@ -175,11 +175,9 @@ def make_layers(
     )
     each = -(-MAX_CONTEXT // PAGE_SIZE)
     shape = (rows * each, sizes.kv_heads, LAYERS, 2, PAGE_SIZE, sizes.dim)
-    steps = torch.arange(0, sizes.dim, 2) / sizes.dim
-    angles = torch.outer(torch.arange(MAX_CONTEXT).float(), 1e4**-steps).to(device)
     return LayersCase(
         sizes=sizes,
-        stack=stack_layers(layers),
+        run=Run(layers),
         weights=weights,
         adapters=adapters,
         slots=slots,
@@ -188,7 +186,7 @@ def make_layers(
         pool=torch.randn(shape, device=device).to(dtype),
         kv_lens=torch.randint(1, MAX_CONTEXT + 1, (rows,), dtype=torch.int32, device=device),
         pages=torch.randperm(rows * each, device=device).int().view(rows, each),
-        cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1),
+        cos_sin=cos_sin,
     )
 
 

@@ -22,16 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from weft.engine.executor.ragged_columns import RaggedColumns
-from weft.kernels.attention import MAX_TREE_ROWS
-from weft.kernels.decoder_layer import (
-    DecoderLayerWeight,
-    DecoderStep,
-    GatedMlpWeight,
-    SparseMlpWeight,
-    Taps,
-    pack_decoder_layer,
-    prepare_step,
-)
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.stack import Run, run_all
+from weft.engine.model.step import Step
+from weft.kernels.attention import MAX_TREE_ROWS, AttentionSpec, GroupStep
 from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
 from weft.kernels.draft_head import (
     DraftChains,
@@ -42,7 +39,6 @@ from weft.kernels.draft_head import (
 )
 from weft.kernels.gpu import (
     copied_tiles,
-    decoder_layers,
     dependent_launch,
     greedy,
     page_digest,
@@ -57,9 +53,13 @@ from weft.kernels.gpu import (
 )
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.lora import LoraStep
-from weft.kernels.moe import ExpertWeights
+from weft.kernels.moe import ExpertWeights, SparseMlpWeight
+from weft.kernels.norm import Norm
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
+from weft.kernels.stream import Taps
+from weft.testing.kernels.as_on_gpu import as_on_gpu
+from weft.testing.kernels.layer_cases import step_of
 from weft.testing.kernels.lora_cases import Shared, make_expert_lora, make_lora, segments_of
 from weft.testing.kernels.lora_layers import Sizes, make_layers
 
@@ -87,67 +87,79 @@ def weight(rows: int, columns: int, *, gated: bool = False, is_fixed: bool = Fal
     return LinearWeight(rows, columns, BF16, gated, PlainForm(data), None, is_fixed=is_fixed)
 
 
-def make_layer(
-    hidden: int, inner: int, heads: int, dim: int, *, experts: int = 0, is_fixed: bool = False
-) -> DecoderLayerWeight:
-    """A layer with twice as many heads as KV heads, and a norm of each head."""
-    gain = torch.ones(hidden, dtype=BF16)
-    mlp: GatedMlpWeight | SparseMlpWeight = GatedMlpWeight(
-        weight(2 * inner, hidden, gated=True, is_fixed=is_fixed),
-        weight(hidden, inner, is_fixed=is_fixed),
-    )
-    if experts:
-        stacked = (
-            torch.zeros(experts, 2 * inner, hidden, dtype=BF16),
-            torch.zeros(experts, hidden, inner, dtype=BF16),
+def make_run(
+    hidden: int,
+    inner: int,
+    heads: int,
+    dim: int,
+    *,
+    layers: int = 2,
+    experts: int = 0,
+    is_fixed: bool = False,
+) -> Run:
+    """Layers with twice as many heads as KV heads, and a norm of each head."""
+
+    def norm(size: int) -> Norm:
+        return Norm(torch.ones(size, dtype=BF16), 1e-5)
+
+    def layer(index: int) -> Layer:
+        attention = Attention(
+            AttentionSpec(heads, heads // 2, dim, 1.0),
+            index,
+            torch.zeros(MAX_CONTEXT, dim),
+            qkv_proj=weight(2 * heads * dim, hidden, is_fixed=is_fixed),
+            o_proj=weight(hidden, heads * dim, is_fixed=is_fixed),
+            q_norm=norm(dim),
+            k_norm=norm(dim),
         )
-        packed = ExpertWeights(hidden, inner, BF16, (), (), stacked, None, is_fixed)
-        mlp = SparseMlpWeight(weight(experts, hidden, is_fixed=is_fixed), packed, 4, True)
-    return pack_decoder_layer(
-        input_norm=gain,
-        qkv=weight(2 * heads * dim, hidden, is_fixed=is_fixed),
-        o=weight(hidden, heads * dim, is_fixed=is_fixed),
-        post_norm=gain,
-        mlp=mlp,
-        eps=1e-5,
-        q_norm=torch.ones(dim, dtype=BF16),
-        k_norm=torch.ones(dim, dtype=BF16),
-    )
+        feed: GatedMLP | SparseMLP = GatedMLP(
+            index,
+            weight(2 * inner, hidden, gated=True, is_fixed=is_fixed),
+            weight(hidden, inner, is_fixed=is_fixed),
+        )
+        if experts:
+            stacked = (
+                torch.zeros(experts, 2 * inner, hidden, dtype=BF16),
+                torch.zeros(experts, hidden, inner, dtype=BF16),
+            )
+            packed = ExpertWeights(hidden, inner, BF16, (), (), stacked, None, is_fixed)
+            router = weight(experts, hidden, is_fixed=is_fixed)
+            feed = SparseMLP(index, SparseMlpWeight(router, packed, 4, True))
+        return Layer(index, norm(hidden), attention, norm(hidden), feed)
+
+    return Run([layer(index) for index in range(layers)])
 
 
-def make_step(
-    w: DecoderLayerWeight, heads: int, dim: int, q_lens: list[int], *, has_trees: bool = False
-) -> DecoderStep:
+def make_step(q_lens: list[int], *, has_trees: bool = False, lora: LoraStep | None = None) -> Step:
     """Requests of so many new rows each."""
     requests, rows = len(q_lens), sum(q_lens)
-    pages = MAX_CONTEXT // PAGE_SIZE
-    return prepare_step(
-        w,
-        pool=torch.zeros(requests * pages, heads // 2, 2, 2, PAGE_SIZE, dim, dtype=BF16),
-        positions=torch.zeros(rows, dtype=torch.int64),
-        slots=torch.zeros(rows, dtype=torch.int64),
-        cos_sin=torch.zeros(MAX_CONTEXT, dim),
-        page_table=torch.zeros(requests, pages, dtype=torch.int32),
+    group = GroupStep(
+        page_table=torch.zeros(requests, MAX_CONTEXT // PAGE_SIZE, dtype=torch.int32),
+        places=torch.zeros(rows, dtype=torch.int64),
         cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),
         kv_lens=torch.full((requests,), MAX_CONTEXT, dtype=torch.int32),
-        num_heads=heads,
-        scale=1.0,
         max_q_len=max(q_lens),
         max_kv_len=MAX_CONTEXT,
         ancestors=torch.full((rows,), -1) if has_trees else None,
     )
+    return step_of(torch.zeros(rows, dtype=torch.int64), group, lora)
 
 
 def run_layers(
-    sizes: tuple[int, int, int, int], q_lens: list[int], has_trees: bool = False, **options: Any
+    sizes: tuple[int, int, int, int],
+    q_lens: list[int],
+    has_trees: bool = False,
+    lora: LoraStep | None = None,
+    **options: Any,
 ) -> None:
-    """Two layers; what enters the second one is wanted."""
+    """Two layers, or `layers`; what enters the second one is wanted."""
     hidden, _, heads, dim = sizes
-    w = make_layer(*sizes, **options)
-    step = make_step(w, heads, dim, q_lens, has_trees=has_trees)
+    run, step = make_run(*sizes, **options), make_step(q_lens, has_trees=has_trees, lora=lora)
+    pages = len(q_lens) * MAX_CONTEXT // PAGE_SIZE
+    pool = torch.zeros(pages, heads // 2, 2, 2, PAGE_SIZE, dim, dtype=BF16)
     stream = torch.zeros(sum(q_lens), hidden, dtype=BF16)
-    taps = Taps([1], torch.empty_like(stream))
-    decoder_layers.decoder_layers(stream, [w, w], step, 0, taps)
+    with as_on_gpu():
+        run_all([run], stream, step, pool, Taps([1], torch.empty_like(stream)))
 
 
 SMALL, WIDE = (576, 1536, 8, 64), (1024, 3072, 16, 128)
@@ -187,7 +199,8 @@ def compile_adapters(is_full: bool) -> None:
         later = replace(case.lora, are_given=False)
         has_both = rows < 200 if is_full else (sizes, rows) == (small, 1)
         for lora in (case.lora, later) if has_both else (case.lora,):
-            decoder_layers.decoder_layers(case.hidden, case.stack.layers, case.step(lora), 0)
+            with as_on_gpu():
+                case.output(lora)
     matrices, places = torch.zeros(2, 900, 576, dtype=BF16), torch.tensor([-1, 0, 1]).int()
     for rows in (3, 30):
         x, out = torch.zeros(rows, 576, dtype=BF16), torch.zeros(rows, 900)
@@ -201,7 +214,7 @@ def compile_expert_adapters() -> None:
     """Experts and their router with adapters, which share their outer sides or not."""
     hidden, inner, heads, dim = 1024, 768, 8, 64
     ranks, experts = [0, 8, 16], 8
-    w = make_layer(hidden, inner, heads, dim, experts=experts)
+    sizes = (hidden, inner, heads, dim)
     router = make_lora(hidden, experts, ranks, BF16).weights
     shapes: tuple[tuple[int, int, int, Shared], ...] = (
         (hidden, inner, 0, "a"),
@@ -221,8 +234,7 @@ def compile_expert_adapters() -> None:
             w13=(gate, up),
             w2=(down,),
         )
-        step = replace(make_step(w, heads, dim, [1] * rows), lora=lora)
-        decoder_layers.decoder_layers(torch.zeros(rows, hidden, dtype=BF16), [w], step, 0)
+        run_layers(sizes, [1] * rows, lora=lora, layers=1, experts=experts)
 
 
 def compile_drafts() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from weft.kernels.attention import paged_attention_reference
-from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, make_case
+from weft.testing.kernels.attention_cases import LAYER, Case, Geometry, in_parts, make_case
 from weft.testing.kernels.kernel_checks import assert_as_exact
 
 LOUD = 1e4
@@ -130,14 +130,14 @@ def eager_trees(tree: TreeCase, window: int | None = None, first_position: int =
     """Torch's own result in the dtype of the case."""
     case = tree.case
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens, case.scale)
-    return paged_attention_reference(
+    return in_parts(paged_attention_reference)(
         case.q,
         case.pool,
         LAYER,
         *lengths,
         case.max_q_len,
         case.max_kv_len,
-        first_position,
+        first_position=first_position,
         window=window,
         ancestors=tree.ancestors,
         earlier_rows=tree.earlier,

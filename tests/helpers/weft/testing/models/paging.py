@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.interface import Model
+from weft.engine.model.step import Step
+from weft.kernels.attention import GroupStep
 
 
 @dataclass
@@ -38,7 +39,7 @@ class PagedDriver:
         self,
         work: Sequence[tuple[PagedRequest, Sequence[int]]],
         logits_rows: Sequence[int] | None = None,
-    ) -> ForwardBatch:
+    ) -> Step:
         """Describes a step and counts its tokens as cached.
 
         Args:
@@ -46,14 +47,14 @@ class PagedDriver:
             logits_rows: Rows whose logits are wanted; None for the last row of each request.
         """
         positions: list[int] = []
-        slots: list[int] = []
+        places: list[int] = []
         starts = [0]
         for request, tokens in work:
             new = range(request.num_cached, request.num_cached + len(tokens))
             while len(request.pages) * self.page_size < new.stop:
                 request.pages.append(self._free_pages.pop())
             positions += new
-            slots += [
+            places += [
                 request.pages[p // self.page_size] * self.page_size + p % self.page_size
                 for p in new
             ]
@@ -63,17 +64,20 @@ class PagedDriver:
         table = [r.pages + [-1] * (width - len(r.pages)) for r, _ in work]
         rows = [end - 1 for end in starts[1:]] if logits_rows is None else list(logits_rows)
         kv_lens = [request.num_cached for request, _ in work]
-        return ForwardBatch(
-            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
-            positions=torch.tensor(positions),
+        group = GroupStep(
+            page_table=torch.tensor(table, dtype=torch.int32),
+            places=torch.tensor(places),
             cu_q_lens=torch.tensor(starts, dtype=torch.int32),
             kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
-            page_table=torch.tensor(table, dtype=torch.int32),
-            slots=torch.tensor(slots),
-            logits_rows=torch.tensor(rows, dtype=torch.int64),
             max_q_len=max(len(tokens) for _, tokens in work),
             max_kv_len=max(kv_lens),
-            request_slots=torch.tensor([request.slot for request, _ in work]),
+        )
+        return Step(
+            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
+            positions=torch.tensor(positions),
+            groups=(group,),
+            logits_rows=torch.tensor(rows, dtype=torch.int64),
+            slots=torch.tensor([request.slot for request, _ in work]),
         )
 
     @torch.inference_mode()

@@ -1,0 +1,147 @@
+"""A stack of pre-norm decoder layers: embedding, runs of layers, final norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.step import Step
+from weft.kernels.dense_run import DenseLayer, DenseRun
+from weft.kernels.lora import add_embedding_lora, addition_to
+from weft.kernels.norm import Norm
+from weft.kernels.replaced import replace_embeddings
+from weft.kernels.stream import Stream, Taps, stream_of
+
+
+class Run:
+    """Consecutive layers of equal shape; the unit in which a step goes through a stack.
+
+    On a CPU layers of grouped-query attention and a gated MLP are one native operation. All others
+    go operation by operation over the stream, which fuses what it can.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = tuple(layers)
+        self._dense = DenseRun.of([_dense_layer(layer) for layer in layers])
+
+    def __call__(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
+        """Runs the layers; returns the step as they have prepared it for further runs."""
+        if self._dense is None or not self._dense.fits(pool):
+            return self.by_operation(stream, step, pool)
+        first, hidden = self.layers[0], stream.settle()
+        assert isinstance(first.mixer, Attention)
+        group = step.groups[first.mixer.group]
+        self._dense(hidden, step.positions, group, pool, first.number, step.lora, stream.taps)
+        return step
+
+    def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
+        """The same, never as one native operation."""
+        first, rows = self.layers[0], stream.rows
+        stream.begin_run(first.mixer.folds(rows, step.lora) and first.feed.folds(rows, step.lora))
+        for layer in self.layers:
+            stream.enter(layer.number)
+            x = stream.normed(layer.input_norm)
+            step = layer.mixer.prepare(step, rows, pool)
+            layer.finish(stream, layer.mixer.write(x, step, pool), step, pool)
+        return step
+
+
+def run_all(
+    runs: Sequence[Run],
+    hidden: torch.Tensor,
+    step: Step,
+    pool: torch.Tensor,
+    taps: Taps | None = None,
+) -> torch.Tensor:
+    """Takes all rows of a step through runs of layers.
+
+    Args:
+        runs: Of consecutive layers.
+        hidden: [T, hidden], contiguous; may be overwritten.
+        step: The step.
+        pool: Of K and V.
+        taps: Gets what enters those of these layers that it names, or None.
+
+    Returns:
+        [T, hidden].
+    """
+    stream = stream_of(hidden, taps)
+    for run in runs:
+        step = run(stream, step, pool)
+    return stream.settle()
+
+
+def runs_of(layers: Sequence[Layer]) -> tuple[Run, ...]:
+    """Cuts layers into runs."""
+
+    def shape_key(layer: Layer) -> object:
+        return layer.mixer.shape_key(), layer.feed.shape_key()
+
+    return tuple(Run(tuple(same)) for _, same in groupby(layers, shape_key))
+
+
+def _dense_layer(layer: Layer) -> DenseLayer | None:
+    """The layer as `DenseRun` takes it; None if it is of another kind."""
+    mixer, feed = layer.mixer, layer.feed
+    if not (isinstance(mixer, Attention) and isinstance(feed, GatedMLP)):
+        return None
+    return DenseLayer(
+        input_norm=layer.input_norm,
+        qkv=mixer.qkv_proj,
+        q_norm=mixer.q_norm,
+        k_norm=mixer.k_norm,
+        o=mixer.o_proj,
+        post_norm=layer.post_norm,
+        gate_up=feed.gate_up_proj,
+        down=feed.down_proj,
+        cos_sin=mixer.cos_sin,
+        spec=mixer.spec,
+    )
+
+
+class Stack:
+    """Embedding, layers and final norm."""
+
+    def __init__(self, embed_tokens: torch.Tensor, layers: Sequence[Layer], norm: Norm) -> None:
+        """Assembles the parts; `embed_tokens` is [vocab, hidden]."""
+        self.embed_tokens = embed_tokens
+        self.norm = norm
+        self._last = layers[-1]
+        self._whole = runs_of(layers)
+        self._but_last = runs_of(layers[:-1])
+
+    def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
+        """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
+        hidden, rows = self._embed(step), step.logits_rows
+        if step.wants_all:
+            return self.norm(run_all(self._whole, hidden, step, pool, taps))
+        # Rows of a tree are not requests of their own.
+        if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees:
+            hidden = run_all(self._whole, hidden, step, pool, taps)
+            return self.norm(hidden.index_select(0, rows))
+        # Of the last layer only the wanted rows are needed, apart from their K and V.
+        last, stream = self._last, Stream(run_all(self._but_last, hidden, step, pool, taps), taps)
+        stream.enter(last.number)
+        query = last.mixer.write(stream.normed(last.input_norm), step, pool)
+        if rows.shape[0] == 0:
+            return hidden.new_empty((0, hidden.shape[1]))
+        query, stream = query.of_rows(rows), stream.of_rows(rows)
+        last.finish(stream, query, step.one_row_requests(), pool)
+        return self.norm(stream.settle())
+
+    def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
+        """Runs a step: [T, hidden], the normalised hidden states of all rows."""
+        return self.norm(run_all(self._whole, self._embed(step), step, pool))
+
+    def _embed(self, step: Step) -> torch.Tensor:
+        hidden, lora = self.embed_tokens.index_select(0, step.token_ids), step.lora
+        if lora is not None and lora.embeddings is not None:
+            replace_embeddings(hidden, step.token_ids, lora.embeddings, lora.segments)
+        added = addition_to(lora, "embed", 0)
+        if added is not None:
+            add_embedding_lora(hidden, step.token_ids, added)
+        return hidden

@@ -1,0 +1,73 @@
+"""The input of one forward step: a ragged extend (see docs/architecture.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from weft.kernels.attention import GroupStep
+from weft.kernels.lora import LoraStep
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """A step's requests, each with `q_len >= 1` new tokens on top of its cached pages.
+
+    T = new tokens of all requests, R = requests, L = rows whose logits are wanted.
+    All tensors live on the model's device.
+    """
+
+    token_ids: torch.Tensor
+    """Token ids, [T] int64."""
+    positions: torch.Tensor
+    """Absolute positions, [T] int64; of a row of a tree given by its depth."""
+    groups: tuple[GroupStep, ...]
+    """Where K and V lie, by page group; a layer names the group whose pages it uses."""
+    logits_rows: torch.Tensor
+    """[L] int64: rows of T whose logits are wanted; empty if nothing is sampled."""
+    wants_all: bool = False
+    """`logits_rows` are all rows, in their order."""
+    lora: LoraStep | None = None
+    """The step's adapters; None if no token uses one."""
+    slots: torch.Tensor | None = None
+    """[R] int64: each request's slot; for padding the one after the last. None where no model needs
+    it.
+    """
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether rows form trees (`GroupStep.ancestors`)."""
+        return self.groups[0].ancestors is not None
+
+    def one_row_requests(self) -> Step:
+        """The rows of `logits_rows` alone, each as a request of its own with one new token.
+
+        A row attends to the positions up to its own, so this changes nothing in what it computes.
+        """
+        rows = self.logits_rows
+        num_rows = rows.shape[0]
+        cu_q_lens = self.groups[0].cu_q_lens
+        requests = torch.searchsorted(cu_q_lens, rows.to(torch.int32), right=True) - 1
+        positions = self.positions.index_select(0, rows)
+        token_ids = self.token_ids.index_select(0, rows)
+        one_each = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
+        kv_lens = (positions + 1).to(torch.int32)
+        groups = tuple(
+            GroupStep(
+                page_table=group.page_table.index_select(0, requests),
+                places=group.places.index_select(0, rows),
+                cu_q_lens=one_each,
+                kv_lens=kv_lens,
+                max_q_len=1,
+                max_kv_len=group.max_kv_len,
+            )
+            for group in self.groups
+        )
+        return Step(
+            token_ids=token_ids,
+            positions=positions,
+            groups=groups,
+            logits_rows=torch.arange(num_rows, device=rows.device),
+            lora=None if self.lora is None else self.lora.select(rows),
+            slots=None if self.slots is None else self.slots.index_select(0, requests),
+        )

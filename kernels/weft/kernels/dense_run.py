@@ -1,0 +1,247 @@
+"""Consecutive layers of grouped-query attention and a gated MLP as one native operation on a CPU.
+
+At small batches a single operation takes some tens of microseconds, about as long as the call and
+the start of a thread team around it: one call a step instead of seven a layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.attention import (
+    AttentionSpec,
+    GroupStep,
+    check_ancestors,
+    check_attention,
+    fits_native,
+)
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import Group, LoraStep, NativeLora, check_addition, describe_lora
+from weft.kernels.norm import Norm
+from weft.kernels.rope import check_rope
+from weft.kernels.stream import Taps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """The parts of one layer; all but the windows are of equal shape in a run."""
+
+    input_norm: Norm
+    qkv: LinearWeight
+    """[(Hq + 2 * Hkv) * D, H]."""
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: LinearWeight
+    """[H, Hq * D]."""
+    post_norm: Norm
+    gate_up: LinearWeight
+    """[2 * I, H], from `pack_gate_up`."""
+    down: LinearWeight
+    """[H, I]."""
+    cos_sin: torch.Tensor
+    """[max_positions, D] float32, shared by all layers."""
+    spec: AttentionSpec
+
+    @property
+    def products(self) -> dict[Group, LinearWeight]:
+        """The products by their LoRA groups."""
+        return {"qkv": self.qkv, "o": self.o, "gate_up": self.gate_up, "down": self.down}
+
+
+class _Described(NamedTuple):
+    """A step described to the native operation."""
+
+    batch: cpu.BatchStruct
+    pool: cpu.PoolStruct
+    scratch: torch.Tensor
+    """Scratch memory of the layers."""
+    lora: NativeLora | None
+
+
+class DenseRun:
+    """Layers that run in one call: for each, hidden += attention(norm(hidden)); hidden +=
+    mlp(norm(hidden)).
+    """
+
+    def __init__(self, native: cpu.NativeCpu, layers: Sequence[DenseLayer]) -> None:
+        self._native = native
+        self._layers = tuple(layers)
+        self._described = [_describe_layer(layer) for layer in layers]
+        addresses = [ctypes.addressof(layer) for layer in self._described]
+        self._addresses = (ctypes.c_void_p * len(layers))(*addresses)
+
+    @classmethod
+    def of(cls, layers: Sequence[DenseLayer | None]) -> DenseRun | None:
+        """The run of layers of equal shape; None if one of them is of another kind (None), or its
+        weights are not in native form.
+        """
+        found = [layer for layer in layers if layer is not None]
+        native = cpu.native_cpu()
+        if native is None or len(found) < len(layers):
+            return None
+        if any(w.native is None for layer in found for w in layer.products.values()):
+            return None
+        return cls(native, found)
+
+    def fits(self, pool: torch.Tensor) -> bool:
+        """Whether the native operation handles these heads."""
+        return fits_native(self._native, self._layers[0].spec.heads, pool)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        step: GroupStep,
+        pool: torch.Tensor,
+        first: int,
+        lora: LoraStep | None = None,
+        taps: Taps | None = None,
+    ) -> torch.Tensor:
+        """Runs a step through all layers; stores K and V of every row in each.
+
+        Args:
+            hidden: [T, H], contiguous; overwritten.
+            positions: [T] int64.
+            step: The page table's group of all these layers.
+            pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
+            first: Index in the pool of the first of these layers.
+            lora: The adapters of these T tokens, or None.
+            taps: Gets what enters those of these layers that it names, or None.
+
+        Returns:
+            `hidden`.
+
+        Raises:
+            ValueError: An argument does not fit.
+            IndexError: A position, place, length, page or row of an adapter points outside.
+        """
+        batch, described, _, of_lora = self._describe(positions, step, pool, lora)
+        count, qkv = len(self._layers), self._layers[0].qkv
+        if (
+            hidden.shape != (batch.rows, qkv.in_features)
+            or hidden.dtype != qkv.dtype
+            or not hidden.is_contiguous()
+            or not 0 <= first <= described.layers - count
+            or (of_lora is not None and first > of_lora.num_layers - count)
+        ):
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)} {hidden.dtype} contiguous={hidden.is_contiguous()} "
+                f"at layers {first} to {first + count - 1} does not fit the step ({batch.rows} "
+                f"rows, {described.layers} layers)"
+            )
+        follower = None if taps is None else taps.follower_of(first, count)
+        after = None if follower is None else follower.native()
+        status = self._native.decoder_layers(
+            self._addresses,
+            first,
+            count,
+            ctypes.byref(batch),
+            ctypes.byref(described),
+            hidden.data_ptr(),
+            None if taps is None else ctypes.byref(taps.native(hidden)),
+            None if after is None else ctypes.byref(after),
+        )
+        if status:
+            cpu.check_status(status, "decoder_layers")
+        if follower is not None and after is not None:
+            follower.done()
+        return hidden
+
+    def _describe(
+        self, positions: torch.Tensor, step: GroupStep, pool: torch.Tensor, lora: LoraStep | None
+    ) -> _Described:
+        """Checks a step and describes it for the native operation."""
+        layer, native = self._layers[0], self._native
+        spec, table, rows = layer.spec, step.page_table, positions.shape[0]
+        shape, dtype = (rows, layer.qkv.out_features), layer.qkv.dtype
+        heads = (spec.heads, spec.kv_heads)
+        check_rope(shape, dtype, positions, layer.cos_sin, pool, step.places, heads)
+        check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
+        if step.ancestors is not None:
+            for one in self._layers:
+                check_ancestors(step.ancestors, rows, one.spec.window, step.max_q_len)
+        attention = cpu.AttentionStruct(
+            None,
+            None,
+            table.data_ptr(),
+            step.cu_q_lens.data_ptr(),
+            step.kv_lens.data_ptr(),
+            *table.shape,
+            table.stride(0),
+            spec.heads,
+            spec.scale,
+            ancestors=None if step.ancestors is None else step.ancestors.data_ptr(),
+        )
+        first = ctypes.byref(self._described[0])
+        width = native.layer_scratch_width(first, ctypes.byref(attention), spec.dim)
+        scratch = torch.empty(rows * width, dtype=dtype)
+        of_lora = None
+        if lora is not None:
+            of_lora = self._describe_lora(lora, rows)
+        batch = cpu.BatchStruct(
+            attention,
+            positions.data_ptr(),
+            step.places.data_ptr(),
+            layer.cos_sin.data_ptr(),
+            layer.cos_sin.shape[0],
+            rows,
+            scratch.data_ptr(),
+            None if of_lora is None else of_lora.address,
+        )
+        described = cpu.describe_pool(pool)
+        status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
+        if status:
+            cpu.check_status(status, "check_batch")
+        return _Described(batch, described, scratch, of_lora)
+
+    def _describe_lora(self, lora: LoraStep, rows: int) -> NativeLora | None:
+        """Checks the adapters and describes them; None: they change nothing in these layers."""
+        for group, weight in self._layers[0].products.items():
+            addition = lora.of(group, 0)
+            if addition is not None:
+                size = (rows, weight.in_features)
+                check_addition((rows, weight.out_features), size, weight.dtype, addition)
+        groups = (lora.qkv, lora.o, lora.gate_up, lora.down)
+        return describe_lora(self._native, groups, lora.segments) if any(groups) else None
+
+
+def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
+    """Describes a layer to the native operation.
+
+    Raises:
+        ValueError: Its parts do not fit together.
+    """
+    hidden, dim, dtype = layer.qkv.in_features, layer.spec.dim, layer.qkv.dtype
+    spec, gate_up, down = layer.spec, layer.gate_up, layer.down
+    for norm, size in (
+        (layer.input_norm, hidden),
+        (layer.post_norm, hidden),
+        (layer.q_norm, dim),
+        (layer.k_norm, dim),
+    ):
+        if norm is not None and (norm.weight.shape != (size,) or norm.weight.dtype != dtype):
+            weight = norm.weight
+            raise ValueError(f"a norm {tuple(weight.shape)} {weight.dtype} is not [{size}] {dtype}")
+    shapes = [(w.out_features, w.in_features, w.dtype) for w in layer.products.values()]
+    inner, q_size = down.in_features, spec.heads * dim
+    if not gate_up.gated or shapes != [
+        (q_size + 2 * spec.kv_heads * dim, hidden, dtype),
+        (hidden, q_size, dtype),
+        (2 * inner, hidden, dtype),
+        (hidden, inner, dtype),
+    ]:
+        raise ValueError(f"projections of a layer do not fit together: {shapes}, {spec}")
+    return cpu.LayerStruct(
+        *(w.address for w in layer.products.values()),
+        layer.input_norm.weight.data_ptr(),
+        layer.post_norm.weight.data_ptr(),
+        None if layer.q_norm is None else layer.q_norm.weight.data_ptr(),
+        None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
+        layer.input_norm.eps,
+        spec.window or 0,
+    )

@@ -1,0 +1,192 @@
+"""The residual stream on a GPU: additions are fused with the norms behind them, or, of few rows,
+with the products around them."""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels.gpu.linear import (
+    add_product,
+    adds_within,
+    gate_up_silu_to_fold,
+    linear_to_fold,
+    normed_linear,
+    takes_norm,
+)
+from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
+from weft.kernels.gpu.moe import begin_ranks, routed_moe
+from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.norm import add_rms_norm
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraAddition, check_addition, experts_addition
+from weft.kernels.norm import Norm
+from weft.kernels.stream import Combine, GatedSum, Normed, Pending, Stream, Sum, Taps
+
+
+class GpuStream(Stream):
+    """`Stream` through consecutive layers on a GPU.
+
+    What was added last is pending until the next norm is asked for, or the stream is settled. Of
+    few rows its own product adds it, and taps what enters the layer behind (`begin_run`); of more
+    rows the kernel of the next norm does.
+
+    Args:
+        value: [T, H], contiguous; overwritten.
+        taps: Gets what enters some layers, or None.
+    """
+
+    def __init__(self, value: torch.Tensor, taps: Taps | None) -> None:
+        if not value.is_contiguous():
+            raise ValueError("hidden states must be contiguous")
+        super().__init__(value, taps)
+        self._folds = False
+        self._pending: Pending | None = None
+        self._entered: int | None = None
+
+    def begin_run(self, folds: bool) -> None:
+        """See `Stream.begin_run`; between runs of one kind an addition stays pending."""
+        if folds != self._folds:
+            self.settle()
+        self._folds = folds
+
+    def enter(self, layer: int) -> None:
+        """See `Stream.enter`; it is tapped with the norm behind."""
+        self._entered = layer
+
+    def normed(self, norm: Norm) -> Normed:
+        """See `Stream.normed`."""
+        pending, self._pending = self._pending, None
+        tap = None if pending is None or isinstance(pending, Combine) else self._tap()
+        if self._folds:
+            if pending is not None:
+                _add_within(self._value, pending, tap)
+            normed: Normed = _NormedByProducts(self._value, norm)
+        elif pending is None:
+            normed = Normed(norm(self._value))
+        else:
+            normed = Normed(_add_and_norm(self._value, pending, norm, tap))
+        self._take(tap)
+        return normed
+
+    def add(self, pending: Pending) -> None:
+        """See `Stream.add`."""
+        assert self._pending is None, "a norm is read between two additions"
+        self._pending = pending
+
+    def settle(self) -> torch.Tensor:
+        """See `Stream.settle`; no norm follows in this run."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return self._value
+        if self._folds:
+            _add_within(self._value, pending, None)
+        elif isinstance(pending, Combine):
+            self._value.add_(_combine(pending, None))
+        else:
+            self._value = pending.added_to(self._value)
+        return self._value
+
+    def _tap(self) -> torch.Tensor | None:
+        """Where a kernel puts what enters the layer that was entered last; None: nowhere, or in
+        more than one place.
+        """
+        if self.taps is None or self._entered is None:
+            return None
+        places = self.taps.places_of(self._entered)
+        return places[0] if len(places) == 1 else None
+
+    def _take(self, tap: torch.Tensor | None) -> None:
+        """Taps what entered a layer, unless a kernel has put it to `tap`."""
+        if self.taps is not None and self._entered is not None:
+            if tap is None:
+                self.taps.take(self._entered, self._value)
+            self.taps.have_taken(self._entered)
+        self._entered = None
+
+
+class _NormedByProducts(Normed):
+    """A norm that the products which read it take along; valid until the next addition."""
+
+    def __init__(self, value: torch.Tensor, norm: Norm) -> None:
+        self._stream, self._norm = value, norm
+
+    def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+        """See `Normed.linear`."""
+        return normed_linear(self._stream, *self._norm, w, lora=lora)
+
+    gate_up_silu = linear
+
+
+def can_fold(
+    rows: int,
+    first: LinearWeight,
+    to_first: LoraAddition | None,
+    last: LinearWeight,
+    to_last: LoraAddition | None,
+) -> bool:
+    """See `weft.kernels.stream.can_fold`."""
+    is_plain = last.data.is_contiguous() and not last.is_fixed
+    return is_plain and takes_norm(rows, first, to_first) and adds_within(rows, last, to_last)
+
+
+def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
+    """Adds to the stream, of few rows, by the product itself."""
+    assert not isinstance(pending, Combine)
+    x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
+    add_product(value, x, w, lora, tap)
+
+
+def _add_and_norm(
+    value: torch.Tensor, pending: Pending, norm: Norm, tap: torch.Tensor | None
+) -> torch.Tensor:
+    """Adds to the stream by the kernel of the norm that follows, whose result this is.
+
+    Not of experts it puts the sum to `tap` too, if given.
+    """
+    if isinstance(pending, Combine):
+        return _combine(pending, NormAfter(value, *norm))
+    out, added = _product(pending) if isinstance(pending, Sum) else _gated(pending)
+    return add_rms_norm(out, value, *norm, added, tap)[0]
+
+
+def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
+    """The product, and what adapters still add to it, for the norm that follows."""
+    x, w, lora = pending
+    if lora is None or w.is_fixed or not 0 < x.shape[0] <= MAX_FOLDED_ROWS:
+        return linear(x, w, lora=lora), None
+    check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+    return linear_to_fold(x, w.data, w.bias, lora)
+
+
+def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
+    """The MLP's result, and what adapters still add to it, for the norm that follows."""
+    x, both, down, to_gate_up, to_down = pending
+    rows = x.value.shape[0]
+    can_add = 0 < rows <= MAX_FOLDED_ROWS and not (both.is_fixed or down.is_fixed)
+    if to_gate_up is None or to_down is None or not can_add:
+        return _product(pending.inner())
+    check_addition((rows, both.out_features), x.value.shape, x.value.dtype, to_gate_up)
+    check_addition((rows, down.out_features), (rows, down.in_features), x.value.dtype, to_down)
+    inner, added = gate_up_silu_to_fold(x.value, both.data, both.bias, to_gate_up, to_down)
+    if added is None:
+        return _product(Sum(inner, down, to_down))
+    return linear(inner, down), added
+
+
+def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
+    """The sum of each row's experts, or, where a norm follows, its result."""
+    x, w, to_experts = pending.x.value, pending.w, experts_addition(pending.lora, pending.layer)
+    experts = w.experts
+    assert experts.stacked is not None
+    sizes, is_fixed = (experts.num_experts, experts.inner_size), experts.is_fixed
+    ranks = begin_ranks(x, to_experts, *sizes, is_fixed=is_fixed)
+    return routed_moe(
+        x,
+        pending.router_logits(),
+        w.top_k,
+        *experts.stacked,
+        after,
+        to_experts,
+        ranks,
+        renormalise=w.renormalise,
+        is_fixed=is_fixed,
+    )

@@ -1,0 +1,240 @@
+"""The residual stream: the one contract between layers.
+
+A layer reads the stream through a norm and returns what it adds. That is `Pending` until the
+stream settles it, so that a GPU can compute an addition, the norm behind it and the product that
+reads that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the stream by
+itself: what concerns every addition, whoever makes it, belongs into `Stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from weft.kernels import cpu
+from weft.kernels.linear import LinearWeight, gate_up_silu, linear
+from weft.kernels.lora import LoraAddition, LoraStep, addition_to, experts_addition
+from weft.kernels.moe import SparseMlpWeight, moe, route
+from weft.kernels.norm import Norm
+
+
+class Normed:
+    """The normalised stream as a layer's products read it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        """[T, H]; not changed by later additions."""
+
+    def linear(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+        """[T, N]: the product with a weight, with what adapters add."""
+        return linear(self.value, w, lora=lora)
+
+    def gate_up_silu(self, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+        """[T, I]: silu(gate) * up, with what adapters add to both."""
+        return gate_up_silu(self.value, w, lora)
+
+
+class Sum(NamedTuple):
+    """An addition x @ weight^T + bias, [T, H], and what adapters add to it."""
+
+    x: torch.Tensor
+    """[T, K]."""
+    w: LinearWeight
+    lora: LoraAddition | None
+
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum with [T, H], which is not changed."""
+        return linear(self.x, self.w, value, lora=self.lora)
+
+
+class GatedSum(NamedTuple):
+    """An addition down(silu(gate(x)) * up(x)), of which nothing is computed yet."""
+
+    x: Normed
+    gate_up: LinearWeight
+    """[2 * I, H], from `pack_gate_up`."""
+    down: LinearWeight
+    """[H, I]."""
+    to_gate_up: LoraAddition | None
+    to_down: LoraAddition | None
+
+    def inner(self) -> Sum:
+        """The same with silu(gate(x)) * up(x) computed."""
+        return Sum(self.x.gate_up_silu(self.gate_up, self.to_gate_up), self.down, self.to_down)
+
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Sum.added_to`."""
+        return self.inner().added_to(value)
+
+
+class Combine(NamedTuple):
+    """An addition of routed experts, of which nothing is computed yet."""
+
+    x: Normed
+    w: SparseMlpWeight
+    lora: LoraStep | None
+    layer: int
+    """The layer's index, for `lora`."""
+
+    def router_logits(self) -> torch.Tensor:
+        """[T, E] float32."""
+        added = addition_to(self.lora, "router", self.layer)
+        return linear(self.x.value, self.w.router, out_dtype=torch.float32, lora=added)
+
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Sum.added_to`."""
+        routing = route(self.router_logits(), self.w.top_k, renormalise=self.w.renormalise)
+        to_experts = experts_addition(self.lora, self.layer)
+        return moe(self.x.value, routing, self.w.experts, value, to_experts)
+
+
+Pending = Sum | GatedSum | Combine
+"""What a layer adds to the stream, as far as it has computed it."""
+
+
+class Stream:
+    """The stream of one forward pass, operation by operation on any device.
+
+    Args:
+        value: [T, H].
+        taps: Gets what enters some layers, or None.
+    """
+
+    def __init__(self, value: torch.Tensor, taps: Taps | None = None) -> None:
+        self._value = value
+        self.taps = taps
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self._value.shape[0]
+
+    def begin_run(self, folds: bool) -> None:
+        """Begins layers of equal shape; `folds`: `can_fold` holds for all of their blocks."""
+
+    def enter(self, layer: int) -> None:
+        """Says that what is in the stream now enters this layer of the pool."""
+        if self.taps is not None:
+            self.taps.take(layer, self._value)
+
+    def normed(self, norm: Norm) -> Normed:
+        """The stream, normalised, for the products of one block."""
+        return Normed(norm(self._value))
+
+    def add(self, pending: Pending) -> None:
+        """Adds to the stream."""
+        self._value = pending.added_to(self._value)
+
+    def settle(self) -> torch.Tensor:
+        """The stream with all that was added, [T, H]."""
+        return self._value
+
+    def of_rows(self, rows: torch.Tensor) -> Stream:
+        """A stream of some of the rows ([L] int64)."""
+        return Stream(self.settle().index_select(0, rows))
+
+
+def stream_of(hidden: torch.Tensor, taps: Taps | None) -> Stream:
+    """The stream through consecutive layers, in the form that is fast where it is.
+
+    Args:
+        hidden: [T, H], contiguous; on a GPU it is overwritten.
+        taps: Gets what enters some of these layers, or None.
+    """
+    if not hidden.is_cuda:
+        return Stream(hidden, taps)
+    from weft.kernels.gpu import stream as gpu
+
+    return gpu.GpuStream(hidden, taps)
+
+
+def can_fold(
+    rows: int,
+    first: LinearWeight,
+    to_first: LoraAddition | None,
+    last: LinearWeight,
+    to_last: LoraAddition | None,
+) -> bool:
+    """Whether, of so many rows, a block's first product takes the norm before it and its last one
+    adds to the stream, on a GPU: two launches less.
+    """
+    if not first.data.is_cuda:
+        return False
+    from weft.kernels.gpu import stream as gpu
+
+    return gpu.can_fold(rows, first, to_first, last, to_last)
+
+
+class Follower(Protocol):
+    """Work that continues from the tapped states: in the native operation with its threads, or
+    beside the layers that follow.
+    """
+
+    def native(self) -> cpu.DraftWriteStruct | None:
+        """Its native form, valid as long as this object lives; None: it has none."""
+
+    def done(self) -> None:
+        """Called when the native operation has run it."""
+
+    def begin(self) -> None:
+        """Called on a GPU once all states have been tapped, before the layers that follow."""
+
+
+class Taps:
+    """Collects the residual stream as it enters some layers, side by side.
+
+    Args:
+        layers: Indices in the pool; a layer may be there twice.
+        out: [T, len(layers) * H], contiguous, of a step of T rows: written.
+        follower: Told once it is done; where it is not, it is left to the caller. Or None.
+
+    Raises:
+        ValueError: Too many layers, or `out` cannot be divided among them.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], out: torch.Tensor, follower: Follower | None = None
+    ) -> None:
+        count, width = len(layers), out.shape[1]
+        if not 0 < count <= cpu.MAX_TAPS or width % count or not out.is_contiguous():
+            raise ValueError(f"{count} inputs of layers do not fit {tuple(out.shape)}")
+        self._layers = tuple(layers)
+        self._out = out
+        self._follower = follower
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """Copies what enters `layer`, [T, H], if it is wanted."""
+        for place in self.places_of(layer):
+            place.copy_(hidden)
+
+    def have_taken(self, layer: int) -> None:
+        """Begins what follows if nothing is wanted behind what enters `layer`, which was taken."""
+        if self._follower is not None and layer == max(self._layers):
+            self._follower.begin()
+
+    def places_of(self, layer: int) -> list[torch.Tensor]:
+        """Where what enters `layer` is wanted, [T, H] each: columns of a wider matrix."""
+        places = self._out.chunk(len(self._layers), dim=1)
+        return [
+            place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer
+        ]
+
+    def follower_of(self, first: int, count: int) -> Follower | None:
+        """The work that can run directly behind these layers, if any."""
+        ends = (min(self._layers), max(self._layers))
+        return self._follower if first <= ends[0] and ends[1] < first + count else None
+
+    def native(self, hidden: torch.Tensor) -> cpu.TapsStruct:
+        """The same for the native operation on `hidden`; valid as long as this lives."""
+        rows, width = hidden.shape
+        count = len(self._layers)
+        if self._out.shape != (rows, count * width) or self._out.dtype != hidden.dtype:
+            raise ValueError(
+                f"{count} inputs of layers {tuple(hidden.shape)} {hidden.dtype} do not fit "
+                f"{tuple(self._out.shape)} {self._out.dtype}"
+            )
+        described = cpu.TapsStruct(self._out.data_ptr(), count * width, count)
+        for index, layer in enumerate(self._layers):
+            described.layers[index], described.columns[index] = layer, index * width
+        return described
