@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu import dependent_launch
 from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
 
 GROUP = tl.constexpr(FP8_GROUP)
@@ -57,17 +58,16 @@ class WeightScales(NamedTuple):
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Arguments of a kernel."""
-        return {"scales": self.scales, "SCALE_ROWS": self.rows, "IS_NATIVE": is_native(device)}
-
-
-def is_native(device: torch.device) -> bool:
-    """Whether kernels may use the device's own instructions: not in Triton's interpreter."""
-    return device.type == "cuda" or not triton.knobs.runtime.interpret
+        is_native = dependent_launch.is_dependent(device)
+        return {"scales": self.scales, "SCALE_ROWS": self.rows, "IS_NATIVE": is_native}
 
 
 @triton.jit
 def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.tensor:
-    """A tile of FP8 in the 16-bit floats `like`, without its scales; exact."""
+    """A tile of FP8 in the 16-bit floats `like`, without its scales; exact.
+
+    Native: the device has compute capability 9.0.
+    """
     if IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             _FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
