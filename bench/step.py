@@ -242,6 +242,7 @@ class Bench:
             epoch=1,
             model_digest=digest,
             dtype=LAYOUT.plane.dtype,
+            weight_format=LAYOUT.plane.dtype,
             vocab_size=self._vocab_size,
             max_context_tokens=MAX_CONTEXT_TOKENS,
             num_pages=num_pages - 1,

@@ -17,6 +17,7 @@ from weft.engine.checkpoint.digest import combine_digests, file_digest
 from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
 from weft.engine.checkpoint.files import Progress as Report
 from weft.engine.checkpoint.files import weight_files
+from weft.engine.checkpoint.quantization import AT_LOAD, resolve_quantization
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             return _list(out)
         if arguments.action == "convert":
             return _convert(out, err, arguments.force)
-        return _verify(out, err, arguments.model, arguments.dtype)
+        return _verify(out, err, arguments.model, arguments.dtype, arguments.quantization)
     except WeftError as error:
         err.print(f"weft model: {error.message}", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -69,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--dtype", default="auto", choices=("auto", *DTYPES), help="part of the model's digest"
     )
+    verify.add_argument(
+        "--quantization",
+        default="auto",
+        choices=("auto", *AT_LOAD),
+        help="part of the model's digest",
+    )
     convert = actions.add_parser("convert", help="convert the demo model, unless that was done")
     convert.add_argument("--force", action="store_true", help="convert it again")
     return parser
@@ -106,13 +113,14 @@ def _convert(out: Console, err: Console, force: bool) -> int:
     return 0
 
 
-def _verify(out: Console, err: Console, model: str, dtype: str) -> int:
+def _verify(out: Console, err: Console, model: str, dtype: str, quantization: str) -> int:
     """Digests of all files; the demo model's are compared with those of its conversion."""
-    resolved = resolve_dtype(dtype)
     is_demo = model == demo.DEMO_NAME
     folder = demo.demo_dir() if is_demo else demo.resolve_model(model)
     expected = demo.manifest_digests() if is_demo else {}
     config = ModelConfig.load(folder)
+    chosen = resolve_quantization(quantization, config.quantization, "cpu")
+    resolved = resolve_dtype(dtype, quantization=chosen)
     weights = weight_files(folder)
     others = {folder / name for name in expected} - set(weights)
     with progress_bar(err, "reading") as report:
@@ -123,8 +131,10 @@ def _verify(out: Console, err: Console, model: str, dtype: str) -> int:
         out.print(f"{digest.hex()}  {path.name}{state}", soft_wrap=True, highlight=False)
     if changed:
         raise ModelError("files have changed; `weft model convert --force` makes them again")
-    name = combine_digests(config, resolved, [digests[path] for path in weights]).hex()
-    text = f"{config.architecture}, {resolved}, model digest {name}"
+    scheme = b"" if chosen is None else chosen.fingerprint()
+    name = combine_digests(config, resolved, [digests[path] for path in weights], scheme).hex()
+    numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
+    text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
     return 0
 

@@ -107,6 +107,7 @@ class WorkerStatus:
     epoch: str = ""
     model: str = ""
     dtype: str = ""
+    weight_format: str = ""
     running_requests: int = 0
     waiting_requests: int = 0
     filling_requests: int = 0
@@ -257,6 +258,7 @@ def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
     status.worker_id = info.worker_id
     status.epoch = f"{info.epoch:016x}"
     status.model, status.dtype = info.model, info.dtype
+    status.weight_format = info.weight_format
     status.transports = [_TRANSPORTS.get(kind, str(kind)) for kind in info.transports]
     status.transport_detail = info.transport_detail
     status.notices = list(info.notices)

@@ -26,6 +26,7 @@ class WeightStruct(ctypes.Structure):
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
@@ -249,11 +250,11 @@ class NativeCpu:
         )
         attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long, long, pointer, long)
         declare = functools.partial(_declare, library)
-        self.pack = declare("weft_pack", None, *[pointer] * 5)
+        self.pack = declare("weft_pack", None, *[pointer] * 7)
         self.packed_words = declare("weft_packed_words", long, pointer)
         self.packed_columns = declare("weft_packed_columns", long, pointer)
         self.linear = declare(
-            "weft_linear", None, pointer, pointer, long, pointer, pointer, integer, pointer, long
+            "weft_linear", integer, pointer, pointer, long, pointer, pointer, integer, pointer, long
         )
         self.prepare_lora = declare("weft_prepare_lora", integer, pointer, long, long)
         self.moe = declare("weft_moe", integer, pointer)

@@ -269,6 +269,13 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             panels = data.view(-1, num_words, _PANEL_ROWS)
             words = panels[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].contiguous()
             return words.view(w.dtype)[:, : w.in_features].contiguous()
+        case NativeForm(data, _, torch.Tensor() as scales):
+            # [panel of rows][pair of numbers][row of the panel][2], int8.
+            num_pairs = -(-w.in_features // 2)
+            pairs = data.view(torch.int8).view(-1, num_pairs, _PANEL_ROWS, 2)
+            numbers = pairs[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].flatten(1)
+            numbers = numbers[:, : w.in_features].contiguous()
+            return Int8Channels(numbers, scales[rows]).dequantised(w.dtype)
         case OneDnnForm(data):
             return data.to_dense().index_select(0, rows)
         case PlainForm(data):
@@ -317,10 +324,10 @@ def _pack(
     is_fixed = arena is not None and arena.is_fixed
     if isinstance(weight, Fp8Channels | Fp8Blocks) and not has_fp8(data.device, dtype):
         weight = weight.dequantised(dtype)
+    if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
+        return _pack_native(native, weight, bias, arena or WeightArena(0), dtype, gated=gated)
     if not isinstance(weight, torch.Tensor):
         return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed=is_fixed)
-    if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
-        return _pack_native(native, weight, bias, arena or WeightArena(0), gated=gated)
     if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():
         # 16 rows as the hint: serves every row count about equally well.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
@@ -330,33 +337,47 @@ def _pack(
 
 def _pack_native(
     native: cpu.NativeCpu,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantisedMatrix,
     bias: torch.Tensor | None,
     arena: WeightArena,
+    dtype: torch.dtype,
     *,
     gated: bool,
 ) -> LinearWeight:
     n, k = weight.shape
-    weight = weight.contiguous()
+    scales = None
+    if isinstance(weight, torch.Tensor):
+        plain = weight.contiguous()
+    else:
+        plain, scales = weight.data.contiguous(), weight.scales.contiguous()
     shape = cpu.WeightStruct(
-        out_features=n, in_features=k, is_bf16=weight.dtype == torch.bfloat16, gated=gated
+        out_features=n, in_features=k, is_bf16=dtype == torch.bfloat16, gated=gated
     )
     address = ctypes.addressof(shape)
-    packed = arena.take(native.packed_words(address), torch.int32)
-    packed_bias = None
+
+    def column_values() -> torch.Tensor:
+        return torch.empty(native.packed_columns(address), dtype=torch.float32)
+
+    packed_bias = packed_scales = None
     if bias is not None:
-        bias = bias.contiguous()
-        packed_bias = torch.empty(native.packed_columns(address), dtype=torch.float32)
+        bias, packed_bias = bias.contiguous(), column_values()
+        shape.bias = packed_bias.data_ptr()
+    if scales is not None:
+        packed_scales = column_values()
+        shape.scales = packed_scales.data_ptr()
+    packed = arena.take(native.packed_words(address), torch.int32)
+    shape.panels = packed.data_ptr()
     native.pack(
         address,
-        weight.data_ptr(),
+        plain.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        None if packed_bias is None else packed_bias.data_ptr(),
+        shape.bias,
+        None if scales is None else scales.data_ptr(),
+        shape.scales,
     )
-    shape.panels = packed.data_ptr()
-    shape.bias = None if packed_bias is None else packed_bias.data_ptr()
-    return LinearWeight(n, k, weight.dtype, gated, NativeForm(packed, shape), packed_bias)
+    form = NativeForm(packed, shape, packed_scales)
+    return LinearWeight(n, k, dtype, gated, form, packed_bias)
 
 
 def _linear_native(
@@ -389,7 +410,7 @@ def _linear_native(
     if lora is not None:
         check_addition((rows, w.out_features), x.shape, x.dtype, lora)
         added, layer = describe_lora(native, (lora.parts,), lora.segments), lora.layer
-    native.linear(
+    status = native.linear(
         w.address,
         x.data_ptr(),
         rows,
@@ -399,6 +420,8 @@ def _linear_native(
         None if added is None else added.address,
         layer,
     )
+    if status:
+        cpu.check_status(status, "linear")
     return out
 
 

@@ -15,6 +15,7 @@ from weft.kernels.build import load_native, loaded_openmp_library
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.lora import LoraAddition
 from weft.kernels.norm import rms_norm, rms_norm_reference
+from weft.kernels.quantised import quantise_channels
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
@@ -115,6 +116,19 @@ def test_gate_up_silu(dtype: torch.dtype) -> None:
     x = torch.randn(7, 72).to(dtype)
     expected = silu_and_mul_reference(F.linear(x, weight))
     assert_near(gate_up_silu(x, pack_gate_up(weight)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_weights(dtype: torch.dtype) -> None:
+    for n, k in ((33, 201), (64, 576)):
+        matrix, bias = quantise_channels(torch.randn(n, k) / k**0.5), torch.randn(n).to(dtype)
+        packed, wide = pack_linear(matrix, bias, dtype=dtype), matrix.dequantised(torch.float32)
+        x, residual = torch.randn(30, k).to(dtype), torch.randn(30, n).to(dtype)
+        whole = linear(x, packed, residual)
+        expected = F.linear(x.float(), wide, bias.float()) + residual.float()
+        assert_near(whole, expected.to(dtype))
+        for rows in (1, 2, 3, 4, 9):
+            assert torch.equal(linear(x[:rows], packed, residual[:rows]), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

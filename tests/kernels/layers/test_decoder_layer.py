@@ -19,6 +19,7 @@ from weft.testing.kernels.layer_cases import (
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
+    make_int8_run,
     make_layer,
     make_mlp,
     make_run,
@@ -88,12 +89,13 @@ def make_lora_step(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [[(1, 1)], [(1, 60), (50, 70), (3, 3), (1, 9)]])
+@pytest.mark.parametrize("is_int8", [False, True])
 def test_with_adapters_it_equals_its_single_operations(
-    lengths: list[tuple[int, int]], dtype: torch.dtype
+    is_int8: bool, lengths: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     """Bit for bit; and requests without an adapter equal those of a step without adapters."""
     fresh_seed()
-    run = make_run(dtype, True)
+    run = make_int8_run(dtype) if is_int8 else make_run(dtype, True)
     pool = torch.randn(12 * len(lengths), KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
     of_request = [1, 0, 3, 2][: len(lengths)]
     slots = [s for (q, _), s in zip(lengths, of_request, strict=True) for _ in range(q)]

@@ -25,6 +25,7 @@ INFO = EngineInfo(
     epoch=7,
     model_digest=bytes(32),
     dtype="float32",
+    weight_format="float32",
     vocab_size=10,
     max_context_tokens=64,
     num_pages=4,

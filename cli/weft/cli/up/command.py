@@ -127,13 +127,15 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     """Names and directories of the models; the demo model is converted first if need be.
 
     Raises:
-        WeftError: The workers would refuse a model or its dtype. Nothing has been started by then.
+        WeftError: The workers would refuse a model, its dtype or its quantisation. Nothing has
+            been started by then.
     """
     # Here, for `weft up --help` to be quick.
     from weft.cli.model import progress_bar
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, resolve_model
     from weft.engine.checkpoint.dtypes import resolve_dtype
+    from weft.engine.checkpoint.quantization import resolve_quantization
 
     for device in settings.device or ["cpu"]:
         resolve_dtype(settings.dtype, device)
@@ -141,7 +143,9 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     for number, model in enumerate(settings.model):
         with progress_bar(console, "converting the demo model") as progress:
             path = resolve_model(model, progress)
-        ModelConfig.load(path)
+        config = ModelConfig.load(path)
+        for device in settings.device or ["cpu"]:
+            resolve_quantization(settings.quantization, config.quantization, device)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         default = DEMO_MODEL if model == DEMO_NAME else path.name
         models.append(ModelFolder(given or default, path))

@@ -229,6 +229,7 @@ def _worker(
                 "host": WORKER_HOST,
                 "port": address.rpartition(":")[2],
                 "dtype": settings.dtype,
+                "quantization": settings.quantization,
                 "transport": settings.transport,
                 "kv-memory-bytes": settings.kv_memory_bytes,
                 "host-cache-bytes": settings.host_cache_bytes,

@@ -48,6 +48,11 @@ class UpSettings(Settings):
         description="number format of the weights; auto = what the machine computes fast; float16 "
         "needs a GPU",
     )
+    quantization: Literal["auto", "int8"] = Field(
+        "auto",
+        description="number format of the products' weights; auto = what the checkpoint has; int8 "
+        "= made at load from floats, on CPUs",
+    )
     device: list[str] = Field(
         [],
         max_length=64,

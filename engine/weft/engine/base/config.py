@@ -105,6 +105,9 @@ class EngineConfig:
     """Stable worker name, kept over restarts."""
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16."""
+    quantization: str = "auto"
+    """Number format of the products' weights: auto (what the checkpoint has), or int8, made at load
+    from floats."""
     device: str = "cpu"
     page_size: int = 16
     """Token positions per page."""

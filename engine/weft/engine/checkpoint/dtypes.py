@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from weft.engine.base.errors import ConfigError
+from weft.engine.checkpoint.quantization import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -13,19 +14,23 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _FAST_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def resolve_dtype(dtype: str, device: str = "cpu") -> str:
+def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | None = None) -> str:
     """Resolves `auto`: bfloat16 on CUDA and where the CPU multiplies it fast, else float32.
+
+    int8 weights make it bfloat16 on every CPU: there their products are of integers.
 
     Args:
         dtype: auto or one of `DTYPES`.
         device: A torch device such as cpu or cuda:1.
+        quantization: Of the model's products; None: they are floats.
 
     Raises:
         ConfigError: Unknown dtype, or one that this device has no kernels for.
     """
     on_cpu = device.partition(":")[0] == "cpu"
     if dtype == "auto":
-        return "float32" if on_cpu and not cpu_has_fast_bfloat16() else "bfloat16"
+        is_fast = not on_cpu or quantization is not None or cpu_has_fast_bfloat16()
+        return "bfloat16" if is_fast else "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPES)}", param="dtype")
     if dtype == "float16" and on_cpu:

@@ -10,11 +10,13 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.fields import Fields
 
 AT_LOAD = ("int8",)
 """Formats that can be made at load from weights in floats."""
+_ROUTERS = r"re:.*\.gate$"
+"""Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +28,8 @@ class Quantization:
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has it, or it is made of floats at load."""
     ignore: tuple[str, ...] = ()
-    """Modules whose weights stay in floats: full names, endings after a dot, or `re:` and a regular
-    expression that matches the beginning of the name.
+    """Modules whose weights stay in floats: full names, or `re:` and a regular expression that
+    matches the beginning of the name.
     """
 
     def ignores(self, module: str) -> bool:
@@ -62,7 +64,7 @@ def resolve_quantization(
     elif found is not None:
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
-        chosen = Quantization(format="int8", source="load")
+        chosen = Quantization(format="int8", source="load", ignore=(_ROUTERS,))
     if chosen is not None and device.partition(":")[0] != "cpu":
         raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen
@@ -78,7 +80,61 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return None
     section = fields.section("quantization_config")
     method = section.text("quant_method", "")
-    raise fields.error("quantization_config", f"quant_method {method!r} is not supported")
+    if method != "compressed-tensors":
+        raise fields.error(
+            "quantization_config",
+            f"quant_method {method!r} is not supported (compressed-tensors is)",
+        )
+    problem = _problem_of_compressed_tensors(section)
+    if problem:
+        raise fields.error("quantization_config", problem)
+    return Quantization(format="int8", source="checkpoint", ignore=_ignored(section))
+
+
+def _problem_of_compressed_tensors(section: Fields) -> str:
+    """What of a configuration of compressed-tensors is not supported; empty: nothing."""
+    layout = section.text("format", "")
+    if layout != "int-quantized":
+        return f"format {layout!r} is not supported (int-quantized is)"
+    if section.text("quantization_status", "compressed") != "compressed":
+        return "quantization_status must be compressed"
+    for name in ("kv_cache_scheme", "transform_config"):
+        if section.get(name):
+            return f"{name} is not supported"
+    if list(section.section("sparsity_config")):
+        return "sparsity_config is not supported"
+    groups = section.section("config_groups")
+    names = list(groups)
+    if len(names) != 1:
+        return f"{len(names)} config_groups are not supported, only one"
+    group = groups.section(names[0])
+    if group.get("targets") != ["Linear"]:
+        return f"targets {group.get('targets')!r} are not supported, only ['Linear']"
+    wanted = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    weights = group.section("weights")
+    for name, value in wanted.items():
+        if weights.get(name) != value:
+            return f"weights.{name} = {weights.get(name)!r} is not supported, only {value!r}"
+    if group.get("output_activations"):
+        return "output_activations are not supported"
+    activations = group.section("input_activations")
+    # Rows are kept more exactly than their 8 bits; a fixed scale would be one more tensor a layer.
+    if list(activations) and activations.get("dynamic") is not True:
+        return "input_activations with fixed scales are not supported, only dynamic ones"
+    return ""
+
+
+def _ignored(section: Fields) -> tuple[str, ...]:
+    names = section.get("ignore") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise section.error("ignore", f"expected a list of names, got {names!r}")
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise section.error("ignore", f"{name!r}: {error}") from error
+    return tuple(names)
 
 
 def _refused(problem: str) -> ConfigError:
@@ -87,8 +143,5 @@ def _refused(problem: str) -> ConfigError:
 
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], module) is not None
-        except re.error as error:
-            raise ModelError(f"quantization_config: ignore: {pattern!r}: {error}") from error
-    return module == pattern or module.endswith(f".{pattern}")
+        return re.match(pattern[3:], module) is not None
+    return module == pattern

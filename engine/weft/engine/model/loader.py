@@ -33,7 +33,7 @@ class LoadedModel:
     """
     dtype: str
     """Dtype of computation and of the KV cache; never auto."""
-    number_format: str
+    weight_format: str
     """Of the products' weights: the dtype, or that of the quantisation."""
 
 
@@ -71,9 +71,9 @@ def load_model(
     """
     config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
     build = model_class(config.architecture)
-    dtype = resolve_dtype(dtype, device)
     chosen = resolve_quantization(quantization, config.quantization, device)
-    scheme, number_format = scheme_of(chosen), dtype if chosen is None else chosen.format
+    dtype = resolve_dtype(dtype, device, chosen)
+    scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
@@ -83,7 +83,7 @@ def load_model(
         )
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
         return LoadedModel(
-            model=model, config=config, digest=digest, dtype=dtype, number_format=number_format
+            model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
         )
     with Checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
@@ -97,7 +97,7 @@ def load_model(
     except OSError as error:
         raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     return LoadedModel(
-        model=model, config=config, digest=digest, dtype=dtype, number_format=number_format
+        model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
     )
 
 

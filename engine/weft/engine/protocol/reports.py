@@ -82,6 +82,8 @@ class EngineInfo:
     epoch: int
     model_digest: bytes
     dtype: str
+    weight_format: str
+    """Number format of the products' weights: `dtype`, or that of the quantisation."""
     vocab_size: int
     max_context_tokens: int
     num_pages: int

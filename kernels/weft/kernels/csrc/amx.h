@@ -99,18 +99,6 @@ static void amx_rest(int rows, long bytes, const char *a, long a_stride, const u
   amx_step(rows > AMX_DEPTH, rows_end, 64, columns_end);
 }
 
-/* Asks for so many cache lines of what will be read soon. */
-INLINE void ask_ahead(Prefetch *ahead, int lines) {
-  for (; lines > 0; lines--, ahead->now.begin += 64) {
-    while (ahead->now.begin >= ahead->now.end) {
-      if (ahead->num_later == 0) return;
-      ahead->now = *ahead->later++;
-      ahead->num_later--;
-    }
-    __builtin_prefetch(ahead->now.begin, 0, 2);
-  }
-}
-
 INLINE void amx_steps(const int is_tall, long steps, const char *a, long a_stride,
                       const uint32_t *b, Prefetch *ahead) {
   for (long s = 0; s < steps; s += AMX_DEPTH, a += 64, b += AMX_DEPTH * PANEL) {

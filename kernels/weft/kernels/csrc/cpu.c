@@ -3,6 +3,7 @@
  * All headers beside this file are part of the one translation unit. */
 #define _GNU_SOURCE
 #include <stddef.h>
+#include <stdlib.h>
 
 #include "attention.h"
 #include "draft.h"
@@ -32,18 +33,24 @@ int weft_ask_for_amx(void) { return ask_for_amx() ? -1 : amx_is_allowed; }
 int weft_max_dim(void) { return MAX_DIM; }
 int weft_max_group(void) { return MAX_ROWS; }
 
-int64_t weft_packed_words(const Weight *w) { return panels_of(w) * words_of(w) * PANEL; }
+int64_t weft_packed_words(const Weight *w) { return panels_of(w) * panel_words(w); }
 int64_t weft_packed_columns(const Weight *w) { return panels_of(w) * PANEL; }
 
+/* `scales`: of int8 weights, whose packed scales the description names already; else null. */
 void weft_pack(const Weight *w, const void *plain, void *packed, const void *bias,
-               float *packed_bias) {
+               float *packed_bias, const float *scales, float *packed_scales) {
 #pragma omp parallel for schedule(static)
-  for (long p = 0; p < panels_of(w); p++) pack_panel(w, plain, packed, p);
+  for (long p = 0; p < panels_of(w); p++)
+    if (scales == NULL)
+      pack_panel(w, plain, packed, p);
+    else
+      pack_int8_panel(w, plain, packed, p);
   if (bias != NULL) pack_bias(w, bias, packed_bias);
+  if (scales != NULL) pack_scales(w, scales, packed_scales);
 }
 
-/* `lora`, prepared, or null: its first group adds to the product in layer `layer`. */
-void weft_linear(const Weight *w, const void *x, int64_t rows, const void *residual, void *out,
+/* A Status; `lora`, prepared, or null: its first group adds to the product in layer `layer`. */
+int weft_linear(const Weight *w, const void *x, int64_t rows, const void *residual, void *out,
                  int out_bf16, const Lora *lora, int64_t layer) {
   Target target = {out, residual, out_bf16};
   Addition add = {lora, lora == NULL ? NULL : &lora->groups[0], layer};
@@ -53,15 +60,21 @@ void weft_linear(const Weight *w, const void *x, int64_t rows, const void *resid
   divide_work(ranges, threads, linear_units(w, rows));
   divide_work(shrink, threads, shrink_units(&add));
   Barrier barrier = {0};
+  const int has_integers = needs_integers(w);
+  void *scratch = has_integers ? malloc((size_t)integers_bytes(rows, w->in_features)) : NULL;
+  if (has_integers && scratch == NULL) return OUT_OF_MEMORY;
+  Integers integers = integers_in(scratch, rows, w->in_features);
+  const Input input = {x, has_integers ? &integers : NULL};
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Member me = join_team(&barrier);
-    if (adds(&add)) {
-      shrink_share(&add, w->is_bf16, x, shrink, threads, me.thread);
-      wait_for_all(&me);
-    }
-    linear_share(w, x, rows, target, add, ranges, threads, me.thread);
+    if (adds(&add)) shrink_share(&add, w->is_bf16, x, shrink, threads, me.thread);
+    if (has_integers) integers_share(x, &integers, rows, w->in_features, &me);
+    if (adds(&add) || has_integers) wait_for_all(&me);
+    linear_share(w, input, rows, target, add, ranges, threads, me.thread);
   }
+  free(scratch);
+  return FINE;
 }
 
 /* A Status; for additions that are used in layers first .. first + count - 1 without further

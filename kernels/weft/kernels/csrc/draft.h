@@ -75,8 +75,8 @@ typedef struct {
 
 static void plain_product(const Weight *w, const void *x, long rows, Target to, DraftDivision *d,
                           int product, const Member *me) {
-  linear_share(w, x, rows, to, (Addition){NULL, NULL, 0}, d->products[product], d->threads,
-               me->thread);
+  linear_share(w, (Input){x, NULL}, rows, to, (Addition){NULL, NULL, 0}, d->products[product],
+               d->threads, me->thread);
 }
 
 /* joined [2 * hidden] = norm(embedding of a token), norm(state). */

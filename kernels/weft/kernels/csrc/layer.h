@@ -36,10 +36,28 @@ typedef struct {
   int64_t layers[MAX_TAPS], columns[MAX_TAPS]; /* where a layer's input begins in a row of out */
 } Taps;
 
+static const Weight *weight_of(const Layer *layer, Group group) {
+  return group == TO_QKV       ? layer->qkv
+         : group == TO_O       ? layer->o
+         : group == TO_GATE_UP ? layer->gate_up
+                               : layer->down;
+}
+
+/* Elements a row of bfloat16 for the input of any product as integers. */
+static long integers_width(const Layer *layer) {
+  long width = 0;
+  for (Group group = 0; group < GROUPS; group++) {
+    const Weight *w = weight_of(layer, group);
+    const long own = needs_integers(w) ? integers_bytes(1, w->in_features) / 2 : 0;
+    width = own > width ? own : width;
+  }
+  return width;
+}
+
 /* Elements a row of scratch: the normed row, qkv, q, attention's result, the activation. */
 static long layer_scratch_width(const Layer *layer, const Attention *a, long dim) {
   return layer->qkv->in_features + layer->qkv->out_features + 2 * a->heads * dim +
-         layer->gate_up->out_features / 2;
+         layer->gate_up->out_features / 2 + integers_width(layer);
 }
 
 /* How the work of one layer is divided; filled anew for each layer by one thread. */
@@ -47,13 +65,6 @@ typedef struct {
   int threads;
   Range products[GROUPS][MAX_THREADS], shrink[GROUPS][MAX_THREADS];
 } Division;
-
-static const Weight *weight_of(const Layer *layer, Group group) {
-  return group == TO_QKV       ? layer->qkv
-         : group == TO_O       ? layer->o
-         : group == TO_GATE_UP ? layer->gate_up
-                               : layer->down;
-}
 
 static Addition addition_to(const Batch *batch, Group group, long index) {
   const Lora *lora = batch->lora;
@@ -69,19 +80,26 @@ static void divide_layer(const Layer *layer, long index, const Batch *batch, Div
   }
 }
 
-/* One product of the layer, x being complete. */
+/* One product of the layer, x being complete; `scratch` is for x as integers. */
 static void product_share(const Layer *layer, Group group, const void *x, Target to,
-                          const Batch *batch, long index, Division *d, Member *me) {
+                          const Batch *batch, long index, void *scratch, Division *d, Member *me) {
   const Weight *w = weight_of(layer, group);
+  Input input = {x, NULL};
+  Integers integers;
   Addition add = addition_to(batch, group, index);
   if (adds(&add)) {
     add.next_layer = index + (group == TO_DOWN);
     if (add.next_layer < add.group->parts[0].layers)
       add.next = &batch->lora->groups[(group + 1) % GROUPS];
     shrink_share(&add, w->is_bf16, x, d->shrink[group], d->threads, me->thread);
-    wait_for_all(me);
   }
-  linear_share(w, x, batch->rows, to, add, d->products[group], d->threads, me->thread);
+  if (needs_integers(w)) {
+    integers = integers_in(scratch, batch->rows, w->in_features);
+    integers_share(x, &integers, batch->rows, w->in_features, me);
+    input.integers = &integers;
+  }
+  if (adds(&add) || needs_integers(w)) wait_for_all(me);
+  linear_share(w, input, batch->rows, to, add, d->products[group], d->threads, me->thread);
 }
 
 /* hidden [rows, in_features of qkv] becomes the layer's output. Called by every thread of the team;
@@ -94,6 +112,7 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   char *normed = batch->scratch, *qkv = normed + rows * width * size;
   char *q = qkv + rows * layer->qkv->out_features * size, *mixed = q + rows * q_width * size;
   char *inner = mixed + rows * q_width * size;
+  char *scratch = inner + rows * layer->down->in_features * size;
   Rope rope = {.qkv = qkv, .positions = batch->positions, .slots = batch->slots,
                .cos_sin = batch->cos_sin, .max_positions = batch->max_positions,
                .q_norm = layer->q_norm, .k_norm = layer->k_norm, .q_out = q, .rows = rows,
@@ -106,21 +125,21 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   norm_share(is_bf16, normed, hidden, NULL, layer->input_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_qkv = {qkv, NULL, is_bf16};
-  product_share(layer, TO_QKV, normed, to_qkv, batch, index, d, me);
+  product_share(layer, TO_QKV, normed, to_qkv, batch, index, scratch, d, me);
   wait_for_all(me);
   rope_share(&rope, pool, index, me);
   wait_for_all(me);
   attention_share(&attention, pool, plan, index, me);
   wait_for_all(me);
   Target to_hidden = {hidden, hidden, is_bf16};
-  product_share(layer, TO_O, mixed, to_hidden, batch, index, d, me);
+  product_share(layer, TO_O, mixed, to_hidden, batch, index, scratch, d, me);
   wait_for_all(me);
   norm_share(is_bf16, normed, hidden, NULL, layer->post_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_inner = {inner, NULL, is_bf16};
-  product_share(layer, TO_GATE_UP, normed, to_inner, batch, index, d, me);
+  product_share(layer, TO_GATE_UP, normed, to_inner, batch, index, scratch, d, me);
   wait_for_all(me);
-  product_share(layer, TO_DOWN, inner, to_hidden, batch, index, d, me);
+  product_share(layer, TO_DOWN, inner, to_hidden, batch, index, scratch, d, me);
 }
 
 /* What enters a layer, to where it is wanted. */

@@ -4,6 +4,7 @@
 
 #include "amx.h"
 #include "lora_amx.h"
+#include "quantised.h"
 #include "team.h"
 #include "tile.h"
 
@@ -13,6 +14,7 @@
 /* As laid out by weft/kernels/cpu.py. */
 typedef struct {
   const uint32_t *panels;
+  const float *scales; /* [panels * 32] in panel order, of int8 panels; null: words of floats */
   const float *bias; /* [panels * 32] in panel order, or null */
   int64_t out_features;
   int64_t in_features;
@@ -32,6 +34,11 @@ static int prefetch_from(void) {
 
 static long words_of(const Weight *w) {
   return w->is_bf16 ? (w->in_features + 1) / 2 : w->in_features;
+}
+static long pairs_of(const Weight *w) { return (w->in_features + 1) / 2; }
+/* Words of 32 bits of one panel. */
+static long panel_words(const Weight *w) {
+  return w->scales == NULL ? words_of(w) * PANEL : pairs_of(w) * (PANEL / 2);
 }
 static long columns_of(const Weight *w) { return w->gated ? w->out_features / 2 : w->out_features; }
 static long panels_of(const Weight *w) {
@@ -74,6 +81,26 @@ static void pack_panel(const Weight *w, const char *plain, uint32_t *packed, lon
     if (columns[c] != NULL) memcpy(&last, columns[c] + 4 * whole, sizeof last);
     panel[whole * PANEL + c] = last;
   }
+}
+
+/* The same of int8 [out_features, in_features]. */
+static void pack_int8_panel(const Weight *w, const int8_t *plain, int8_t *packed, long p) {
+  const long n = w->in_features;
+  int8_t *panel = packed + p * panel_words(w) * 4;
+  for (long c = 0; c < PANEL; c++) {
+    const long column = source_column(w, p, c);
+    const int8_t *row = column < 0 ? NULL : plain + column * n;
+    for (long k = 0; k < 2 * pairs_of(w); k++)
+      panel[(k / 2 * PANEL + c) * 2 + k % 2] = row == NULL || k >= n ? 0 : row[k];
+  }
+}
+
+static void pack_scales(const Weight *w, const float *plain, float *packed) {
+  for (long p = 0; p < panels_of(w); p++)
+    for (long c = 0; c < PANEL; c++) {
+      const long column = source_column(w, p, c);
+      packed[p * PANEL + c] = column < 0 ? 0 : plain[column];
+    }
 }
 
 static void pack_bias(const Weight *w, const void *plain, float *packed) {
@@ -161,20 +188,53 @@ static void ask_for_additions(const Weight *w, const Addition *add, long m, long
   ask_for_a(add, w->is_bf16, unit, linear_units(w, m), asked);
 }
 
-/* tile [rows][32] = rows of x times a panel. */
-static void product(int is_bf16, int rows, long steps, int odd, const char *x, long stride,
-                    const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
+/* tile [rows][32] (+)= rows of x times a panel. */
+static void product(int is_bf16, int accumulate, int rows, long steps, int odd, const char *x,
+                    long stride, const uint32_t *panel, float *tile, Prefetch *ahead, Amx *amx) {
   if (is_bf16)
-    tile_product(1, 0, rows, steps, odd, x, stride, panel, tile, PANEL, ahead, amx);
+    tile_product(1, accumulate, rows, steps, odd, x, stride, panel, tile, PANEL, ahead, amx);
   else
-    tile_product(0, 0, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
+    tile_product(0, accumulate, rows, steps, 0, x, stride, panel, tile, PANEL, ahead, amx);
 }
 
+/* tiles [rows first .. end - 1][32] = rows of x times an int8 panel, unpacked part by part. */
+static void unpacked_product(const Weight *w, const char *x, long m, long first_block,
+                             long last_block, const int8_t *panel, float *tiles, Amx *amx) {
+  const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1;
+  const long stride = w->in_features * (is_bf16 ? 2 : 4), first_row = block_begin(w, m, first_block);
+  ALIGNED uint32_t words[2 * UNPACK_PAIRS * PANEL];
+  for (long from = 0; from < pairs_of(w); from += UNPACK_PAIRS) {
+    const long pairs = at_most(pairs_of(w) - from, UNPACK_PAIRS);
+    const long numbers = at_most(w->in_features - 2 * from, 2 * UNPACK_PAIRS);
+    if (is_bf16)
+      unpack_pairs(1, pairs, panel + 2 * from * PANEL, words);
+    else
+      unpack_pairs(0, pairs, panel + 2 * from * PANEL, words);
+    for (long block = first_block; block < last_block; block++) {
+      const long row = block_begin(w, m, block);
+      const int rows = (int)(block_begin(w, m, block + 1) - row);
+      Prefetch none = {{NULL, NULL}, NULL, 0};
+      product(is_bf16, from > 0, rows, numbers / per_word, is_bf16 && numbers % 2,
+              x + row * stride + 2 * from * (is_bf16 ? 2 : 4), stride, words,
+              tiles + (row - first_row) * PANEL, &none, amx);
+    }
+  }
+}
+
+/* Where a product's rows are: as they were given and, where they are multiplied as integers, as
+ * those. */
+typedef struct {
+  const char *rows; /* [m, in_features] */
+  const Integers *integers; /* or null */
+} Input;
+
 /* `amx`: of this thread, to be released when it has done its share. */
-static void linear_unit(const Weight *w, const char *x, long m, const Target *to,
+static void linear_unit(const Weight *w, Input input, long m, const Target *to,
                         const Addition *add, long unit, Amx *amx) {
-  const long stride = w->in_features * (w->is_bf16 ? 2 : 4), size = words_of(w) * PANEL;
+  const char *x = input.rows;
+  const long stride = w->in_features * (w->is_bf16 ? 2 : 4), size = panel_words(w);
   const int is_adding = adds(add), odd = w->is_bf16 && (w->in_features & 1);
+  const int unpacks = w->scales != NULL && input.integers == NULL;
   const long blocks = blocks_of(w, m), groups = groups_of(w, m);
   const long p = unit % panels_of(w), group = unit / panels_of(w);
   const uint32_t *panel = w->panels + p * size;
@@ -188,10 +248,12 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   asked.count = 0;
   if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
+  if (unpacks)
+    unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
-    float *tile = tiles + (is_adding ? (first - first_row) * PANEL : 0);
+    float *tile = tiles + (is_adding || unpacks ? (first - first_row) * PANEL : 0);
     const long turn = block - first_block, turns = last_block - first_block;
     const int asked_from = (int)(asked.count * turn / turns);
     Prefetch ahead = {{next, next + part}, asked.spans + asked_from,
@@ -200,8 +262,12 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
       ahead.now = *ahead.later++;
       ahead.num_later--;
     }
-    product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
-            &ahead, amx);
+    if (w->scales == NULL)
+      product(w->is_bf16, 0, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
+              &ahead, amx);
+    else if (!unpacks)
+      integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
+    if (w->scales != NULL) scale_tile(w->scales + p * PANEL, rows, tile);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
@@ -210,10 +276,16 @@ static void linear_unit(const Weight *w, const char *x, long m, const Target *to
   }
 }
 
+/* Whether a single product or one of a stack of layers multiplies its rows as integers. (Experts and
+ * draft heads unpack.) */
+static int needs_integers(const Weight *w) {
+  return w->scales != NULL && uses_integers(w->is_bf16);
+}
+
 /* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. What
  * `add` adds has been shrunk. */
-static void linear_share(const Weight *w, const void *x, long m, Target to, Addition add,
-                         Range *ranges, int threads, int thread) {
+static void linear_share(const Weight *w, Input x, long m, Target to, Addition add, Range *ranges,
+                         int threads, int thread) {
   int at = 0;
   Amx amx = {0};
   for (int64_t unit; (unit = next_unit(ranges, threads, thread, &at)) >= 0;)

@@ -132,7 +132,8 @@ static void experts_share(const Experts *m, Group group, const void *x, void *ou
     const size_t to = (size_t)(first * columns_of(w)) * (out_bf16 ? 2 : 4);
     Target target = {(char *)out + to, NULL, out_bf16};
     place_addition(m, group, first, &placed);
-    linear_unit(w, (const char *)x + in, rows, &target, &placed.add, unit - units[e], &amx);
+    const Input input = {(const char *)x + in, NULL};
+    linear_unit(w, input, rows, &target, &placed.add, unit - units[e], &amx);
   }
   release_amx(&amx);
 }

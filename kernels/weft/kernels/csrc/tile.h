@@ -56,6 +56,18 @@ typedef struct {
   int num_later;
 } Prefetch;
 
+/* Asks for so many cache lines of what will be read soon. */
+INLINE void ask_ahead(Prefetch *ahead, int lines) {
+  for (; lines > 0; lines--, ahead->now.begin += 64) {
+    while (ahead->now.begin >= ahead->now.end) {
+      if (ahead->num_later == 0) return;
+      ahead->now = *ahead->later++;
+      ahead->num_later--;
+    }
+    __builtin_prefetch(ahead->now.begin, 0, 2);
+  }
+}
+
 /* sum[rows] += a[rows] * some columns of a panel. */
 INLINE void tile_steps(const int is_bf16, const int rows, const int ask, long steps, const char *a,
                        long a_stride, const uint32_t *b, const char *prefetch,

@@ -137,6 +137,7 @@ class GetInfoResponse(_message.Message):
     KVSTORES_FIELD_NUMBER: _builtins.int
     ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FORMAT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     role: Global___WorkerRole.ValueType
@@ -156,6 +157,8 @@ class GetInfoResponse(_message.Message):
     engine_pid: _builtins.int
     advertised_address: _builtins.str
     """host:port at which other workers reach this one; empty: as whoever asks does."""
+    weight_format: _builtins.str
+    """Number format of the products' weights: dtype, or that of the quantisation, such as int8."""
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.Plane]: ...
     @_builtins.property
@@ -201,10 +204,11 @@ class GetInfoResponse(_message.Message):
         kvstores: _abc.Iterable[_builtins.str] | None = ...,
         advertised_address: _builtins.str = ...,
         adapters: Global___AdapterLimits | None = ...,
+        weight_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "dtype", b"dtype", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "dtype", b"dtype", "engine_pid", b"engine_pid", "epoch", b"epoch", "kvstores", b"kvstores", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_digest", b"model_digest", "notices", b"notices", "num_pages", b"num_pages", "page_size", b"page_size", "planes", b"planes", "role", b"role", "server_pid", b"server_pid", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions", "vocabulary_size", b"vocabulary_size", "weight_format", b"weight_format", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

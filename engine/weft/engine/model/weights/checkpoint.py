@@ -16,7 +16,7 @@ from weft.engine.model.weights.reader import TensorSlice
 
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _FLOATS = tuple(_DTYPE_BYTES)
-_WHOLE_NUMBERS = ("I64", "I32", "BOOL")
+_WHOLE_NUMBERS = ("I64", "I32", "I8", "BOOL")
 _NAMES_SHOWN = 8
 
 
@@ -129,6 +129,7 @@ class Checkpoint:
             ModelError: As there, or too many tensors are missing by now.
         """
         if self._is_missing(part.name):
+            out.zero_()
             return
         tensor = self._check(part, _FLOATS if out.dtype.is_floating_point else _WHOLE_NUMBERS)
         out.copy_(self._map(tensor.file).get_tensor(part.name)[part.slices])

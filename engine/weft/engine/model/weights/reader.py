@@ -39,7 +39,8 @@ class CheckpointReader(Protocol):
         """Copies a part of a tensor, converted to the dtype of `out`, whose shape is `part.size`.
 
         Floats are read into floats, whole numbers and truth values into whole numbers. A missing
-        tensor may be noted for `finish`, so that one message names several; then nothing is copied.
+        tensor may be noted for `finish`, so that one message names several; then `out` becomes
+        zeros.
 
         Raises:
             ModelError: The tensor is not of `part.shape` or has a dtype of another kind.

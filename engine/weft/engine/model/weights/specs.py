@@ -82,6 +82,14 @@ class LinearSpec:
         names = zip(self.names, self.rows, strict=True)
         return [TensorSlice(f"{name}.bias", (n,), (self._rows(n, shard),)) for name, n in names]
 
+    def channel_scales(self, shard: Shard) -> list[TensorSlice]:
+        """A shard of each projection's scales, one a row of its weight, [rows, 1]."""
+        names = zip(self.names, self.rows, strict=True)
+        return [
+            TensorSlice(f"{name}.weight_scale", (rows, 1), (self._rows(rows, shard),))
+            for name, rows in names
+        ]
+
     def stacked_weights(self, name: str, index: int, count: int, shard: Shard) -> list[TensorSlice]:
         """Like `weights`, where one tensor [count, all rows, columns] holds this at `index`."""
         shape, columns = (count, sum(self.rows), self.in_features), self._columns(shard)

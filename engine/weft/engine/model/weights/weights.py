@@ -108,19 +108,26 @@ class Weights:
         self._read(TensorSlice(name, (count,)), out)
         return out
 
-    def read(self, parts: Sequence[TensorSlice], num_zeros: int = 0) -> torch.Tensor:
+    def read(
+        self,
+        parts: Sequence[TensorSlice],
+        num_zeros: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Parts of tensors stacked along their first axis, each copied into its place.
 
         Args:
             parts: By their names below the prefix; alike but for their first axes.
             num_zeros: Rows of zeros behind them.
+            dtype: What they are read as; None: the model's dtype.
 
         Returns:
-            [rows of all parts + num_zeros, ...] of the model's dtype, on its device.
+            [rows of all parts + num_zeros, ...] on the model's device.
         """
         rows, rest = [part.size[0] for part in parts], parts[0].size[1:]
         size = (sum(rows) + num_zeros, *rest)
-        out = torch.empty(size, dtype=self.dtype, device=self.device)
+        out = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         *places, zeros = torch.split(out, [*rows, num_zeros])
         for part, place in zip(parts, places, strict=True):
             self._read(part, place)

@@ -362,6 +362,7 @@ def _describe(info: EngineInfo) -> dict[str, object]:
         "engine_pid": info.engine_pid,
         "model_digest": info.model_digest.hex(),
         "dtype": info.dtype,
+        "weight_format": info.weight_format,
         "num_pages": info.num_pages,
         "page_size": info.page_size,
         "transport": info.transport_detail,

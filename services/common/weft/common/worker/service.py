@@ -174,6 +174,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             dtype=info.dtype,
+            weight_format=info.weight_format,
             versions=info.versions,
             transports=[TRANSPORTS[name] for name in info.transports],
             transport_detail=self._transport_detail(),

@@ -14,6 +14,7 @@ from weft.kernels.linear import pack_gate_up, pack_linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import SparseMlpWeight, pack_experts
 from weft.kernels.norm import Norm
+from weft.kernels.quantised import Int8Channels, quantise_channels
 from weft.kernels.stream import Stream, Taps
 
 LAYERS, PAGE_SIZE, HIDDEN, INNER = 3, 8, 72, 200
@@ -64,6 +65,29 @@ def make_layer(index: int, dtype: torch.dtype, qwen: bool, is_sparse: bool = Fal
     )
     make = make_sparse_mlp if is_sparse else make_mlp
     return Layer(index, norm(HIDDEN), attention, norm(HIDDEN), make(index, dtype))
+
+
+def make_int8_run(dtype: torch.dtype) -> Run:
+    """The same of layers whose products have int8 weights."""
+
+    def matrix(rows: int, columns: int) -> Int8Channels:
+        return quantise_channels(torch.randn(rows, columns) / columns**0.5)
+
+    def layer(index: int) -> Layer:
+        made = make_layer(index, dtype, qwen=False)
+        width = (HEADS + 2 * KV_HEADS) * DIM
+        attention = Attention(
+            AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
+            index,
+            make_cos_sin(),
+            qkv_proj=pack_linear(matrix(width, HIDDEN), draw(width, dtype=dtype), dtype=dtype),
+            o_proj=pack_linear(matrix(HIDDEN, HEADS * DIM), dtype=dtype),
+        )
+        gate_up = pack_gate_up(matrix(2 * INNER, HIDDEN), dtype=dtype)
+        mlp = GatedMLP(index, gate_up, pack_linear(matrix(HIDDEN, INNER), dtype=dtype))
+        return made._replace(mixer=attention, feed=mlp)
+
+    return Run([layer(index) for index in range(LAYERS)])
 
 
 def make_run(dtype: torch.dtype, qwen: bool, first: int = 0, count: int = LAYERS) -> Run:

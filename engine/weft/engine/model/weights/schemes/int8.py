@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.quantization import Quantization
@@ -14,13 +16,15 @@ from weft.kernels.quantised import Int8Channels, quantise_channels
 
 
 class Int8Scheme:
-    """A `Scheme` of int8 weights, which are made of the checkpoint's floats.
+    """A `Scheme` of int8 weights: the checkpoint's, or made of its floats.
 
-    Of each projection all rows are rounded by themselves, so that shards are parts of the whole.
+    Checkpoints have them as compressed-tensors' int-quantized does: `weight`, int8 [rows, columns],
+    and `weight_scale` [rows, 1]. Of floats each row that a rank has is rounded by itself.
     """
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization
+        self._is_of_checkpoint = quantization.source == "checkpoint"
         self._plain = PlainScheme()
 
     def fingerprint(self) -> bytes:
@@ -32,22 +36,47 @@ class Int8Scheme:
         if self._ignores(weights, *spec.names):
             return self._plain.linear(spec, weights)
         pack = pack_gate_up if spec.is_gated else pack_linear
-        matrix = _quantised(weights.read(spec.weights(weights.shard)), weights)
+        matrix = self._matrix(spec, weights)
         return pack(matrix, read_bias(spec, weights), weights.arena, weights.dtype)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        experts = (
-            (_quantised(gate_up, weights), _quantised(down, weights))
-            for gate_up, down in read_experts(spec, weights)
+        return pack_experts(
+            self._experts(spec, weights), spec.num_experts, weights.arena, weights.dtype
         )
-        return pack_experts(experts, spec.num_experts, weights.arena, weights.dtype)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""
-        if self._ignores(weights, "lm_head"):
+        # compressed-tensors leaves it in floats; one that is not fails where it is read as such.
+        if self._is_of_checkpoint:
             return self._plain.head(matrix, weights)
         return pack_linear(_quantised(matrix, weights), None, weights.arena, weights.dtype)
+
+    def _matrix(self, spec: LinearSpec, weights: Weights) -> Int8Channels:
+        parts = spec.weights(weights.shard)
+        if not self._is_of_checkpoint:
+            return _quantised(weights.read(parts), weights)
+        data = weights.read(parts, dtype=torch.int8)
+        scales = weights.read(spec.channel_scales(weights.shard), dtype=torch.float32)[:, 0]
+        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+            names = ", ".join(weights.full_name(name) for name in spec.names)
+            raise ModelError(f"{names}: a weight_scale is negative or not finite")
+        return Int8Channels(data, scales)
+
+    def _experts(
+        self, spec: ExpertSpec, weights: Weights
+    ) -> Iterator[tuple[torch.Tensor | Int8Channels, torch.Tensor | Int8Channels]]:
+        if not self._is_of_checkpoint:
+            for gate_up, down in read_experts(spec, weights):
+                yield _quantised(gate_up, weights), _quantised(down, weights)
+            return
+        for number in range(spec.num_experts):
+            expert = weights.at(number)
+            if self._ignores(expert, *spec.gate_up.names, *spec.down.names):
+                own = expert.shard
+                yield expert.read(spec.gate_up.weights(own)), expert.read(spec.down.weights(own))
+            else:
+                yield self._matrix(spec.gate_up, expert), self._matrix(spec.down, expert)
 
     def _ignores(self, weights: Weights, *names: str) -> bool:
         """Whether all of these modules stay in floats.

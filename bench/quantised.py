@@ -1,0 +1,202 @@
+"""What number formats of weights cost and bring on a CPU: speed, memory, and distance to float32.
+
+Engines of the demo model in this process, one for each format, measured in turns: a token of one
+stream, a step of 16 streams, and a prompt of 512 tokens. Before that each format's probabilities
+are compared with those of the float32 weights computed in float32, over chats that the model
+itself continued: the mean Kullback-Leibler divergence in nats a token, and how often the most
+likely token is the same.
+
+    python bench/quantised.py
+    python bench/quantised.py --turns 9 --output bench/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from serving.setup import describe_lines, describe_setup
+from tokenizers import Tokenizer
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.loop.llm import LLM
+from weft.engine.model.batch import ForwardBatch
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.loader import load_model
+
+FORMATS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "float32, int8": {"dtype": "float32", "quantization": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+BASE = "bfloat16"
+CHATS = Path(__file__).parent.parent / "scripts" / "draft_training" / "held_out.json"
+PAGE_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A format's probabilities against those of float32."""
+
+    kl_nats: float
+    same_top: float
+    """Share of positions whose most likely token is the same."""
+    product_bytes: int
+    """Memory of all products' weights, the LM head among them."""
+
+
+def main() -> None:
+    """Measures and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--chats", type=int, default=16)
+    parser.add_argument("--output", type=Path, default=None, help="folder for a JSON file")
+    arguments = parser.parse_args()
+    setup = describe_setup(" / ".join(FORMATS), torch.get_num_threads())
+    model_dir, console = resolve_model("demo"), Console()
+    texts = continued_chats(model_dir, arguments.chats)
+    qualities = judge(model_dir, texts)
+    times = measure(model_dir, arguments.turns)
+    report(console, setup, qualities, times)
+    if arguments.output is not None:
+        path = arguments.output / f"quantised-{datetime.now(UTC):%Y%m%d}.json"
+        rows = {
+            name: asdict(qualities[name]) | {"ms": {k: v[name] for k, v in times.items()}}
+            for name in FORMATS
+        }
+        content = {"setup": setup, "tokens": sum(map(len, texts)), "formats": rows}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        console.print(str(path))
+
+
+def continued_chats(model_dir: Path, count: int) -> list[list[int]]:
+    """Tokens of chats, each with the answer that the model gives in float32."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    chats = [one["messages"] for one in json.loads(CHATS.read_text()) if one["kind"] == "chat"]
+    prompts = []
+    for messages in chats[:count]:
+        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        prompts.append(tokenizer.encode(turns + "<|im_start|>assistant\n").ids)
+    with LLM(model_dir, dtype="float32") as llm:
+        samples = llm.generate(prompts, GREEDY, StopCriteria(max_tokens=160))
+    return [prompt + s.token_ids for prompt, s in zip(prompts, samples, strict=True)]
+
+
+def judge(model_dir: Path, texts: Sequence[Sequence[int]]) -> dict[str, Quality]:
+    """Every format's distance to float32, one model in memory at a time."""
+    expected, qualities = [], {}
+    for name, settings in FORMATS.items():
+        model = load_model(model_dir, **settings).model
+        assert isinstance(model, DecoderOnlyLM)
+        found = [log_probabilities(model, text) for text in texts]
+        expected = expected or found
+        kl = torch.cat([(a.exp() * (a - b)).sum(-1) for a, b in zip(expected, found, strict=True)])
+        same = torch.cat(
+            [a.argmax(-1) == b.argmax(-1) for a, b in zip(expected, found, strict=True)]
+        )
+        qualities[name] = Quality(
+            kl.mean().item(), same.double().mean().item(), product_bytes(model)
+        )
+    return qualities
+
+
+def log_probabilities(model: DecoderOnlyLM, tokens: Sequence[int]) -> torch.Tensor:
+    """[T, vocab] float32: of the token behind each position."""
+    count = len(tokens)
+    num_pages = -(-count // PAGE_SIZE)
+    pool = torch.zeros(model.kv_layout(PAGE_SIZE).pool_shape(num_pages), dtype=model.dtype)
+    positions = torch.arange(count)
+    batch = ForwardBatch(
+        token_ids=torch.tensor(tokens),
+        positions=positions,
+        cu_q_lens=torch.tensor([0, count], dtype=torch.int32),
+        kv_lens=torch.tensor([count], dtype=torch.int32),
+        page_table=torch.arange(num_pages, dtype=torch.int32)[None],
+        slots=positions,
+        logits_rows=positions,
+        max_q_len=count,
+        max_kv_len=count,
+    )
+    with torch.inference_mode():
+        return model.logits(model.forward_all(batch, pool)).log_softmax(-1)
+
+
+def product_bytes(model: DecoderOnlyLM) -> int:
+    """Memory of the products' numbers; scales are a thousandth of it."""
+    total = model.lm_head.weight.data.nbytes
+    for layer in model.model.layers:
+        mlp = layer.packed.mlp
+        parts = (layer.packed.qkv, layer.packed.o, mlp.gate_up, mlp.down)  # type: ignore[union-attr]
+        total += sum(part.data.nbytes for part in parts)
+    return total
+
+
+def measure(model_dir: Path, turns: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds by workload and format, one entry a turn."""
+    workloads = {"one stream, ms a token": (1, 16, 48), "16 streams, ms a step": (16, 16, 16)}
+    workloads["prompt of 512 tokens, ms"] = (1, 512, 1)
+    draw = random.Random(1)
+    times: dict[str, dict[str, list[float]]] = {}
+    for label, (streams, prompt, new) in workloads.items():
+        times[label] = {name: [] for name in FORMATS}
+        engines = {
+            name: LLM(model_dir, prefix_cache=False, kv_memory_bytes=256 << 20, **settings)
+            for name, settings in FORMATS.items()
+        }
+        for turn in range(turns + 1):
+            for name, llm in engines.items():
+                prompts = [[draw.randrange(100, 40_000) for _ in range(prompt)]] * streams
+                begin = time.perf_counter()
+                samples = llm.generate(prompts, GREEDY, StopCriteria(max_tokens=new))
+                took = time.perf_counter() - begin
+                steps = max(len(sample.token_ids) for sample in samples)
+                if turn > 0:  # The first one warms up.
+                    times[label][name].append(took / steps * 1e3)
+        for llm in engines.values():
+            llm.close()
+    return times
+
+
+def report(
+    console: Console,
+    setup: dict[str, Any],
+    qualities: dict[str, Quality],
+    times: dict[str, dict[str, list[float]]],
+) -> None:
+    """Prints one table; factors are medians of the turns' own ratios."""
+    table = Table(title="formats of the demo model's weights")
+    for column in ("format", "products, MB", "KL, nats", "same top", *times):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    for name, quality in qualities.items():
+        cells = []
+        for of in times.values():
+            ratios = [base / own for base, own in zip(of[BASE], of[name], strict=True)]
+            cells.append(
+                f"{statistics.median(of[name]):.1f} ({min(of[name]):.1f}), "
+                f"{statistics.median(ratios):.2f}x"
+            )
+        size = f"{quality.product_bytes / 1e6:.0f}"
+        table.add_row(
+            name, size, f"{quality.kl_nats:.1e}", f"{100 * quality.same_top:.1f} %", *cells
+        )
+    for line in describe_lines(setup):
+        console.print(line)
+    console.print(table)
+    console.print(f"times: median (best) of the turns; x: against {BASE} in the same turn")
+
+
+if __name__ == "__main__":
+    main()

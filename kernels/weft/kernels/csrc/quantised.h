@@ -1,0 +1,200 @@
+/* Weights in int8 with a scale for each column of the product, and the products with them.
+ *
+ * A panel is [pairs along K][32 columns][2] int8: the numbers of tile.h's bfloat16 words, in half the
+ * bytes. There are two ways to multiply; an operation always takes the same for all of its rows.
+ *
+ * Integers: each row of bfloat16 is rounded once to 16 bits, with one scale for 64 neighbours, which
+ * is far finer than bfloat16 itself unless they differ by more than a hundred times, and then still
+ * 256 times finer than 8 bits. Products of 16 by 8 bits are summed exactly within such a block.
+ *
+ * Unpacked: a part of a panel becomes words of the rows' type, which holds int8 exactly, for the
+ * kernels of tile.h and amx.h. So float32 loses nothing, and AMX keeps its speed. */
+#ifndef WEFT_QUANTISED_H
+#define WEFT_QUANTISED_H
+
+#include <float.h>
+
+#include "amx.h"
+#include "rows.h"
+#include "team.h"
+
+#define BLOCK_PAIRS 32 /* pairs of numbers with one scale */
+#define UNPACK_PAIRS 128 /* of a panel at a time: 16 KiB of bfloat16 or 32 of float32 */
+
+typedef int16_t vs __attribute__((vector_size(4 * VL), aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(2 * VL), aligned(1), may_alias));
+
+/* Whether rows are multiplied as integers. */
+INLINE int uses_integers(const int is_bf16) { return is_bf16 && !uses_amx(is_bf16); }
+
+/* Rows in 16 bits: words of two neighbours, and a scale for each block. */
+typedef struct {
+  uint32_t *words; /* [rows, stride], zeros behind the last number */
+  float *scales;   /* [rows, blocks] */
+  long stride, blocks;
+} Integers;
+
+static long blocks_of_row(long n) { return (n + 2 * BLOCK_PAIRS - 1) / (2 * BLOCK_PAIRS); }
+
+/* Bytes of memory for `rows` rows of n numbers. */
+static long integers_bytes(long rows, long n) {
+  return rows * blocks_of_row(n) * (BLOCK_PAIRS * 4 + 4) + 64;
+}
+
+/* The same, laid out in memory of at least so many bytes. */
+static Integers integers_in(void *memory, long rows, long n) {
+  Integers x = {.blocks = blocks_of_row(n)};
+  x.stride = x.blocks * BLOCK_PAIRS;
+  x.words = (uint32_t *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+  x.scales = (float *)(x.words + rows * x.stride);
+  return x;
+}
+
+/* One block: `left` > 0 numbers of bfloat16. What is not finite makes the scale NaN. */
+static float round_block(const bf16 *x, long left, uint32_t *words) {
+  const float most = 32767.0f, shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  vf values[2 * BLOCK_PAIRS / VL];
+  vi highest = {0};
+  for (int i = 0; i < 2 * BLOCK_PAIRS / VL; i++) {
+    const long rest = left - i * VL;
+    values[i] = rest > 0 ? load_some(x, 1, i * VL, at_most(rest, VL)) : (vf){0};
+    const vi bits = (vi)values[i] & 0x7fffffff; /* of magnitudes: ordered as these are */
+    const vi is_higher = bits > highest;
+    highest = (is_higher & bits) | (~is_higher & highest);
+  }
+  union { int32_t bits; float value; } largest = {0};
+  for (int i = 0; i < VL; i++) largest.bits = highest[i] > largest.bits ? highest[i] : largest.bits;
+  const int is_finite = largest.value <= FLT_MAX, is_small = largest.value < FLT_MIN * most;
+  const float factor = is_finite && !is_small ? most / largest.value : 0;
+  for (int i = 0; i < 2 * BLOCK_PAIRS / VL; i++) {
+    const vu whole = (vu)(vf_fma(values[i], vf_splat(factor), vf_splat(shift)));
+    *(vh *)((uint16_t *)words + i * VL) =
+        __builtin_convertvector(is_finite ? whole : (vu){0}, vh);
+  }
+  return !is_finite ? NAN : is_small ? 0 : largest.value / most;
+}
+
+/* This thread's rows of x [rows, n]. */
+static void integers_share(const bf16 *x, const Integers *to, long rows, long n, const Member *me) {
+  const Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++)
+    for (long block = 0; block < to->blocks; block++) {
+      const long from = block * 2 * BLOCK_PAIRS;
+      to->scales[row * to->blocks + block] = round_block(
+          x + row * n + from, n - from, to->words + row * to->stride + block * BLOCK_PAIRS);
+    }
+}
+
+/* Pairs of int8 of VL columns. */
+INLINE vs load_pairs(const int8_t *p) {
+#if VL == 16 && defined(__AVX512BW__)
+  return (vs)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+#elif VL == 8 && defined(__AVX2__)
+  return (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+#else
+  return __builtin_convertvector(*(const vb *)p, vs);
+#endif
+}
+
+/* sum += a * b, one pair a lane. */
+INLINE vi add_pairs(vi sum, vu a, vs b) {
+#if VL == 16 && defined(__AVX512VNNI__)
+  return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif VL == 16 && defined(__AVX512BW__)
+  return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif VL == 8 && defined(__AVX2__)
+  return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  const vi first = (vi)(a << 16) >> 16, second = (vi)a >> 16;
+  return sum + first * ((vi)((vu)b << 16) >> 16) + second * ((vi)b >> 16);
+#endif
+}
+
+/* c[rows][some columns] of a row block times a panel, without the columns' scales. */
+INLINE void integer_columns(const int rows, const int vectors, const Integers *x, long row,
+                            long pairs, const int8_t *panel, float *c, Prefetch *ahead) {
+  const uint32_t *words = x->words + row * x->stride;
+  for (long block = 0; block * BLOCK_PAIRS < pairs; block++) {
+    const long begin = block * BLOCK_PAIRS, end = begin + at_most(pairs - begin, BLOCK_PAIRS);
+    vi sum[TILE_ROWS][PANEL / VL];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; v++) sum[r][v] = (vi){0};
+    for (long s = begin; s < end; s++) {
+      if (s % 8 == 0) ask_ahead(ahead, 8);
+      vs column[PANEL / VL];
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; v++) column[v] = load_pairs(panel + 2 * (s * PANEL + v * VL));
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) {
+        const vu word = (vu){0} + words[r * x->stride + s];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sum[r][v] = add_pairs(sum[r][v], word, column[v]);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+      const vf scale = vf_splat(x->scales[(row + r) * x->blocks + block]);
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; v++) {
+        vf *to = (vf *)(c + r * PANEL + v * VL);
+        const vf before = block == 0 ? (vf){0} : *to;
+        *to = vf_fma(__builtin_convertvector(sum[r][v], vf), scale, before);
+      }
+    }
+  }
+}
+
+#if VL == 4
+#define FEW_ROW_VECTORS 4
+#else
+#define FEW_ROW_VECTORS (PANEL / VL)
+#endif
+
+/* One row or two go through all columns of a panel at once, in the order in which they lie. */
+#define INTEGER_CASE(N)                                                                   \
+  case N: {                                                                               \
+    const int vectors = N <= 2 ? FEW_ROW_VECTORS : TILE_VECTORS;                          \
+    for (int v = 0; v < PANEL / VL; v += vectors)                                         \
+      integer_columns(N, vectors, x, row, pairs, panel + 2 * v * VL, c + v * VL, ahead);  \
+    break;                                                                                \
+  }
+
+/* c[rows <= TILE_ROWS][32] = rows from `row` on times a panel, without the columns' scales. */
+static void integer_tile(int rows, const Integers *x, long row, long pairs, const int8_t *panel,
+                         float *c, Prefetch *ahead) {
+  switch (rows) {
+    INTEGER_CASE(1) INTEGER_CASE(2) INTEGER_CASE(3) INTEGER_CASE(4)
+#if TILE_ROWS == 12
+    INTEGER_CASE(5) INTEGER_CASE(6) INTEGER_CASE(7) INTEGER_CASE(8)
+    INTEGER_CASE(9) INTEGER_CASE(10) INTEGER_CASE(11) INTEGER_CASE(12)
+#endif
+  }
+}
+#undef INTEGER_CASE
+
+/* Words of bfloat16 or float32 of some pairs of a panel. */
+static void unpack_pairs(const int is_bf16, long pairs, const int8_t *panel, uint32_t *words) {
+  for (long s = 0; s < pairs; s++)
+    for (int c = 0; c < PANEL; c += VL) {
+      const vu both = __builtin_convertvector(*(const vh *)(panel + 2 * (s * PANEL + c)), vu);
+      const vf first = __builtin_convertvector((vi)(both << 24) >> 24, vf);
+      const vf second = __builtin_convertvector((vi)(both << 16) >> 24, vf);
+      if (is_bf16) {
+        *(vu *)(words + s * PANEL + c) = ((vu)first >> 16) | ((vu)second & 0xffff0000u);
+      } else {
+        *(vf *)(words + 2 * s * PANEL + c) = first;
+        *(vf *)(words + (2 * s + 1) * PANEL + c) = second;
+      }
+    }
+}
+
+/* tile[rows][32] *= the scales of a panel's columns. */
+static void scale_tile(const float *scales, int rows, float *tile) {
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < PANEL; c += VL)
+      *(vf *)(tile + r * PANEL + c) *= *(const vf *)(scales + c);
+}
+
+#endif
