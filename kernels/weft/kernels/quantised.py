@@ -134,6 +134,45 @@ class Fp8Blocks:
         return data.float().mul_(wide).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Experts:
+    """FP8 matrices of all experts of a layer, of one kind of scales."""
+
+    data: torch.Tensor
+    """[E, N, K] float8_e4m3fn."""
+    scales: torch.Tensor
+    """[E, N] float32 of channels, or [E, N / rows, K / FP8_GROUP] of blocks."""
+    rows: int
+    """Rows of a block; 0: scales are of channels."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts E, rows N and columns K."""
+        return self.data.shape[0], self.data.shape[1], self.data.shape[2]
+
+    @classmethod
+    def empty(cls, count: int, first: Fp8Matrix) -> Fp8Experts:
+        """Room for as many matrices like the first one."""
+        rows = first.rows if isinstance(first, Fp8Blocks) else 0
+        data, scales = (one.new_empty((count, *one.shape)) for one in (first.data, first.scales))
+        return cls(data, scales, rows)
+
+    def put(self, index: int, matrix: Fp8Matrix) -> None:
+        """Copies an expert's matrix to its place.
+
+        Raises:
+            ValueError: It is of another shape or kind.
+        """
+        rows = matrix.rows if isinstance(matrix, Fp8Blocks) else 0
+        if (matrix.shape, rows) != (self.shape[1:], self.rows):
+            raise ValueError(
+                f"expert {index}: {matrix.shape} in blocks of {rows} rows is not like the others, "
+                f"{self.shape[1:]} in blocks of {self.rows}"
+            )
+        self.data[index].copy_(matrix.data)
+        self.scales[index].copy_(matrix.scales)
+
+
 Fp8Matrix: TypeAlias = Fp8Channels | Fp8Blocks
 """Any of the kinds of FP8 matrices."""
 

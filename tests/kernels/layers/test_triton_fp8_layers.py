@@ -71,7 +71,7 @@ def in_floats(layer: Layer, dtype: torch.dtype) -> Layer:
 
 
 @pytest.mark.parametrize("block_rows", [0, 8])
-@pytest.mark.parametrize("rows", [1, 4, 20])
+@pytest.mark.parametrize("rows", [1, 2, 20])
 def test_layers(rows: int, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)
@@ -89,10 +89,10 @@ def test_layers(rows: int, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> 
             return run_all([Run(layers)], hidden.to(dtype, copy=True), step, kv)
 
     out = run(layers, DTYPE)
-    # Of one row the products take the norms before them and add to the stream.
-    assert len(folded) == (2 * LAYERS if rows == 1 else 0)
+    # Of few rows the products take the norms before them and add to the stream.
+    assert len(folded) == (2 * LAYERS if rows <= 2 else 0)
     exact = run([in_floats(layer, torch.float32) for layer in layers], torch.float32).double()
-    if rows <= fp8_linear.MAX_FEW_ROWS:
+    if rows <= fp8_linear.MAX_ROWS:
         assert_as_exact(out, run([in_floats(one, DTYPE) for one in layers], DTYPE), exact)
     else:
         # Rows are rounded, and by the interpreter wrongly at times.

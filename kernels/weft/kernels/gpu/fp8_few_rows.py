@@ -1,9 +1,6 @@
-"""Products of few rows with FP8 weights on a GPU: bound by reading the weight, which each program
-streams and widens in registers; rows are not rounded.
-
-One or two rows are multiplied plainly, up to `MAX_SLICED_ROWS` by tensor cores with sliced K (as
-`weft.kernels.gpu.sliced_linear`), up to `MAX_ROWS` by tensor cores with the weight's rows as those
-of an instruction. A row's result does not depend on the other rows' values.
+"""Products of one or two rows with FP8 weights on a GPU: bound by reading the weight, which each
+program streams and widens in registers. Rows are not rounded, and a row's result does not depend on
+the other one's values.
 """
 
 from __future__ import annotations
@@ -14,17 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.fp8_weights import GROUP, WeightScales, widened
+from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
 from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.sliced_linear import residual_of, store_product
 from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
 
-MAX_SPREAD_ROWS = 2
-"""Most rows for plain multiplication."""
-MAX_SLICED_ROWS = 16
-"""Most rows for sliced K."""
-MAX_ROWS = 64
-"""Most rows: more are worth rounding to FP8."""
+MAX_ROWS = 2
+"""Most rows: rounded rows and tensor cores are faster from three on."""
 _MAX_NORMED_ELEMENTS = 1152
 """As of `weft.kernels.gpu.small_linear`."""
 
@@ -39,27 +32,6 @@ class SpreadShape(NamedTuple):
     warps: int
 
 
-class SlicedShape(NamedTuple):
-    """What a program of sliced K computes."""
-
-    columns: int
-    slices: int
-    """Number of slices, and of warps."""
-    tile: int
-    """Elements of a slice taken at once; a group where scales lie in blocks."""
-
-
-class TurnedShape(NamedTuple):
-    """What a program computes whose instructions have the weight's rows."""
-
-    columns: int
-    """Output columns per program: 64 a warp group."""
-    tile: int
-    """Elements of K taken at once; they divide K."""
-    warps: int
-    stages: int
-
-
 class FewRows(NamedTuple):
     """What else concerns a product, as `small_linear` has it."""
 
@@ -70,29 +42,22 @@ class FewRows(NamedTuple):
     tap: torch.Tensor | None = None
 
 
-def spread_shape(columns: int, k: int, *, is_gated: bool) -> SpreadShape:
-    """The launch shape of plain multiplication."""
+def spread_shape(k: int, *, is_gated: bool, is_blocks: bool) -> SpreadShape:
+    """The launch shape of plain multiplication (measured on an H100, K of 4,096 and 14,336)."""
     groups = triton.next_power_of_2(triton.cdiv(k, FP8_GROUP))
     if groups <= 8:
         return SpreadShape(4, groups, warps=2 if groups <= 4 else 4)
-    return SpreadShape(4, 16 if k % (16 * FP8_GROUP) == 0 else 8, warps=4)
-
-
-def sliced_shape(columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> SlicedShape:
-    """The launch shape of sliced K."""
-    tile = FP8_GROUP if is_blocks else 256
-    slices = min(8 if not is_gated else 4, triton.next_power_of_2(triton.cdiv(k, tile)))
-    return SlicedShape(16, slices, tile)
-
-
-def turned_shape(columns: int, k: int, *, is_gated: bool) -> TurnedShape:
-    """The launch shape of turned products."""
-    return TurnedShape(64, FP8_GROUP, warps=4, stages=4)
+    is_long = k > 8192
+    if is_blocks:
+        return SpreadShape(4, 8, 2) if is_long else SpreadShape(8, 8, 4)
+    if is_long:
+        return SpreadShape(8, 16, 8)
+    return SpreadShape(2, min(groups, 32), 4) if is_gated else SpreadShape(4, min(groups, 32), 8)
 
 
 def can_take_norm(rows: int, k: int) -> bool:
     """Whether `few_rows` of [rows, k] takes a norm before it."""
-    return 0 < rows <= MAX_SPREAD_ROWS and rows * k <= _MAX_NORMED_ELEMENTS
+    return 0 < rows <= MAX_ROWS and rows * k <= _MAX_NORMED_ELEMENTS
 
 
 def few_rows(
@@ -100,7 +65,7 @@ def few_rows(
     matrix: Fp8Matrix,
     out: torch.Tensor,
     given: FewRows,
-    shape: SpreadShape | SlicedShape | TurnedShape | None = None,
+    shape: SpreadShape | None = None,
 ) -> None:
     """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
 
@@ -109,57 +74,40 @@ def few_rows(
         matrix: The weight, [N, K]; where gated the rows of gate come first.
         out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
             and rounded once; may be the residual.
-        given: See `FewRows`; a norm as `can_take_norm` says, a tap of plain multiplication alone.
+        given: See `FewRows`; a norm as `can_take_norm` says.
         shape: How to launch; None: what suits.
 
     Raises:
-        ValueError: So many rows, or such long ones, do not take a norm or leave a second copy.
+        ValueError: Rows of such a length take no norm.
     """
     (rows, k), columns = x.shape, out.shape[1]
     scales, gated = WeightScales.of(matrix), given.is_gated
-    if shape is None:
-        shape = launch_shape(rows, columns, k, is_gated=gated, is_blocks=scales.rows > 0)
-    is_spread = isinstance(shape, SpreadShape)
-    if given.norm is not None and not (is_spread and k <= shape.groups * FP8_GROUP):
+    shape = shape or spread_shape(k, is_gated=gated, is_blocks=scales.rows > 0)
+    if given.norm is not None and k > shape.groups * FP8_GROUP:
         raise ValueError(f"products of {rows} rows of {k} take no norm")
-    if given.tap is not None and not is_spread:
-        raise ValueError(f"products of {rows} rows leave no second copy")
     if scales.rows:
         # Columns of a program have their scales in common.
         shape = shape._replace(columns=min(shape.columns, scales.rows))
-    tensors = (out, x, matrix.data, given.bias, given.residual)
-    options = {**scales.arguments(x.device), **launch_options(x.device)}
-    grid, sizes = (triton.cdiv(columns, shape.columns),), {"K": k, "IS_GATED": gated}
-    if isinstance(shape, SpreadShape):
-        tap_stride = 0 if given.tap is None else given.tap.stride(0)
-        _fp8_spread_kernel[grid](
-            *tensors, *(given.norm or (None, 0.0)), given.tap, tap_stride, rows, columns, **sizes,
-            ROWS=triton.next_power_of_2(rows), COLUMNS=shape.columns, GROUPS=shape.groups,
-            num_warps=shape.warps, **options,
-        )  # fmt: skip
-    elif isinstance(shape, SlicedShape):
-        _fp8_sliced_kernel[grid](
-            *tensors, rows, columns, **sizes, ROWS=max(8, triton.next_power_of_2(rows)),
-            COLUMNS=shape.columns, TILE=shape.tile, SLICES=shape.slices, num_warps=shape.slices,
-            **options,
-        )  # fmt: skip
-    else:
-        _fp8_turned_kernel[grid](
-            *tensors, rows, columns, **sizes, ROWS=max(16, triton.next_power_of_2(rows)),
-            COLUMNS=shape.columns, TILE=shape.tile, num_warps=shape.warps,
-            num_stages=shape.stages, **options,
-        )  # fmt: skip
-
-
-def launch_shape(
-    rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool
-) -> SpreadShape | SlicedShape | TurnedShape:
-    """How to launch a product of so many rows."""
-    if rows <= MAX_SPREAD_ROWS:
-        return spread_shape(columns, k, is_gated=is_gated)
-    if rows <= MAX_SLICED_ROWS or k % FP8_GROUP:
-        return sliced_shape(columns, k, is_gated=is_gated, is_blocks=is_blocks)
-    return turned_shape(columns, k, is_gated=is_gated)
+    _fp8_spread_kernel[(triton.cdiv(columns, shape.columns),)](
+        out,
+        x,
+        matrix.data,
+        given.bias,
+        given.residual,
+        *(given.norm or (None, 0.0)),
+        given.tap,
+        0 if given.tap is None else given.tap.stride(0),
+        rows,
+        columns,
+        K=k,
+        IS_GATED=gated,
+        ROWS=rows,
+        COLUMNS=shape.columns,
+        GROUPS=shape.groups,
+        num_warps=shape.warps,
+        **scales.arguments(x.device),
+        **launch_options(x.device),
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -306,164 +254,3 @@ def _groups(
     else:
         tile = tl.load(begin + at, mask=at < K, other=0.0, eviction_policy="evict_first")
     return tile
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _fp8_sliced_kernel(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    rows: int,
-    columns: int,
-    scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    K: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    SLICES: tl.constexpr,
-) -> None:
-    """See `weft.kernels.gpu.sliced_linear`."""
-    release_next(IS_DEPENDENT)
-    STEP: tl.constexpr = SLICES * TILE
-    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    first = tl.program_id(0) * COLUMNS
-    column = first + tl.arange(0, COLUMNS)
-    slice_ = tl.arange(0, SLICES)
-    part = slice_[:, None, None] * TILE + tl.arange(0, TILE)[None, None, :]
-    last = tl.minimum(column, columns - 1)
-    begin = weight + last.to(tl.int64)[None, :, None] * K
-    begin_up = begin + tl.cast(columns, tl.int64) * K
-    row = tl.arange(0, ROWS)
-    tile = _slices(begin, part, 0, K, STEP)
-    tile_up = tile
-    if IS_GATED:
-        tile_up = _slices(begin_up, part, 0, K, STEP)
-    at_scale = scales
-    at_scale_up = scales
-    if SCALE_ROWS > 0:
-        at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
-        at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
-    wait_for_last(IS_DEPENDENT)
-    given, given_up = residual_of(residual, row, column, rows, columns, IS_GATED)
-    product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
-    up = product
-    for start in tl.static_range(0, K, STEP):
-        if start > 0:
-            tile = _slices(begin, part, start, K, STEP)
-            if IS_GATED:
-                tile_up = _slices(begin_up, part, start, K, STEP)
-        at = part + start
-        mask = (row < rows)[None, :, None] & (at < K)
-        values = tl.load(x + row[None, :, None] * K + at, mask=mask, other=0.0)
-        values = tl.permute(values, (0, 2, 1))
-        wide = widened(tile, x.dtype.element_ty, IS_NATIVE)
-        if SCALE_ROWS > 0:
-            # A slice is a group.
-            in_groups = slice_ + start // GROUP
-            is_group = in_groups < NUM_GROUPS
-            scale = tl.load(at_scale + in_groups, mask=is_group, other=0.0)
-            product += tl.dot(wide, values) * scale[:, None, None]
-            if IS_GATED:
-                scale = tl.load(at_scale_up + in_groups, mask=is_group, other=0.0)
-                wide = widened(tile_up, x.dtype.element_ty, IS_NATIVE)
-                up += tl.dot(wide, values) * scale[:, None, None]
-        else:
-            product = tl.dot(wide, values, product)
-            if IS_GATED:
-                up = tl.dot(widened(tile_up, x.dtype.element_ty, IS_NATIVE), values, up)
-    total = tl.sum(product, axis=0)
-    total_up = total
-    if IS_GATED:
-        total_up = tl.sum(up, axis=0)
-    if SCALE_ROWS == 0:
-        total *= tl.load(scales + last)[:, None]
-        if IS_GATED:
-            total_up *= tl.load(scales + last + columns)[:, None]
-    store_product(
-        out, total, total_up, bias, residual, given, given_up, None, 0, row, column, rows, columns,
-        IS_GATED, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def _slices(
-    begin: tl.tensor, part: tl.tensor, start: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
-) -> tl.tensor:
-    """[SLICES, COLUMNS, TILE] of the weight, zero beyond K."""
-    if start + STEP <= K:
-        tile = tl.load(begin + part + start, eviction_policy="evict_first")
-    else:
-        tile = tl.load(
-            begin + part + start, mask=part + start < K, other=0.0, eviction_policy="evict_first"
-        )
-    return tile
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _fp8_turned_kernel(
-    out: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    rows: int,
-    columns: int,
-    scales: tl.tensor,
-    IS_DEPENDENT: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    K: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """A tile of the weight is widened in registers, from where tensor cores take their left side;
-    rows are the right side, and lie in shared memory.
-    """
-    release_next(IS_DEPENDENT)
-    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    first = tl.program_id(0) * COLUMNS
-    column = first + tl.arange(0, COLUMNS)
-    part = tl.arange(0, TILE)
-    row = tl.arange(0, ROWS)
-    last = tl.minimum(column, columns - 1)
-    begin = weight + last.to(tl.int64)[:, None] * K + part[None, :]
-    begin_up = begin + tl.cast(columns, tl.int64) * K
-    row_at = x + row[:, None] * K + part[None, :]
-    at_scale = scales
-    at_scale_up = scales
-    if SCALE_ROWS > 0:
-        at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
-        at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
-    wait_for_last(IS_DEPENDENT)
-    given, given_up = residual_of(residual, row, column, rows, columns, IS_GATED)
-    product = tl.zeros([COLUMNS, ROWS], tl.float32)
-    up = product
-    for start in range(0, K, TILE):
-        values = tl.trans(tl.load(row_at + start, mask=(row < rows)[:, None], other=0.0))
-        wide = widened(tl.load(begin + start), x.dtype.element_ty, IS_NATIVE)
-        if SCALE_ROWS > 0:
-            product += tl.dot(wide, values) * tl.load(at_scale + start // GROUP)
-        else:
-            product = tl.dot(wide, values, product)
-        if IS_GATED:
-            wide = widened(tl.load(begin_up + start), x.dtype.element_ty, IS_NATIVE)
-            if SCALE_ROWS > 0:
-                up += tl.dot(wide, values) * tl.load(at_scale_up + start // GROUP)
-            else:
-                up = tl.dot(wide, values, up)
-    if SCALE_ROWS == 0:
-        product *= tl.load(scales + last)[:, None]
-        if IS_GATED:
-            up *= tl.load(scales + last + columns)[:, None]
-    store_product(
-        out, product, up, bias, residual, given, given_up, None, 0, row, column, rows, columns,
-        IS_GATED, False,
-    )  # fmt: skip

@@ -11,6 +11,8 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 from weft.kernels.gpu.fp8_weights import GROUP
 from weft.kernels.quantised import FP8, FP8_GROUP, FP8_MAX
 
+ROWS_OF_GROUPS = 16
+"""Rows with scales of groups lie in memory for a whole number of so many."""
 _ELEMENTS_PER_WARP = 1024
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(1e-30)
@@ -21,9 +23,11 @@ class Fp8Rows(NamedTuple):
     """Rows in FP8 with their scales."""
 
     data: torch.Tensor
-    """[M, K] float8_e4m3fn."""
+    """[M, K] float8_e4m3fn, M rounded up to ROWS_OF_GROUPS where groups have scales."""
     scales: torch.Tensor
     """[M] float32, or [K / FP8_GROUP, M] where each group of a row has one."""
+    rows: int
+    """How many rows there are."""
 
     @property
     def has_groups(self) -> bool:
@@ -35,24 +39,26 @@ def quantise_rows(x: torch.Tensor, *, has_groups: bool, is_gated: bool = False) 
     """Rounds rows to FP8, the largest magnitude of a row or of a group of it being FP8_MAX.
 
     Args:
-        x: [M, K], contiguous, 16-bit floats; M at least 1. Where gated [M, 2 * K].
+        x: [M, K], contiguous, 16-bit floats; M at least 1; where gated [M, 2 * K].
         has_groups: Groups of FP8_GROUP columns have scales of their own.
         is_gated: silu of the first half times the second half is rounded.
     """
     rows, k = x.shape[0], x.shape[1] // 2 if is_gated else x.shape[1]
     groups = triton.cdiv(k, FP8_GROUP)
-    data = torch.empty((rows, k), dtype=FP8, device=x.device)
-    shape = (groups, rows) if has_groups else (rows,)
+    # torch's product of groups takes whole tiles of rows; what stands in the last ones is ignored.
+    whole = triton.cdiv(rows, ROWS_OF_GROUPS) * ROWS_OF_GROUPS if has_groups else rows
+    data = torch.empty((whole, k), dtype=FP8, device=x.device)
+    shape = (groups, whole) if has_groups else (rows,)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(groups)
     # Groups are independent of each other: more programs share a row of many.
     at_once = min(block, 8) if has_groups else block
     _fp8_rows_kernel[(rows, triton.cdiv(groups, at_once))](
-        data, scales, x, rows, groups, K=k, IS_GATED=is_gated, HAS_GROUPS=has_groups,
+        data, scales, x, whole, groups, K=k, IS_GATED=is_gated, HAS_GROUPS=has_groups,
         GROUPS=at_once, num_warps=max(1, min(16, at_once * FP8_GROUP // _ELEMENTS_PER_WARP)),
         **launch_options(x.device),
     )  # fmt: skip
-    return Fp8Rows(data, scales)
+    return Fp8Rows(data, scales, rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
