@@ -17,6 +17,7 @@ from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels, Quantis
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
+_MIN_BLOCK_ROWS = 16
 _FP8_CAPABILITY = (9, 0)
 """Compute capability of GPUs whose FP8 kernels were measured."""
 
@@ -322,7 +323,7 @@ def _pack(
         )
     on_cpu = data.device.type == "cpu"
     is_fixed = arena is not None and arena.is_fixed
-    if isinstance(weight, Fp8Channels | Fp8Blocks) and not has_fp8(data.device, dtype):
+    if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
         weight = weight.dequantised(dtype)
     if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
         return _pack_native(native, weight, bias, arena or WeightArena(0), dtype, gated=gated)
@@ -455,6 +456,12 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
         and dtype.itemsize == 2
         and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
     )
+
+
+def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
+    """Whether a weight is multiplied as it is; tensor cores take no fewer rows of one scale."""
+    is_cut = isinstance(weight, Fp8Blocks) and weight.rows < _MIN_BLOCK_ROWS
+    return not is_cut and has_fp8(weight.data.device, dtype)
 
 
 def onednn_has_bfloat16() -> bool:

@@ -12,10 +12,10 @@ from weft.kernels import cpu
 from weft.kernels.linear import (
     LinearWeight,
     gate_up_silu,
-    has_fp8,
     linear,
     pack_gate_up,
     pack_linear,
+    stays_fp8,
 )
 from weft.kernels.lora import (
     ExpertAddition,
@@ -142,7 +142,7 @@ def _on_gpu(
     if isinstance(matrix, torch.Tensor):
         return matrix
     assert dtype is not None
-    if isinstance(matrix, Fp8Channels | Fp8Blocks) and has_fp8(matrix.data.device, dtype):
+    if isinstance(matrix, Fp8Channels | Fp8Blocks) and stays_fp8(matrix, dtype):
         return matrix
     return matrix.dequantised(dtype)
 

@@ -53,5 +53,5 @@ def test_sums_of_experts(
 def test_experts_of_another_kind_are_refused() -> None:
     stacked = Fp8Experts.empty(2, draw_matrix(32, 40, 0))
     for matrix in (draw_matrix(32, 40, 16), draw_matrix(32, 44, 0)):
-        with pytest.raises(ValueError, match="expert 1: .* is not like the others"):
+        with pytest.raises(ValueError, match=r"expert 1: .* is not like the others"):
             stacked.put(1, matrix)

@@ -108,20 +108,31 @@ class Fp8Scheme:
         rows = math.gcd(FP8_GROUP, *[part.size[0] for part in parts[:-1]])
         scales = []
         for part in parts:
-            shares = (range(part.shape[0])[part.slices[0]], range(part.shape[1])[part.slices[1]])
-            if any(share.start % FP8_GROUP for share in shares):
-                name = weights.full_name(part.name)
-                raise ModelError(f"{name}: a rank's share begins within a block of {FP8_GROUP}")
-            begins = [share.start // FP8_GROUP for share in shares]
-            ends = [-(-share.stop // FP8_GROUP) for share in shares]
-            whole = (-(-part.shape[0] // FP8_GROUP), -(-part.shape[1] // FP8_GROUP))
-            own = tuple(slice(*ends_) for ends_ in zip(begins, ends, strict=True))
-            read = weights.read(
-                [TensorSlice(self._scale_name(part), whole, own)], dtype=torch.float32
+            own = tuple(
+                self._blocks_of(share, size, part, weights)
+                for share, size in zip(part.slices, part.shape, strict=True)
             )
+            whole = (-(-part.shape[0] // FP8_GROUP), -(-part.shape[1] // FP8_GROUP))
+            scale = TensorSlice(self._scale_name(part), whole, own)
+            read = weights.read([scale], dtype=torch.float32)
             count = -(-part.size[0] // rows)
             scales.append(read.repeat_interleave(FP8_GROUP // rows, 0)[:count])
         return Fp8Blocks(data, _checked(torch.cat(scales), spec, weights), rows)
+
+    def _blocks_of(
+        self, share: int | slice, size: int, part: TensorSlice, weights: Weights
+    ) -> slice:
+        """The blocks that a rank's share of an axis has.
+
+        Raises:
+            ModelError: It begins within a block.
+        """
+        assert isinstance(share, slice)
+        begin, end, _ = share.indices(size)
+        if begin % FP8_GROUP:
+            name = weights.full_name(part.name)
+            raise ModelError(f"{name}: a rank's share begins within a block of {FP8_GROUP}")
+        return slice(begin // FP8_GROUP, -(-end // FP8_GROUP))
 
     def _scale_name(self, part: TensorSlice) -> str:
         return f"{part.name.removesuffix('.weight')}.{self._quantization.scale_name}"

@@ -13,4 +13,6 @@ def scheme_of(quantization: Quantization | None) -> Scheme:
     """The scheme that reads or makes a format; None: weights in floats."""
     if quantization is None:
         return PlainScheme()
-    return {"int8": Int8Scheme, "fp8": Fp8Scheme}[quantization.format](quantization)
+    if quantization.format == "fp8":
+        return Fp8Scheme(quantization)
+    return Int8Scheme(quantization)
