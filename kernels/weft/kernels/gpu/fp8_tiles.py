@@ -20,6 +20,8 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
 
 _LONG = 8192
 """K from which on fewer columns are computed at once, so that all multiprocessors have some."""
+_FEW_COLUMNS = 4096
+"""Columns up to which 65 to 256 rows are cut smaller, for the same reason."""
 _ROW_TILES_TOGETHER = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
@@ -40,7 +42,7 @@ class TileShape(NamedTuple):
     """The copy engine fetches tiles."""
 
 
-def tile_shape(rows: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileShape:
+def tile_shape(rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileShape:
     """The launch shape of a product (measured on an H100, K of 4,096 and 14,336)."""
     if is_blocks:
         few = max(16, triton.next_power_of_2(rows))
@@ -52,7 +54,7 @@ def tile_shape(rows: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileSha
         return TileShape(few, 64, 256, 4, 5 if few == 16 else 4, is_turned=True)
     if rows <= 64:
         return TileShape(64, 32, 256, 4, 5)
-    if k > _LONG and rows <= 256:
+    if not is_gated and columns <= _FEW_COLUMNS and rows <= 256:
         return TileShape(64, 128, 256, 4, 4, is_copied=True)
     return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
 
@@ -83,7 +85,7 @@ def multiply_fp8(
     scales = WeightScales.of(matrix)
     if x.has_groups != (scales.rows > 0):
         raise ValueError("rows and weight must both have scales of groups, or neither")
-    shape = shape or tile_shape(rows, k, is_gated=is_gated, is_blocks=scales.rows > 0)
+    shape = shape or tile_shape(rows, columns, k, is_gated=is_gated, is_blocks=scales.rows > 0)
     if scales.rows:
         shape = shape._replace(columns=min(shape.columns, scales.rows), tile=FP8_GROUP)
     is_copied = shape.is_copied and can_copy(x.data) and can_copy(matrix.data)
