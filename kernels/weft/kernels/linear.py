@@ -13,10 +13,13 @@ from weft.kernels.activation import silu_and_mul_reference
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
-from weft.kernels.quantised import Int8Channels, QuantisedMatrix
+from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels, QuantisedMatrix
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
+_MIN_BLOCK_ROWS = 16
+_FP8_CAPABILITY = (9, 0)
+"""Compute capability of GPUs whose FP8 kernels were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,10 @@ def linear(
             if lora is not None:
                 check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
             return gpu.linear(x, data, w.bias, residual, out_dtype, lora, is_fixed=w.is_fixed)
+        case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
+            from weft.kernels.gpu import fp8_linear
+
+            return fp8_linear.linear(x, w, residual, out_dtype, lora)
     out = _linear_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
@@ -195,6 +202,10 @@ def gate_up_silu(
             if lora is not None:
                 check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
             return gpu.gate_up_silu(x, data, w.bias, lora, is_fixed=w.is_fixed)
+        case Fp8Channels(data) | Fp8Blocks(data) if data.is_cuda:
+            from weft.kernels.gpu import fp8_linear
+
+            return fp8_linear.gate_up_silu(x, w, lora)
     both = _linear_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
@@ -272,6 +283,8 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             return data.index_select(0, rows)
         case Int8Channels(data, scales):
             return Int8Channels(data[rows], scales[rows]).dequantised(w.dtype)
+        case Fp8Channels() | Fp8Blocks() as matrix:
+            return matrix.dequantised_rows(rows, w.dtype)
     raise AssertionError(w.form)
 
 
@@ -310,6 +323,8 @@ def _pack(
         )
     on_cpu = data.device.type == "cpu"
     is_fixed = arena is not None and arena.is_fixed
+    if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
+        weight = weight.dequantised(dtype)
     if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
         return _pack_native(native, weight, bias, arena or WeightArena(0), dtype, gated=gated)
     if not isinstance(weight, torch.Tensor):
@@ -430,6 +445,23 @@ def _linear_torch(
             raise AssertionError("panels are multiplied by the native operations")
     weight = w.form.dequantised(w.dtype)
     return linear_reference(x, weight, w.bias, residual, out_dtype)
+
+
+def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers of a dtype multiply FP8 weights as they are; else they are made floats at
+    load.
+    """
+    return (
+        device.type == "cuda"
+        and dtype.itemsize == 2
+        and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+    )
+
+
+def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
+    """Whether a weight is multiplied as it is; tensor cores take no fewer rows of one scale."""
+    is_cut = isinstance(weight, Fp8Blocks) and weight.rows < _MIN_BLOCK_ROWS
+    return not is_cut and has_fp8(weight.data.device, dtype)
 
 
 def onednn_has_bfloat16() -> bool:

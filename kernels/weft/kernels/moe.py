@@ -5,11 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from weft.kernels import cpu
-from weft.kernels.linear import LinearWeight, gate_up_silu, linear, pack_gate_up, pack_linear
+from weft.kernels.linear import (
+    LinearWeight,
+    gate_up_silu,
+    linear,
+    pack_gate_up,
+    pack_linear,
+    stays_fp8,
+)
 from weft.kernels.lora import (
     ExpertAddition,
     LoraAddition,
@@ -20,7 +27,12 @@ from weft.kernels.lora import (
     sort_tokens,
 )
 from weft.kernels.memory import WeightArena
-from weft.kernels.quantised import QuantisedMatrix
+from weft.kernels.quantised import (
+    Fp8Blocks,
+    Fp8Channels,
+    Fp8Experts,
+    QuantisedMatrix,
+)
 
 
 class Routing(NamedTuple):
@@ -30,6 +42,10 @@ class Routing(NamedTuple):
     """Expert ids, [T, k] int32."""
     weights: torch.Tensor
     """Weights of the experts, [T, k] float32."""
+
+
+StackedWeight: TypeAlias = torch.Tensor | Fp8Experts
+"""Matrices of all experts, [E, N, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,7 @@ class ExpertWeights:
     """Gate and up projection of each expert; none on a GPU."""
     w2: tuple[LinearWeight, ...]
     """Down projection of each expert; none on a GPU."""
-    stacked: tuple[torch.Tensor, torch.Tensor] | None
+    stacked: tuple[StackedWeight, StackedWeight] | None
     """On a GPU the stacked weights, [E, 2 * I, H] and [E, H, I]."""
     native: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None
     """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
@@ -88,7 +104,7 @@ def pack_experts(
     """
     w13: list[LinearWeight] = []
     w2: list[LinearWeight] = []
-    stacked: tuple[torch.Tensor, torch.Tensor] | None = None
+    stacked: tuple[StackedWeight, StackedWeight] | None = None
     shape: tuple[int, int] | None = None
     num_packed = 0
     for gate_up, down in experts:
@@ -101,13 +117,11 @@ def pack_experts(
             raise ValueError(
                 f"expert {num_packed}: {given} {dtypes} do not fit, or not the first's {shape}"
             )
-        if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and down.is_cuda:
-            stacked = stacked or (
-                gate_up.new_empty((count, *gate_up.shape)),
-                down.new_empty((count, *down.shape)),
-            )
-            stacked[0][num_packed].copy_(gate_up)
-            stacked[1][num_packed].copy_(down)
+        if down.data.is_cuda:
+            pair = _on_gpu(gate_up, dtype), _on_gpu(down, dtype)
+            stacked = stacked or (_room(count, pair[0]), _room(count, pair[1]))
+            for stack, matrix in zip(stacked, pair, strict=True):
+                _put(stack, num_packed, matrix)
         else:
             w13.append(pack_gate_up(gate_up, None, arena, dtype))
             w2.append(pack_linear(down, None, arena, dtype))
@@ -119,6 +133,33 @@ def pack_experts(
         native = (_addresses(w13), _addresses(w2))
     is_fixed = arena is not None and arena.is_fixed
     return ExpertWeights(*shape, dtype, tuple(w13), tuple(w2), stacked, native, is_fixed)
+
+
+def _on_gpu(
+    matrix: torch.Tensor | QuantisedMatrix, dtype: torch.dtype | None
+) -> torch.Tensor | Fp8Channels | Fp8Blocks:
+    """What of an expert's matrix is stacked on a GPU."""
+    if isinstance(matrix, torch.Tensor):
+        return matrix
+    assert dtype is not None
+    if isinstance(matrix, Fp8Channels | Fp8Blocks) and stays_fp8(matrix, dtype):
+        return matrix
+    return matrix.dequantised(dtype)
+
+
+def _room(count: int, first: torch.Tensor | Fp8Channels | Fp8Blocks) -> StackedWeight:
+    if isinstance(first, torch.Tensor):
+        return first.new_empty((count, *first.shape))
+    return Fp8Experts.empty(count, first)
+
+
+def _put(stack: StackedWeight, index: int, matrix: torch.Tensor | Fp8Channels | Fp8Blocks) -> None:
+    if isinstance(stack, Fp8Experts) and not isinstance(matrix, torch.Tensor):
+        stack.put(index, matrix)
+    elif isinstance(stack, torch.Tensor) and isinstance(matrix, torch.Tensor):
+        stack[index].copy_(matrix)
+    else:
+        raise ValueError(f"expert {index} is in FP8 where others are in floats, or the reverse")
 
 
 def _addresses(weights: list[LinearWeight]) -> ctypes.Array[ctypes.c_void_p]:

@@ -6,14 +6,22 @@ types that it takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from weft.kernels import cpu
 
 INT8_MAX = 127
 """Largest number: -128 is not used, so that a matrix and its negative are equally exact."""
+FP8 = torch.float8_e4m3fn
+"""Four bits of exponent, three of mantissa, no infinities."""
+FP8_MAX = 448.0
+"""Largest number of `FP8`."""
+FP8_GROUP = 128
+"""Columns of a block of FP8 that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,119 @@ class Int8Channels:
         return (self.data.float() * self.scales[:, None]).to(dtype)
 
 
-QuantisedMatrix: TypeAlias = Int8Channels
-"""Any of the kinds of quantised matrices. Each has `data`, `shape` and `dequantised`."""
+@dataclass(frozen=True, slots=True)
+class Fp8Channels:
+    """Rows of FP8 with one scale each; a scale of a whole tensor is that of all its rows."""
+
+    data: torch.Tensor
+    """[N, K] float8_e4m3fn."""
+    scales: torch.Tensor
+    """[N] float32, finite and not negative."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if data and scales do not fit together."""
+        _check_fp8(self.data, self.scales, self.data.shape[:1], "channels")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows N and columns K."""
+        return self.data.shape[0], self.data.shape[1]
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in floats, [N, K], rounded once."""
+        return self.data.float().mul_(self.scales[:, None]).to(dtype)
+
+    def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same of some of the rows ([L] int64)."""
+        return Fp8Channels(_rows_of(self.data, rows), self.scales[rows]).dequantised(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """FP8 with a scale for each block of `rows` times FP8_GROUP numbers.
+
+    Blocks at the end of an axis may be cut off. Checkpoints of DeepSeek and Qwen3 have blocks of
+    128 rows; projections of which one is no multiple of that are one product with smaller blocks.
+    """
+
+    data: torch.Tensor
+    """[N, K] float8_e4m3fn."""
+    scales: torch.Tensor
+    """[N / rows, K / FP8_GROUP], both rounded up; float32, finite and not negative."""
+    rows: int
+    """Rows of a block: a power of two."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if data and scales do not fit together."""
+        if self.rows < 1 or self.rows & (self.rows - 1):
+            raise ValueError(f"blocks of {self.rows} rows")
+        n, k = self.data.shape
+        _check_fp8(self.data, self.scales, (-(-n // self.rows), -(-k // FP8_GROUP)), "blocks")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows N and columns K."""
+        return self.data.shape[0], self.data.shape[1]
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in floats, [N, K], rounded once."""
+        return self._dequantised(self.data, self.scales.repeat_interleave(self.rows, 0), dtype)
+
+    def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same of some of the rows ([L] int64)."""
+        return self._dequantised(_rows_of(self.data, rows), self.scales[rows // self.rows], dtype)
+
+    def _dequantised(
+        self, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        wide = scales.repeat_interleave(FP8_GROUP, 1)[: data.shape[0], : data.shape[1]]
+        return data.float().mul_(wide).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Experts:
+    """FP8 matrices of all experts of a layer, of one kind of scales."""
+
+    data: torch.Tensor
+    """[E, N, K] float8_e4m3fn."""
+    scales: torch.Tensor
+    """[E, N] float32 of channels, or [E, N / rows, K / FP8_GROUP] of blocks."""
+    rows: int
+    """Rows of a block; 0: scales are of channels."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts E, rows N and columns K."""
+        return self.data.shape[0], self.data.shape[1], self.data.shape[2]
+
+    @classmethod
+    def empty(cls, count: int, first: Fp8Matrix) -> Fp8Experts:
+        """Room for as many matrices like the first one."""
+        rows = first.rows if isinstance(first, Fp8Blocks) else 0
+        data, scales = (one.new_empty((count, *one.shape)) for one in (first.data, first.scales))
+        return cls(data, scales, rows)
+
+    def put(self, index: int, matrix: Fp8Matrix) -> None:
+        """Copies an expert's matrix to its place.
+
+        Raises:
+            ValueError: It is of another shape or kind.
+        """
+        rows = matrix.rows if isinstance(matrix, Fp8Blocks) else 0
+        if (matrix.shape, rows) != (self.shape[1:], self.rows):
+            raise ValueError(
+                f"expert {index}: {matrix.shape} in blocks of {rows} rows is not like the others, "
+                f"{self.shape[1:]} in blocks of {self.rows}"
+            )
+        self.data[index].copy_(matrix.data)
+        self.scales[index].copy_(matrix.scales)
+
+
+Fp8Matrix: TypeAlias = Fp8Channels | Fp8Blocks
+"""Any of the kinds of FP8 matrices."""
+
+QuantisedMatrix: TypeAlias = Int8Channels | Fp8Channels | Fp8Blocks
+"""Any of the kinds of quantised matrices."""
 
 
 def quantise_channels(weight: torch.Tensor) -> Int8Channels:
@@ -79,3 +198,65 @@ def _quantise_reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     # A row of zeros, or of numbers that are nearly as small as floats can be, stays zeros.
     inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
     return (wide * inverse[:, None]).round_().to(torch.int8), scales
+
+
+def quantise_fp8_channels(weight: torch.Tensor) -> Fp8Channels:
+    """Rounds each row to FP8, the largest magnitude of the row being FP8_MAX.
+
+    Args:
+        weight: [N, K], any float dtype.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
+    scales, inverse = _fp8_scales(largest)
+    return Fp8Channels(_rounded_fp8(wide * inverse[:, None]), scales)
+
+
+def quantise_fp8_blocks(weight: torch.Tensor, rows: int = FP8_GROUP) -> Fp8Blocks:
+    """Rounds each block to FP8, the largest magnitude of the block being FP8_MAX.
+
+    Args:
+        weight: [N, K], any float dtype.
+        rows: Of a block.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    n, k = weight.shape
+    wide = weight.float()
+    whole = F.pad(wide, (0, -k % FP8_GROUP, 0, -n % rows))
+    tiles = whole.view(whole.shape[0] // rows, rows, whole.shape[1] // FP8_GROUP, FP8_GROUP)
+    scales, inverse = _fp8_scales(tiles.abs().amax(dim=(1, 3)))
+    data = _rounded_fp8(tiles * inverse[:, None, :, None]).view(whole.shape)
+    return Fp8Blocks(data[:n, :k].contiguous(), scales, rows)
+
+
+def _fp8_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, and what to multiply by before rounding."""
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("a weight that is not finite cannot be quantised")
+    scales = largest / FP8_MAX
+    # What is nearly as small as floats can be stays zeros.
+    return scales, torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
+
+
+def _rounded_fp8(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _rows_of(data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of FP8, for which indexing has no operation."""
+    return data.view(torch.uint8)[rows].view(FP8)
+
+
+def _check_fp8(data: torch.Tensor, scales: torch.Tensor, wanted: Sequence[int], kind: str) -> None:
+    is_matrix = data.dim() == 2 and data.dtype == FP8 and data.is_contiguous()
+    is_scaled = scales.shape == tuple(wanted) and scales.dtype == torch.float32
+    if not is_matrix or not is_scaled or not scales.is_contiguous():
+        raise ValueError(
+            f"{tuple(data.shape)} {data.dtype} with scales {tuple(scales.shape)} {scales.dtype} "
+            f"is no contiguous matrix of FP8 {kind}"
+        )

@@ -16,6 +16,7 @@ KERNELS = {
     "layers": "_small_linear _sliced_linear _tiled_linear _decode _merge _extend _rms_norm "
     "_rope_and_cache",
     "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
+    "fp8": "_fp8_spread _fp8_rows _fp8_tiles _direct_inner _direct_out _sorted",
     "fixed": "_fixed _fixed_linear _sorted",
     "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",
     "adapters of experts": "_direct_inner _sorted _shrink _expand _weigh",

@@ -19,7 +19,7 @@ from weft.testing.kernels.layer_cases import (
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
-    make_int8_layer,
+    make_int8_run,
     make_layer,
     make_mlp,
     make_run,
@@ -95,12 +95,7 @@ def test_with_adapters_it_equals_its_single_operations(
 ) -> None:
     """Bit for bit; and requests without an adapter equal those of a step without adapters."""
     fresh_seed()
-    run = Run(
-        [
-            make_int8_layer(index, dtype) if is_int8 else make_layer(index, dtype, True)
-            for index in range(LAYERS)
-        ]
-    )
+    run = make_int8_run(dtype) if is_int8 else make_run(dtype, True)
     pool = torch.randn(12 * len(lengths), KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
     of_request = [1, 0, 3, 2][: len(lengths)]
     slots = [s for (q, _), s in zip(lengths, of_request, strict=True) for _ in range(q)]

@@ -60,10 +60,10 @@ class UpSettings(Settings):
         description="number format of the weights; auto = what the machine computes fast; float16 "
         "needs a GPU",
     )
-    quantization: Literal["auto", "int8"] = Field(
+    quantization: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="number format of the products' weights; auto = what the checkpoint has; int8 "
-        "= made at load from floats, on CPUs",
+        "(on CPUs) and fp8 (for GPUs) = made at load from floats",
     )
     device: list[str] = Field(
         [],

@@ -29,7 +29,8 @@ def resolve_dtype(dtype: str, device: str = "cpu", quantization: Quantization | 
     """
     on_cpu = device.partition(":")[0] == "cpu"
     if dtype == "auto":
-        is_fast = not on_cpu or quantization is not None or cpu_has_fast_bfloat16()
+        is_int8 = quantization is not None and quantization.format == "int8"
+        is_fast = not on_cpu or is_int8 or cpu_has_fast_bfloat16()
         return "bfloat16" if is_fast else "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is none of auto, {', '.join(DTYPES)}", param="dtype")

@@ -12,10 +12,18 @@ from typing import Literal
 
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.fp8_config import (
+    FP8_METHODS,
+    Fp8Config,
+    ignored_modules,
+    is_fp8,
+    read_fp8,
+    read_fp8_compressed,
+)
 
-AT_LOAD = ("int8",)
+AT_LOAD = ("int8", "fp8")
 """Formats that can be made at load from weights in floats."""
-_ROUTERS = r"re:.*\.gate$"
+ROUTERS = r"re:.*\.gate$"
 """Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
 
 
@@ -23,13 +31,22 @@ _ROUTERS = r"re:.*\.gate$"
 class Quantization:
     """The number format of a model's products."""
 
-    format: Literal["int8"]
+    format: Literal["int8", "fp8"]
     """Which scheme reads it (`weft.engine.model.weights.schemes`)."""
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has it, or it is made of floats at load."""
     ignore: tuple[str, ...] = ()
     """Modules whose weights stay in floats: full names, or `re:` and a regular expression that
     matches the beginning of the name.
+    """
+
+    scales: Literal["channels", "blocks", "tensors"] = "channels"
+    """What has a scale: each row, each block of 128 rows and columns, or each projection."""
+    scale_name: str = "weight_scale"
+    """What a checkpoint calls a projection's scales."""
+    has_input_scale: bool = False
+    """Whether each projection also has an `input_scale`. Rows get scales of their own instead,
+    which round them less.
     """
 
     def ignores(self, module: str) -> bool:
@@ -64,8 +81,10 @@ def resolve_quantization(
     elif found is not None:
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
-        chosen = Quantization(format="int8", source="load", ignore=(_ROUTERS,))
-    if chosen is not None and device.partition(":")[0] != "cpu":
+        chosen = Quantization(
+            format="fp8" if asked == "fp8" else "int8", source="load", ignore=(ROUTERS,)
+        )
+    if chosen is not None and chosen.format == "int8" and device.partition(":")[0] != "cpu":
         raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen
 
@@ -80,15 +99,28 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return None
     section = fields.section("quantization_config")
     method = section.text("quant_method", "")
-    if method != "compressed-tensors":
-        raise fields.error(
-            "quantization_config",
-            f"quant_method {method!r} is not supported (compressed-tensors is)",
+    if method in FP8_METHODS:
+        found = read_fp8(section, method)
+    elif method == "compressed-tensors" and is_fp8(section):
+        found = read_fp8_compressed(section)
+    elif method == "compressed-tensors":
+        found = _problem_of_compressed_tensors(section)
+    else:
+        known = ", ".join(("compressed-tensors", *FP8_METHODS))
+        found = f"quant_method {method!r} is not supported ({known} are)"
+    if isinstance(found, str) and found:
+        raise fields.error("quantization_config", found)
+    if isinstance(found, Fp8Config):
+        scales, name, has_input, ignored = found
+        return Quantization(
+            format="fp8",
+            source="checkpoint",
+            ignore=(*ignored, ROUTERS),
+            scales=scales,
+            scale_name=name,
+            has_input_scale=has_input,
         )
-    problem = _problem_of_compressed_tensors(section)
-    if problem:
-        raise fields.error("quantization_config", problem)
-    return Quantization(format="int8", source="checkpoint", ignore=_ignored(section))
+    return Quantization(format="int8", source="checkpoint", ignore=ignored_modules(section))
 
 
 def _problem_of_compressed_tensors(section: Fields) -> str:
@@ -122,19 +154,6 @@ def _problem_of_compressed_tensors(section: Fields) -> str:
     if list(activations) and activations.get("dynamic") is not True:
         return "input_activations with fixed scales are not supported, only dynamic ones"
     return ""
-
-
-def _ignored(section: Fields) -> tuple[str, ...]:
-    names = section.get("ignore") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise section.error("ignore", f"expected a list of names, got {names!r}")
-    for name in names:
-        if name.startswith("re:"):
-            try:
-                re.compile(name[3:])
-            except re.error as error:
-                raise section.error("ignore", f"{name!r}: {error}") from error
-    return tuple(names)
 
 
 def _refused(problem: str) -> ConfigError:

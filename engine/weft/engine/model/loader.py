@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from weft.engine.base.errors import ModelError
+from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
@@ -73,6 +73,11 @@ def load_model(
     build = model_class(config.architecture)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
+    if is_fixed and chosen is not None:
+        raise ConfigError(
+            f"deterministic: not supported with {chosen.format} weights on a GPU",
+            param="deterministic",
+        )
     scheme, weight_format = scheme_of(chosen), dtype if chosen is None else chosen.format
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)

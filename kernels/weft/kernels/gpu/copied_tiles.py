@@ -15,7 +15,7 @@ def can_copy(matrix: torch.Tensor) -> bool:
     itemsize = matrix.dtype.itemsize
     return (
         is_dependent(matrix.device)
-        and itemsize == 2
+        and itemsize <= 2
         and matrix.numel() > 0
         and matrix.stride(1) == 1
         and matrix.data_ptr() % _ALIGNMENT_BYTES == 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.gpu import fp8_linear
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.fixed_linear import fixed_linear
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
@@ -21,6 +22,7 @@ from weft.kernels.gpu.small_linear import (
 )
 from weft.kernels.gpu.tiled_linear import suits, tiled_linear
 from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.quantised import Fp8Blocks, Fp8Channels
 
 if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
@@ -99,6 +101,8 @@ def _product(
 
 def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None = None) -> bool:
     """Whether products of so many rows take the norm of their input themselves."""
+    if _is_fp8(w):
+        return fp8_linear.takes_norm(rows, w, lora)
     is_small = w.data.dtype.itemsize == 2 and w.data.is_contiguous() and not w.is_fixed
     if not is_small or not can_take_norm(rows, w.in_features):
         return False
@@ -116,12 +120,14 @@ def normed_linear(
     """`weft.kernels.linear.normed_linear` where `takes_norm` holds, in one launch, or two with
     adapters.
     """
-    _check(x, w.data, None)
     if gain.shape != x.shape[1:] or gain.dtype != x.dtype:
         raise ValueError(f"norm {tuple(gain.shape)} {gain.dtype} does not fit {tuple(x.shape)}")
     if lora is not None:
         check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     norm = NormOfRows(gain, eps)
+    if _is_fp8(w):
+        return fp8_linear.normed_linear(x, norm, w, out_dtype)
+    _check(x, w.data, None)
     added = None if lora is None else added_within(x, lora, norm)
     dtype = out_dtype or x.dtype
     return small_linear(x, w.data, w.bias, None, dtype, gated=w.gated, norm=norm, added=added)
@@ -143,6 +149,9 @@ def add_product(
         lora: What adapters add as well, where `adds_within` holds; or None.
         tap: [M, N] with rows of any stride: receives the sum as well; or None.
     """
+    if _is_fp8(w):
+        fp8_linear.add_product(stream, x, w, tap)
+        return
     _check(x, w.data, stream)
     if lora is not None:
         check_addition(stream.shape, x.shape, x.dtype, lora)
@@ -156,7 +165,13 @@ def adds_within(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
     """
     if lora is None:
         return True
-    return not w.is_fixed and _adds_within(rows, w.data, lora, is_gated=w.gated)
+    if w.is_fixed or _is_fp8(w):
+        return False
+    return _adds_within(rows, w.data, lora, is_gated=w.gated)
+
+
+def _is_fp8(w: LinearWeight) -> bool:
+    return isinstance(w.form, Fp8Channels | Fp8Blocks)
 
 
 def _adds_within(

@@ -32,6 +32,7 @@ from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
+from weft.kernels.quantised import Fp8Experts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MAX_FORKED_ROWS = 256
@@ -88,8 +89,8 @@ def routed_moe(
     x: torch.Tensor,
     logits: torch.Tensor,
     top_k: int,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Fp8Experts,
+    w2: torch.Tensor | Fp8Experts,
     after: NormAfter | None,
     lora: ExpertAddition | None = None,
     ranks: TokenRanks | None = None,
@@ -132,8 +133,8 @@ def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Fp8Experts,
+    w2: torch.Tensor | Fp8Experts,
     residual: torch.Tensor | None,
     lora: ExpertAddition | None = None,
     *,
@@ -165,8 +166,8 @@ def sorted_moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Fp8Experts,
+    w2: torch.Tensor | Fp8Experts,
     residual: torch.Tensor | None,
     tiles: Tiles,
     lora: ExpertAddition | None = None,
@@ -206,8 +207,8 @@ def _in_turn(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Fp8Experts,
+    w2: torch.Tensor | Fp8Experts,
     tiles: Tiles,
     blocks: Blocks,
     lora: ExpertAddition | None,
@@ -254,8 +255,8 @@ def _paired(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Fp8Experts,
+    w2: torch.Tensor | Fp8Experts,
     tiles: Tiles,
     blocks: Blocks,
     lora: ExpertAddition,

@@ -6,13 +6,23 @@ streams its part of their weights; nothing is sorted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.fp8_weights import (
+    data_of,
+    scaled,
+    scaled_experts,
+    scales_of_expert,
+    summed_row,
+)
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
+from weft.kernels.quantised import Fp8Experts
 
 MAX_DIRECT_ROWS = 8
 """Most rows: up to here rows rarely share an expert, so that sorting gains nothing."""
@@ -36,8 +46,8 @@ def direct_moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | Fp8Experts,
+    w2: torch.Tensor | Fp8Experts,
     residual: torch.Tensor | None,
     lora: ExpertAddition | None,
 ) -> torch.Tensor:
@@ -54,20 +64,27 @@ def direct_moe(
         warps = max(2, tile // _ELEMENTS_PER_WARP)
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
         parts = min(width, max(1, programs // pairs))
+    data, scaling = _scaled(w13)
     _direct_inner_kernel[(pairs, parts)](
-        inner, x, w13, ids, added, width, K=hidden, TOP_K=top_k,
-        TILE=tile, num_warps=warps, **options,
+        inner, x, data, ids, added, width, K=hidden, TOP_K=top_k,
+        TILE=tile, num_warps=warps, **scaling, **options,
     )  # fmt: skip
     tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
+    data, scaling = _scaled(w2)
     _direct_out_kernel[(rows, triton.cdiv(hidden, _OUT_COLUMNS))](
-        out, inner, w2, ids, shares, residual, hidden, K=width, TOP_K=top_k,
+        out, inner, data, ids, shares, residual, hidden, K=width, TOP_K=top_k,
         BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
-        TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **options,
+        TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **scaling, **options,
     )  # fmt: skip
     if lora is not None:
         down_additions(inner, ids, shares, hidden, w2.shape[0], lora, options, out)
     return out
+
+
+def _scaled(weight: torch.Tensor | Fp8Experts) -> tuple[torch.Tensor, dict[str, Any]]:
+    data, scaling = data_of(weight)
+    return data, {name: scaling[name] for name in ("scales", "SCALE_ROWS")}
 
 
 @triton.jit
@@ -78,7 +95,9 @@ def _direct_inner_kernel(
     ids: tl.tensor,
     added: tl.tensor,
     width: int,
+    scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
@@ -93,7 +112,9 @@ def _direct_inner_kernel(
     release_next(IS_DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
-    gate_at = w13 + tl.load(ids + pair).to(tl.int64) * 2 * width * K
+    expert = tl.load(ids + pair).to(tl.int64)
+    gate_at = w13 + expert * 2 * width * K
+    of_expert = scales_of_expert(scales, expert, 2 * width, K, SCALE_ROWS)
     up_at = gate_at + tl.cast(width, tl.int64) * K
     row = x + pair // TOP_K * K
     begin = tl.program_id(1)
@@ -103,7 +124,8 @@ def _direct_inner_kernel(
         gate = _once(gate_at + begin * K + part, part < K)
         up = _once(up_at + begin * K + part, part < K)
         for column in range(begin, width, step):
-            gate_sum, up_sum = tl.sum(gate * values, axis=0), tl.sum(up * values, axis=0)
+            gate_sum = summed_row(gate, values, of_expert, column, K, SCALE_ROWS)
+            up_sum = summed_row(up, values, of_expert, column + width, K, SCALE_ROWS)
             later = column + step
             # No row of the last column's next one.
             is_next = part < tl.minimum(K, (width - later) * K)
@@ -117,8 +139,10 @@ def _direct_inner_kernel(
             for start in tl.static_range(0, K, TILE):
                 at = start + part
                 values = tl.load(row + at, mask=at < K, other=0.0).to(tl.float32)
-                gate_total += values * _once(gate_at + column * K + at, at < K)
-                up_total += values * _once(up_at + column * K + at, at < K)
+                gate = _once(gate_at + column * K + at, at < K)
+                up = _once(up_at + column * K + at, at < K)
+                gate_total += values * scaled(gate, of_expert, column, at, K, SCALE_ROWS)
+                up_total += values * scaled(up, of_expert, column + width, at, K, SCALE_ROWS)
             gate_sum, up_sum = tl.sum(gate_total, axis=0), tl.sum(up_total, axis=0)
             _store_inner(inner, gate_sum, up_sum, added, pair, column, width)
 
@@ -156,7 +180,9 @@ def _direct_out_kernel(
     shares: tl.tensor,
     residual: tl.tensor,
     hidden: int,
+    scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,7 +208,11 @@ def _direct_out_kernel(
         wait_for_last(IS_DEPENDENT)
         at = (pair[:, None] * K + part[None, :])[:, None, :]
         values = tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
-        total = tl.sum(tiles.to(tl.float32) * (values * share[:, None, None]), axis=0)
+        products = tiles.to(tl.float32) * (values * share[:, None, None])
+        if scales is not None:
+            of_expert = scales_of_expert(scales, expert, hidden, K, SCALE_ROWS)
+            products = scaled_experts(products, of_expert, last, K, SCALE_ROWS)
+        total = tl.sum(products, axis=0)
     else:
         wait_for_last(IS_DEPENDENT)
         total = tl.zeros([COLUMNS, TILE], tl.float32)
@@ -191,11 +221,13 @@ def _direct_out_kernel(
             expert = tl.load(ids + pair).to(tl.int64)
             share = tl.load(shares + pair)
             begin = w2 + (expert * hidden + last) * K
+            of_expert = scales_of_expert(scales, expert, hidden, K, SCALE_ROWS)
             for start in range(0, K, TILE):
                 at = start + part
                 values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
                 tile = _once(begin[:, None] + at[None, :], (at < K)[None, :])
-                total += (values * share)[None, :] * tile
+                wide = scaled(tile, of_expert, last[:, None], at[None, :], K, SCALE_ROWS)
+                total += (values * share)[None, :] * wide
     result = tl.sum(total, axis=1)
     mask = column < hidden
     if residual is not None:

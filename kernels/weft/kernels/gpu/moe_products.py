@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
+from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.gpu.moe_tiles import Tiles
+from weft.kernels.quantised import FP8_GROUP, Fp8Experts
 
 MIN_COPIED_ROWS = 128
 """Pairs of a block from which on the copy engine fetches weights: loads cost registers there."""
@@ -24,7 +26,7 @@ fewer, tensor cores take no less time.
 def multiply_sorted(
     out: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Experts,
     shares: torch.Tensor,
     blocks: Blocks,
     added: torch.Tensor | None,
@@ -40,7 +42,7 @@ def multiply_sorted(
     Args:
         out: [P, I] or [P, 2 * I] for gate and up, else [P, H].
         x: [T, H] for gate and up, else [P, I].
-        weight: [E, 2 * I, H], rows of gate first, or [E, H, I].
+        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; FP8 is widened in registers.
         shares: [T, k] float32, each pair's; not read for gate and up.
         blocks: The pairs in blocks of `tiles.rows`.
         added: [P, 2 * I], added to gate and up, or None.
@@ -55,13 +57,19 @@ def multiply_sorted(
     tile = tiles.up if is_gated else tiles.down
     # Tables are of two-byte elements; of wider ones a multiprocessor's memory holds fewer.
     inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
+    data, scaling = data_of(weight)
+    if scaling["SCALE_ROWS"]:
+        # Deeper tiles in fewer steps: what is under way stays as much.
+        stages = max(2, tile.stages * inner // FP8_GROUP)
+        columns_at_once = min(tile.columns, scaling["SCALE_ROWS"])
+        tile, inner = tile._replace(columns=columns_at_once, stages=stages), FP8_GROUP
     weight_tiles = None
-    flat = weight.view(-1, depth)
+    flat = data.view(-1, depth)
     if tiles.rows >= MIN_COPIED_ROWS and can_copy(flat):
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     # Programs that run together share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
-        out, x, weight, weight_tiles, shares, *blocks, added, columns, experts, K=depth,
+        out, x, data, weight_tiles, shares, *blocks, added, columns, experts, K=depth, **scaling,
         TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
         HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
         TILE=inner, IS_EXACT=x.dtype == torch.float32,
@@ -83,7 +91,10 @@ def _sorted_kernel(
     added: tl.tensor,
     columns: int,
     experts: int,
+    scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -110,12 +121,14 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, columns, expert, begin, end,
-            K, TOP_K, IS_GATED, IS_RAW, HALF_ROWS, COLUMNS, TILE, IS_EXACT,
+            scales, IS_NATIVE, SCALE_ROWS, K, TOP_K, IS_GATED, IS_RAW, HALF_ROWS, COLUMNS, TILE,
+            IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, columns, expert, begin, end,
-            K, TOP_K, IS_GATED, IS_RAW, ROWS, COLUMNS, TILE, IS_EXACT,
+            scales, IS_NATIVE, SCALE_ROWS, K, TOP_K, IS_GATED, IS_RAW, ROWS, COLUMNS, TILE,
+            IS_EXACT,
         )  # fmt: skip
 
 
@@ -132,6 +145,9 @@ def _multiply_block(
     expert: tl.tensor,
     begin_place: tl.tensor,
     end_place: tl.tensor,
+    scales: tl.tensor,
+    IS_NATIVE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -142,6 +158,8 @@ def _multiply_block(
     IS_EXACT: tl.constexpr,
 ) -> None:
     """The part of `_sorted_kernel` for a block of at most ROWS pairs."""
+    is_fp8: tl.constexpr = scales is not None
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     place = begin_place + tl.arange(0, ROWS)
     is_pair = place < end_place
     pair = tl.load(order + place, mask=is_pair, other=0).to(tl.int64)
@@ -155,6 +173,14 @@ def _multiply_block(
     first = expert.to(tl.int32) * weight_rows + tl.program_id(0) * COLUMNS
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    at_scale = scales
+    at_scale_up = scales
+    if SCALE_ROWS > 0:
+        # A program's columns have their scales in common.
+        of_expert = scales + expert * tl.cdiv(weight_rows, SCALE_ROWS) * NUM_GROUPS
+        place = tl.program_id(0) * COLUMNS
+        at_scale = of_expert + place // SCALE_ROWS * NUM_GROUPS
+        at_scale_up = of_expert + (place + columns) // SCALE_ROWS * NUM_GROUPS
     for start in range(0, K, TILE):
         at = (start + part)[None, :]
         values = tl.load(row_at + at, mask=is_pair[:, None] & (at < K), other=0.0)
@@ -163,13 +189,31 @@ def _multiply_block(
             tile = weight_tiles.load([first, start])
         else:
             tile = tl.load(begin + at, mask=at < K, other=0.0)
-        product = _dot(values, tile, product, IS_EXACT)
+        product = _dot(
+            values,
+            tile,
+            product,
+            at_scale,
+            start // GROUP,
+            IS_EXACT,
+            IS_NATIVE,
+            SCALE_ROWS,
+            is_fp8,
+        )
         if IS_GATED:
             if weight_tiles is not None:
                 tile = weight_tiles.load([first + columns, start])
             else:
                 tile = tl.load(up_at + at, mask=at < K, other=0.0)
-            up = _dot(values, tile, up, IS_EXACT)
+            up = _dot(
+                values, tile, up, at_scale_up, start // GROUP, IS_EXACT, IS_NATIVE, SCALE_ROWS,
+                is_fp8,
+            )  # fmt: skip
+    if is_fp8 and SCALE_ROWS == 0:
+        of_columns = scales + expert * weight_rows + tl.minimum(column, columns - 1)
+        product *= tl.load(of_columns)[None, :]
+        if IS_GATED:
+            up *= tl.load(of_columns + columns)[None, :]
     mask = is_pair[:, None] & in_out[None, :]
     out_width = columns
     if IS_RAW:
@@ -189,8 +233,23 @@ def _multiply_block(
 
 
 @triton.jit
-def _dot(values: tl.tensor, tile: tl.tensor, total: tl.tensor, IS_EXACT: tl.constexpr) -> tl.tensor:
-    if IS_EXACT:
+def _dot(
+    values: tl.tensor,
+    tile: tl.tensor,
+    total: tl.tensor,
+    at_scale: tl.tensor,
+    group: int,
+    IS_EXACT: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+) -> tl.tensor:
+    """Adds a product to `total`; of FP8 in blocks, that of one group with its scale."""
+    if IS_FP8:
+        tile = widened(tile, values.dtype, IS_NATIVE)
+    if SCALE_ROWS > 0:
+        total += tl.dot(values, tl.trans(tile)) * tl.load(at_scale + group)
+    elif IS_EXACT:
         total = tl.dot(values, tl.trans(tile), total, input_precision="ieee")
     else:
         total = tl.dot(values, tl.trans(tile), total)

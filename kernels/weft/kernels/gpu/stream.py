@@ -4,6 +4,7 @@ with the products around them."""
 from __future__ import annotations
 
 import torch
+from weft.kernels.gpu.fp8_linear import gated_mlp, rounds_rows
 from weft.kernels.gpu.linear import (
     add_product,
     adds_within,
@@ -16,7 +17,7 @@ from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.moe import begin_ranks, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
 from weft.kernels.gpu.norm import add_rms_norm
-from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
 from weft.kernels.norm import Norm
 from weft.kernels.stream import Combine, GatedSum, Normed, Pending, Stream, Sum, Taps
@@ -151,7 +152,8 @@ def _add_and_norm(
 def _product(pending: Sum) -> tuple[torch.Tensor, Folded | None]:
     """The product, and what adapters still add to it, for the norm that follows."""
     x, w, lora = pending
-    if lora is None or w.is_fixed or not 0 < x.shape[0] <= MAX_FOLDED_ROWS:
+    is_plain = isinstance(w.form, PlainForm) and not w.is_fixed
+    if lora is None or not is_plain or not 0 < x.shape[0] <= MAX_FOLDED_ROWS:
         return linear(x, w, lora=lora), None
     check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     return linear_to_fold(x, w.data, w.bias, lora)
@@ -161,7 +163,10 @@ def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
     """The MLP's result, and what adapters still add to it, for the norm that follows."""
     x, both, down, to_gate_up, to_down = pending
     rows = x.value.shape[0]
-    can_add = 0 < rows <= MAX_FOLDED_ROWS and not (both.is_fixed or down.is_fixed)
+    if to_down is None and rounds_rows(rows, both) and rounds_rows(rows, down):
+        return gated_mlp(x.value, both, down, to_gate_up), None
+    is_plain = all(isinstance(w.form, PlainForm) and not w.is_fixed for w in (both, down))
+    can_add = 0 < rows <= MAX_FOLDED_ROWS and is_plain
     if to_gate_up is None or to_down is None or not can_add:
         return _product(pending.inner())
     check_addition((rows, both.out_features), x.value.shape, x.value.dtype, to_gate_up)

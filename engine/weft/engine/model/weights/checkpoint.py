@@ -131,7 +131,7 @@ class Checkpoint:
         if self._is_missing(part.name):
             out.zero_()
             return
-        tensor = self._check(part, _FLOATS if out.dtype.is_floating_point else _WHOLE_NUMBERS)
+        tensor = self._check(part, _kinds_for(out.dtype))
         out.copy_(self._map(tensor.file).get_tensor(part.name)[part.slices])
         tensor.file.names.discard(part.name)
         self._advance(out.numel() * tensor.item_bytes)
@@ -217,6 +217,13 @@ class Checkpoint:
         self._done_bytes += num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
+
+
+def _kinds_for(dtype: torch.dtype) -> tuple[str, ...]:
+    """What may be read as a dtype; numbers with scales only as themselves."""
+    if dtype == torch.float8_e4m3fn:
+        return ("F8_E4M3",)
+    return _FLOATS if dtype.is_floating_point else _WHOLE_NUMBERS
 
 
 def is_rotary_buffer(name: str) -> bool:

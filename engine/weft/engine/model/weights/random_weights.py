@@ -22,15 +22,18 @@ class RandomWeights:
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Fills norm weights with 1, biases with 0, others from a normal distribution with
-        deviation 0.02, of which parts are cut from the whole tensor; int8 evenly, with scales that
-        make about the same of it.
+        deviation 0.02, of which parts are cut from the whole tensor; int8 evenly and FP8 normally,
+        with scales that make about the same of them.
         """
         if not out.dtype.is_floating_point:
             out.random_(-127, 128, generator=self._generator)
         elif part.name.endswith("norm.weight"):
             out.fill_(1.0)
-        elif part.name.endswith("weight_scale"):
+        elif part.name.endswith(("weight_scale", "weight_scale_inv", "input_scale")):
             out.fill_(0.02 / 64)
+        elif out.dtype == torch.float8_e4m3fn:
+            wide = torch.empty(part.size, device=out.device)
+            out.copy_(wide.normal_(0.0, 64.0, generator=self._generator))
         elif part.name.endswith(".bias"):
             out.zero_()
         elif part.size == part.shape:

@@ -80,6 +80,10 @@ class Weights:
         """Whether there is a parameter of this name."""
         return self._reader.has(self._prefix + name)
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a parameter; None if there is none of this name, or any shape will do."""
+        return self._reader.shape_of(self._prefix + name)
+
     def linear(self, spec: LinearSpec) -> LinearWeight:
         """The projections of a product, packed as one."""
         return self._scheme.linear(spec, self)
@@ -132,6 +136,12 @@ class Weights:
         for part, place in zip(parts, places, strict=True):
             self._read(part, place)
         zeros.zero_()
+        return out
+
+    def tensor(self, part: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
+        """A part of one tensor, which may be a single number."""
+        out = torch.empty(part.size, dtype=dtype, device=self.device)
+        self._read(part, out)
         return out
 
     def _read(self, part: TensorSlice, out: torch.Tensor) -> None:

@@ -44,10 +44,10 @@ class WorkerSettings(PageSettings):
         "auto",
         description="number format of weights and KV; auto = what the machine computes fast",
     )
-    quantization: Literal["auto", "int8"] = Field(
+    quantization: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="number format of the products' weights; auto = what the checkpoint has; int8 "
-        "= made at load from floats, on a CPU",
+        "(on a CPU) and fp8 (for a GPU) = made at load from floats",
     )
     device: str = Field(
         "auto", description="torch device; auto = a GPU where one is usable, else the CPU"

@@ -47,31 +47,6 @@ def make_cos_sin(dim: int = DIM, max_positions: int = 200) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def make_int8_layer(index: int, dtype: torch.dtype) -> Layer:
-    """Creates a layer whose products have int8 weights."""
-
-    def matrix(rows: int, columns: int) -> Int8Channels:
-        return quantise_channels(torch.randn(rows, columns) / columns**0.5)
-
-    def norm(size: int) -> Norm:
-        return Norm(1 + draw(size, dtype=dtype), 1e-5)
-
-    width = (HEADS + 2 * KV_HEADS) * DIM
-    attention = Attention(
-        AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
-        index,
-        make_cos_sin(),
-        qkv_proj=pack_linear(matrix(width, HIDDEN), draw(width, dtype=dtype), dtype=dtype),
-        o_proj=pack_linear(matrix(HIDDEN, HEADS * DIM), dtype=dtype),
-    )
-    mlp = GatedMLP(
-        index,
-        pack_gate_up(matrix(2 * INNER, HIDDEN), dtype=dtype),
-        pack_linear(matrix(HIDDEN, INNER), dtype=dtype),
-    )
-    return Layer(index, norm(HIDDEN), attention, norm(HIDDEN), mlp)
-
-
 def make_layer(index: int, dtype: torch.dtype, qwen: bool, is_sparse: bool = False) -> Layer:
     """Creates a layer with biases, head norms if `qwen`, and experts if `is_sparse`."""
     width = (HEADS + 2 * KV_HEADS) * DIM
@@ -90,6 +65,29 @@ def make_layer(index: int, dtype: torch.dtype, qwen: bool, is_sparse: bool = Fal
     )
     make = make_sparse_mlp if is_sparse else make_mlp
     return Layer(index, norm(HIDDEN), attention, norm(HIDDEN), make(index, dtype))
+
+
+def make_int8_run(dtype: torch.dtype) -> Run:
+    """The same of layers whose products have int8 weights."""
+
+    def matrix(rows: int, columns: int) -> Int8Channels:
+        return quantise_channels(torch.randn(rows, columns) / columns**0.5)
+
+    def layer(index: int) -> Layer:
+        made = make_layer(index, dtype, qwen=False)
+        width = (HEADS + 2 * KV_HEADS) * DIM
+        attention = Attention(
+            AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),
+            index,
+            make_cos_sin(),
+            qkv_proj=pack_linear(matrix(width, HIDDEN), draw(width, dtype=dtype), dtype=dtype),
+            o_proj=pack_linear(matrix(HIDDEN, HEADS * DIM), dtype=dtype),
+        )
+        gate_up = pack_gate_up(matrix(2 * INNER, HIDDEN), dtype=dtype)
+        mlp = GatedMLP(index, gate_up, pack_linear(matrix(HIDDEN, INNER), dtype=dtype))
+        return made._replace(mixer=attention, feed=mlp)
+
+    return Run([layer(index) for index in range(LAYERS)])
 
 
 def make_run(dtype: torch.dtype, qwen: bool, first: int = 0, count: int = LAYERS) -> Run:

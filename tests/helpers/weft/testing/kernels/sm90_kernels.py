@@ -40,6 +40,7 @@ from weft.kernels.draft_head import (
 from weft.kernels.gpu import (
     copied_tiles,
     dependent_launch,
+    fp8_linear,
     greedy,
     page_digest,
     page_ops,
@@ -51,10 +52,19 @@ from weft.kernels.gpu import (
     step_rows,
     tree_rows,
 )
-from weft.kernels.linear import LinearWeight, PlainForm
+from weft.kernels.gpu import linear as gpu_linear
+from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
 from weft.kernels.lora import LoraStep
-from weft.kernels.moe import ExpertWeights, SparseMlpWeight
+from weft.kernels.moe import ExpertWeights, Routing, SparseMlpWeight, moe
 from weft.kernels.norm import Norm
+from weft.kernels.quantised import (
+    FP8,
+    FP8_GROUP,
+    Fp8Blocks,
+    Fp8Channels,
+    Fp8Experts,
+    Fp8Matrix,
+)
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
@@ -186,6 +196,39 @@ def compile_fixed() -> None:
     for q_lens in ([1] * 3, [40, 1]):
         run_layers(WIDE, q_lens, is_fixed=True)
     run_layers((1024, 768, 16, 128), [1] * 3, experts=8, is_fixed=True)
+
+
+def fp8_weight(rows: int, columns: int, block_rows: int, *, gated: bool = False) -> LinearWeight:
+    data = torch.zeros(rows, columns, dtype=FP8)
+    if block_rows:
+        scales = torch.zeros(-(-rows // block_rows), -(-columns // FP8_GROUP))
+        matrix: Fp8Matrix = Fp8Blocks(data, scales, block_rows)
+    else:
+        matrix = Fp8Channels(data, torch.zeros(rows))
+    return LinearWeight(rows, columns, BF16, gated, matrix, None)
+
+
+def compile_fp8(is_full: bool) -> None:
+    """Products with FP8 weights of few rows, of more, and of experts; rows with a norm."""
+    for block_rows in (0, 64):
+        small = fp8_weight(512, 512, block_rows)
+        gpu_linear.normed_linear(
+            torch.zeros(1, 512, dtype=BF16), torch.zeros(512).to(BF16), 1e-5, small
+        )
+        pair, down = (
+            fp8_weight(6144, 1024, block_rows, gated=True),
+            fp8_weight(1024, 3072, block_rows),
+        )
+        for rows in (1, 16, 64, 100) if is_full else (2, 20):
+            x = torch.zeros(rows, 1024, dtype=BF16)
+            gate_up_silu(x, pair)
+            linear(torch.zeros(rows, 3072, dtype=BF16), down, residual=x)
+        first, second = fp8_weight(1536, 1024, block_rows), fp8_weight(1024, 768, block_rows)
+        stacked = [Fp8Experts.empty(8, fp8_linear.matrix_of(one)) for one in (first, second)]
+        packed = ExpertWeights(1024, 768, BF16, (), (), (stacked[0], stacked[1]), None)
+        for rows in (1, 12, 900):
+            x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
+            moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 
 
 def compile_adapters(is_full: bool) -> None:
@@ -336,6 +379,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "layers": partial(compile_layers, is_full),
         "experts": compile_experts,
         "fixed": compile_fixed,
+        "fp8": partial(compile_fp8, is_full),
         "adapters": partial(compile_adapters, is_full),
         "adapters of experts": compile_expert_adapters,
         "drafts": compile_drafts,

@@ -62,7 +62,7 @@ def dequantised_copy(source: Path, path: Path, *, at_load: bool = True) -> Path:
         if is_rounded(name, at_load=at_load):
             data, scales = round_rows(tensor)
             tensors[name] = data.float() * scales
-    return _copy(source, path, tensors, {})
+    return copy_of_model(source, path, tensors, {})
 
 
 def quantised_copy(
@@ -81,12 +81,13 @@ def quantised_copy(
         if name.removesuffix(".weight") not in floats:
             tensors[name], scales = round_rows(tensors[name])
             tensors[f"{name}_scale"] = scales
-    return _copy(source, path, tensors, {"quantization_config": config or CHANNELS})
+    return copy_of_model(source, path, tensors, {"quantization_config": config or CHANNELS})
 
 
-def _copy(
+def copy_of_model(
     source: Path, path: Path, tensors: dict[str, torch.Tensor], fields: dict[str, Any]
 ) -> Path:
+    """The model with other tensors, and more fields in its config.json."""
     path.mkdir()
     config = json.loads((source / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | fields))

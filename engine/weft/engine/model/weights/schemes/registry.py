@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.engine.checkpoint.quantization import Quantization
+from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
@@ -10,4 +11,8 @@ from weft.engine.model.weights.weights import Scheme
 
 def scheme_of(quantization: Quantization | None) -> Scheme:
     """The scheme that reads or makes a format; None: weights in floats."""
-    return PlainScheme() if quantization is None else Int8Scheme(quantization)
+    if quantization is None:
+        return PlainScheme()
+    if quantization.format == "fp8":
+        return Fp8Scheme(quantization)
+    return Int8Scheme(quantization)

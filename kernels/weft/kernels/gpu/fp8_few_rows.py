@@ -1,0 +1,256 @@
+"""Products of one or two rows with FP8 weights on a GPU: bound by reading the weight, which each
+program streams and widens in registers. Rows are not rounded, and a row's result does not depend on
+the other one's values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
+from weft.kernels.gpu.lora_rows import NormOfRows
+from weft.kernels.gpu.sliced_linear import residual_of, store_product
+from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
+
+MAX_ROWS = 2
+"""Most rows: rounded rows and tensor cores are faster from three on."""
+_MAX_NORMED_ELEMENTS = 1152
+"""As of `weft.kernels.gpu.small_linear`."""
+
+
+class SpreadShape(NamedTuple):
+    """How a program of plain multiplication covers its part of the weight."""
+
+    columns: int
+    """Output columns per program: a power of two, at most the rows of a block of scales."""
+    groups: int
+    """Groups of K taken at once, a power of two."""
+    warps: int
+
+
+class FewRows(NamedTuple):
+    """What else concerns a product, as `small_linear` has it."""
+
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    is_gated: bool = False
+    norm: NormOfRows | None = None
+    tap: torch.Tensor | None = None
+
+
+def spread_shape(k: int, *, is_gated: bool, is_blocks: bool) -> SpreadShape:
+    """The launch shape of plain multiplication (measured on an H100, K of 4,096 and 14,336)."""
+    groups = triton.next_power_of_2(triton.cdiv(k, FP8_GROUP))
+    if groups <= 8:
+        return SpreadShape(4, groups, warps=2 if groups <= 4 else 4)
+    is_long = k > 8192
+    if is_blocks:
+        return SpreadShape(4, 8, 2) if is_long else SpreadShape(8, 8, 4)
+    if is_long:
+        return SpreadShape(8, 16, 8)
+    return SpreadShape(2, min(groups, 32), 4) if is_gated else SpreadShape(4, min(groups, 32), 8)
+
+
+def can_take_norm(rows: int, k: int) -> bool:
+    """Whether `few_rows` of [rows, k] takes a norm before it."""
+    return 0 < rows <= MAX_ROWS and rows * k <= _MAX_NORMED_ELEMENTS
+
+
+def few_rows(
+    x: torch.Tensor,
+    matrix: Fp8Matrix,
+    out: torch.Tensor,
+    given: FewRows,
+    shape: SpreadShape | None = None,
+) -> None:
+    """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
+
+    Args:
+        x: [M, K], contiguous, 16-bit floats, 1 <= M <= MAX_ROWS.
+        matrix: The weight, [N, K]; where gated the rows of gate come first.
+        out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
+            and rounded once; may be the residual.
+        given: See `FewRows`; a norm as `can_take_norm` says.
+        shape: How to launch; None: what suits.
+
+    Raises:
+        ValueError: Rows of such a length take no norm.
+    """
+    (rows, k), columns = x.shape, out.shape[1]
+    scales, gated = WeightScales.of(matrix), given.is_gated
+    shape = shape or spread_shape(k, is_gated=gated, is_blocks=scales.rows > 0)
+    if given.norm is not None and k > shape.groups * FP8_GROUP:
+        raise ValueError(f"products of {rows} rows of {k} take no norm")
+    if scales.rows:
+        # Columns of a program have their scales in common.
+        shape = shape._replace(columns=min(shape.columns, scales.rows))
+    _fp8_spread_kernel[(triton.cdiv(columns, shape.columns),)](
+        out,
+        x,
+        matrix.data,
+        given.bias,
+        given.residual,
+        *(given.norm or (None, 0.0)),
+        given.tap,
+        0 if given.tap is None else given.tap.stride(0),
+        rows,
+        columns,
+        K=k,
+        IS_GATED=gated,
+        ROWS=rows,
+        COLUMNS=shape.columns,
+        GROUPS=shape.groups,
+        num_warps=shape.warps,
+        **scales.arguments(x.device),
+        **launch_options(x.device),
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_spread_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    gain: tl.tensor,
+    eps: float,
+    tap: tl.tensor,
+    tap_stride: int,
+    rows: int,
+    columns: int,
+    scales: tl.tensor,
+    IS_DEPENDENT: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Each thread has elements of K of all the program's columns; they are summed in the end."""
+    release_next(IS_DEPENDENT)
+    STEP: tl.constexpr = GROUPS * GROUP
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    last = tl.minimum(column, columns - 1)
+    begin = weight + last.to(tl.int64)[:, None, None] * K
+    begin_up = begin + tl.cast(columns, tl.int64) * K
+    group = tl.arange(0, GROUPS)
+    # Eight numbers a thread, of the weight as of the rows, so that neither changes threads.
+    in_group = tl.arange(0, GROUP)
+    if IS_NATIVE:
+        in_group = tl.max_contiguous(in_group, 8)
+    part = group[:, None] * GROUP + in_group[None, :]
+    row = tl.arange(0, ROWS)
+    # The first tile of the weight is on its way while the last kernel ends.
+    tile = _groups(begin, part, 0, K, STEP)
+    tile_up = tile
+    if IS_GATED:
+        tile_up = _groups(begin_up, part, 0, K, STEP)
+    at_scale = scales
+    at_scale_up = scales
+    if SCALE_ROWS > 0:
+        first = tl.program_id(0) * COLUMNS
+        at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
+        at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
+    wait_for_last(IS_DEPENDENT)
+    given, given_up = residual_of(residual, row, column, rows, columns, IS_GATED)
+    for start in tl.static_range(0, K, STEP):
+        if start > 0:
+            tile = _groups(begin, part, start, K, STEP)
+            if IS_GATED:
+                tile_up = _groups(begin_up, part, start, K, STEP)
+        at = start + part
+        first_row = _row(x, at, K)
+        if ROWS > 1:
+            # A row that does not exist reads the first again, and is not stored.
+            second_row = _row(x + tl.where(rows > 1, K, 0), at, K)
+        if gain is not None:
+            # K is a single step then.
+            weights = tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
+            norm = tl.rsqrt(tl.sum(tl.sum(first_row * first_row, axis=1), axis=0) / K + eps)
+            first_row *= weights * norm
+            if ROWS > 1:
+                norm = tl.rsqrt(tl.sum(tl.sum(second_row * second_row, axis=1), axis=0) / K + eps)
+                second_row *= weights * norm
+        scale = _scales_of(at_scale, group + start // GROUP, NUM_GROUPS, SCALE_ROWS)
+        wide = tile.to(tl.float32)
+        if start == 0:
+            spread = wide * (first_row * scale)[None, :, :]
+            if ROWS > 1:
+                spread_second = wide * (second_row * scale)[None, :, :]
+        else:
+            spread += wide * (first_row * scale)[None, :, :]
+            if ROWS > 1:
+                spread_second += wide * (second_row * scale)[None, :, :]
+        if IS_GATED:
+            scale = _scales_of(at_scale_up, group + start // GROUP, NUM_GROUPS, SCALE_ROWS)
+            wide = tile_up.to(tl.float32)
+            if start == 0:
+                spread_up = wide * (first_row * scale)[None, :, :]
+                if ROWS > 1:
+                    spread_second_up = wide * (second_row * scale)[None, :, :]
+            else:
+                spread_up += wide * (first_row * scale)[None, :, :]
+                if ROWS > 1:
+                    spread_second_up += wide * (second_row * scale)[None, :, :]
+    product = _summed(spread)[:, None]
+    if ROWS > 1:
+        product = tl.where((row == 0)[None, :], product, _summed(spread_second)[:, None])
+    up = product
+    if IS_GATED:
+        up = _summed(spread_up)[:, None]
+        if ROWS > 1:
+            up = tl.where((row == 0)[None, :], up, _summed(spread_second_up)[:, None])
+    if SCALE_ROWS == 0:
+        product *= tl.load(scales + last)[:, None]
+        if IS_GATED:
+            up *= tl.load(scales + last + columns)[:, None]
+    store_product(
+        out, product, up, bias, residual, given, given_up, tap, tap_stride, row, column, rows,
+        columns, IS_GATED, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row(x: tl.tensor, at: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """[GROUPS, GROUP] of a row, zero beyond K."""
+    return tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scales_of(
+    at_scale: tl.tensor, in_groups: tl.tensor, NUM_GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr
+) -> tl.tensor:
+    """[GROUPS, 1], which are 1 where scales are not in blocks."""
+    if SCALE_ROWS > 0:
+        scale = tl.load(at_scale + in_groups, mask=in_groups < NUM_GROUPS, other=0.0)
+    else:
+        scale = tl.full([in_groups.shape[0]], 1.0, tl.float32)
+    return scale[:, None]
+
+
+@triton.jit
+def _summed(spread: tl.tensor) -> tl.tensor:
+    """[COLUMNS] of [COLUMNS, GROUPS, GROUP]."""
+    return tl.sum(tl.sum(spread, axis=2), axis=1)
+
+
+@triton.jit
+def _groups(
+    begin: tl.tensor, part: tl.tensor, start: int, K: tl.constexpr, STEP: tl.constexpr
+) -> tl.tensor:
+    """[COLUMNS, GROUPS, GROUP] of the weight, zero beyond K."""
+    at = (start + part)[None, :, :]
+    if K // STEP * STEP == K:
+        tile = tl.load(begin + at, eviction_policy="evict_first")
+    else:
+        tile = tl.load(begin + at, mask=at < K, other=0.0, eviction_policy="evict_first")
+    return tile

@@ -1,0 +1,183 @@
+"""Linear layers with FP8 weights on a GPU.
+
+Few rows are multiplied as they are by weights that are widened in registers; more rows are rounded
+to FP8 first, each with a scale of its own, or each group of 128 of its columns where the weight's
+scales lie in blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.fp8_few_rows import MAX_ROWS, FewRows, can_take_norm, few_rows
+from weft.kernels.gpu.fp8_rows import Fp8Rows, quantise_rows
+from weft.kernels.gpu.fp8_tiles import multiply_fp8
+from weft.kernels.gpu.lora import Ranks
+from weft.kernels.gpu.lora_rows import NormOfRows
+from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Matrix
+
+if TYPE_CHECKING:
+    from weft.kernels.linear import LinearWeight
+
+MAX_OWN_ROWS = 256
+"""Most rows of products with weights of channels that our own kernel multiplies faster than torch
+(measured on an H100)."""
+
+
+def linear(
+    x: torch.Tensor,
+    w: LinearWeight,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
+) -> torch.Tensor:
+    """`weft.kernels.linear.linear` for FP8 weights on a GPU; what adapters add is computed of `x`
+    as it is.
+    """
+    _check(x, w, residual)
+    if lora is not None:
+        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+    ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
+    dtype, matrix = out_dtype or x.dtype, matrix_of(w)
+    if x.shape[0] <= MAX_ROWS:
+        out = torch.empty((x.shape[0], w.out_features), dtype=dtype, device=x.device)
+        if x.shape[0]:
+            few_rows(x, matrix, out, FewRows(w.bias, residual))
+    else:
+        out = _multiply_rounded(_rounded(x, matrix), matrix, w.bias, residual, dtype)
+    if ranks is not None:
+        ranks.add_to(out)
+    return out
+
+
+def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+    """`weft.kernels.linear.gate_up_silu` for FP8 weights on a GPU."""
+    _check(x, w, None)
+    rows, matrix = x.shape[0], matrix_of(w)
+    if rows == 0 or lora is not None or not _is_activated_within(rows, matrix):
+        return silu_and_mul(linear(x, w, lora=lora))
+    out = torch.empty((rows, w.out_features // 2), dtype=x.dtype, device=x.device)
+    if rows <= MAX_ROWS:
+        few_rows(x, matrix, out, FewRows(w.bias, is_gated=True))
+    else:
+        multiply_fp8(_rounded(x, matrix), matrix, out, w.bias, None, is_gated=True)
+    return out
+
+
+def gated_mlp(
+    x: torch.Tensor, gate_up: LinearWeight, down: LinearWeight, lora: LoraAddition | None = None
+) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) of more than MAX_ROWS; `lora`: to gate and up.
+
+    The activation rounds its result, which is then not kept in other floats.
+    """
+    matrix = matrix_of(down)
+    if lora is None and _is_activated_within(x.shape[0], matrix_of(gate_up)):
+        inner = _rounded(gate_up_silu(x, gate_up, None), matrix)
+    else:
+        both = linear(x, gate_up, lora=lora)
+        inner = quantise_rows(both, has_groups=isinstance(matrix, Fp8Blocks), is_gated=True)
+    return _multiply_rounded(inner, matrix, down.bias, None, x.dtype)
+
+
+def _is_activated_within(rows: int, matrix: Fp8Matrix) -> bool:
+    """Whether the product of gate and up makes the activation."""
+    return rows <= MAX_ROWS or (isinstance(matrix, Fp8Channels) and rows <= MAX_OWN_ROWS)
+
+
+def rounds_rows(rows: int, w: LinearWeight) -> bool:
+    """Whether products of so many rows round them."""
+    return rows > MAX_ROWS and isinstance(w.form, Fp8Channels | Fp8Blocks)
+
+
+def takes_norm(rows: int, w: LinearWeight, lora: LoraAddition | None) -> bool:
+    """See `weft.kernels.gpu.linear.takes_norm`."""
+    return lora is None and can_take_norm(rows, w.in_features)
+
+
+def normed_linear(
+    x: torch.Tensor, norm: NormOfRows, w: LinearWeight, out_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """`weft.kernels.gpu.linear.normed_linear`, in one launch."""
+    _check(x, w, None)
+    columns = w.out_features // 2 if w.gated else w.out_features
+    out = torch.empty((x.shape[0], columns), dtype=out_dtype or x.dtype, device=x.device)
+    few_rows(x, matrix_of(w), out, FewRows(w.bias, None, w.gated, norm))
+    return out
+
+
+def add_product(
+    stream: torch.Tensor, x: torch.Tensor, w: LinearWeight, tap: torch.Tensor | None
+) -> None:
+    """`weft.kernels.gpu.linear.add_product`, in one launch."""
+    _check(x, w, stream)
+    few_rows(x, matrix_of(w), stream, FewRows(w.bias, stream, tap=tap))
+
+
+def matrix_of(w: LinearWeight) -> Fp8Matrix:
+    """The weight of a layer in FP8."""
+    assert isinstance(w.form, Fp8Channels | Fp8Blocks)
+    return w.form
+
+
+def _rounded(x: torch.Tensor, matrix: Fp8Matrix) -> Fp8Rows:
+    return quantise_rows(x, has_groups=isinstance(matrix, Fp8Blocks))
+
+
+def _multiply_rounded(
+    x: Fp8Rows,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if dtype == torch.bfloat16 and suits_torch(x.rows, matrix):
+        out = torch_product(x, matrix)
+        for term in (bias, residual):
+            if term is not None:
+                out += term
+        return out
+    out = torch.empty((x.rows, matrix.shape[0]), dtype=dtype, device=x.data.device)
+    multiply_fp8(x, matrix, out, bias, residual)
+    return out
+
+
+def suits_torch(rows: int, matrix: Fp8Matrix) -> bool:
+    """Whether torch multiplies so many rounded rows, and faster than our own kernel."""
+    if isinstance(matrix, Fp8Channels):
+        return rows > MAX_OWN_ROWS and not any(size % 16 for size in matrix.shape)
+    return matrix.rows == FP8_GROUP and not any(size % FP8_GROUP for size in matrix.shape)
+
+
+def torch_product(x: Fp8Rows, matrix: Fp8Matrix) -> torch.Tensor:
+    """The product by cuBLAS, [M, N] bfloat16."""
+    weight = matrix.data.t()
+    if isinstance(matrix, Fp8Channels):
+        return torch._scaled_mm(
+            x.data,
+            weight,
+            x.scales[:, None],
+            matrix.scales[None, :],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+    recipes = (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    scales = (x.scales.t(), matrix.scales.t())
+    found = F.scaled_mm(x.data, weight, scales[0], recipes[0], scales[1], recipes[1])
+    return found[: x.rows]
+
+
+def _check(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> None:
+    if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit FP8 weights "
+            f"of {w.in_features} columns in a {w.dtype} layer"
+        )
+    if residual is not None and (
+        residual.shape != (x.shape[0], w.out_features) or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")

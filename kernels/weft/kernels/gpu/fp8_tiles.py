@@ -1,0 +1,279 @@
+"""Products of rows and weights that are both FP8, on a GPU's FP8 tensor cores.
+
+Where scales lie in groups of K, the product of each group is scaled and added up in float32 (as in
+DeepSeek-V3, section 3.3.2); else they are applied in the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.fp8_rows import Fp8Rows
+from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
+from weft.kernels.gpu.sliced_linear import residual_of, store_product
+from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
+
+_LONG = 8192
+"""K from which on fewer columns are computed at once, so that all multiprocessors have some."""
+_FEW_COLUMNS = 4096
+"""Columns up to which 65 to 256 rows are cut smaller, for the same reason."""
+_ROW_TILES_TOGETHER = 8
+"""Tiles of rows that share the weight's tiles in the cache."""
+
+
+class TileShape(NamedTuple):
+    """What a program computes, and how it iterates over K."""
+
+    rows: int
+    columns: int
+    """Output columns; of a gated pair, of each."""
+    tile: int
+    """Elements of K taken at once; FP8_GROUP where scales lie in groups."""
+    warps: int
+    stages: int
+    is_turned: bool = False
+    """The weight's rows are those of an instruction: of few rows that wastes less."""
+    is_copied: bool = False
+    """The copy engine fetches tiles."""
+
+
+def tile_shape(rows: int, columns: int, k: int, *, is_gated: bool, is_blocks: bool) -> TileShape:
+    """The launch shape of a product (measured on an H100, K of 4,096 and 14,336)."""
+    if is_blocks:
+        few = max(16, triton.next_power_of_2(rows))
+        if rows <= 64:
+            return TileShape(few, 128, FP8_GROUP, 8, 5, is_turned=True)
+        return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
+    if rows <= 32 or (rows <= 64 and k <= _LONG):
+        few = max(16, triton.next_power_of_2(rows))
+        return TileShape(few, 64, 256, 4, 5 if few == 16 else 4, is_turned=True)
+    if rows <= 64:
+        return TileShape(64, 32, 256, 4, 5)
+    if not is_gated and columns <= _FEW_COLUMNS and rows <= 256:
+        return TileShape(64, 128, 256, 4, 4, is_copied=True)
+    return TileShape(128, 128, FP8_GROUP, 8, 4, is_copied=True)
+
+
+def multiply_fp8(
+    x: Fp8Rows,
+    matrix: Fp8Matrix,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    is_gated: bool = False,
+    shape: TileShape | None = None,
+) -> None:
+    """x @ weight^T + bias + residual, or silu(gate) * up of a gated MLP's two projections.
+
+    Args:
+        x: [M, K], M at least 1; with scales of groups exactly if those of the weight lie in blocks.
+        matrix: The weight, [N, K]; where gated the rows of gate come first.
+        out: [M, N], where gated [M, N / 2], contiguous: receives the result, accumulated in float32
+            and rounded once; may be the residual.
+        bias: [N], or None.
+        residual: [M, N], contiguous, or None; not where gated.
+        is_gated: Apply the activation.
+        shape: How to launch; None: what suits.
+    """
+    rows, k, columns = x.rows, x.data.shape[1], out.shape[1]
+    scales = WeightScales.of(matrix)
+    if x.has_groups != (scales.rows > 0):
+        raise ValueError("rows and weight must both have scales of groups, or neither")
+    shape = shape or tile_shape(rows, columns, k, is_gated=is_gated, is_blocks=scales.rows > 0)
+    if scales.rows:
+        shape = shape._replace(columns=min(shape.columns, scales.rows), tile=FP8_GROUP)
+    is_copied = shape.is_copied and can_copy(x.data) and can_copy(matrix.data)
+    tiles = (triton.cdiv(rows, shape.rows), triton.cdiv(columns, shape.columns))
+    _fp8_tiles_kernel[(tiles[0] * tiles[1],)](
+        out,
+        x.data,
+        matrix.data,
+        copied_tiles(x.data, shape.rows, shape.tile) if is_copied else None,
+        copied_tiles(matrix.data, shape.columns, shape.tile) if is_copied else None,
+        x.scales,
+        scales.scales,
+        bias,
+        residual,
+        rows,
+        x.data.shape[0],
+        columns,
+        K=k,
+        IS_GATED=is_gated,
+        SCALE_ROWS=scales.rows,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        TILE=shape.tile,
+        IS_TURNED=shape.is_turned,
+        TOGETHER=_ROW_TILES_TOGETHER,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **launch_options(x.data.device),
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "whole_rows"])
+def _fp8_tiles_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    x_tiles: tl.tensor_descriptor,
+    weight_tiles: tl.tensor_descriptor,
+    row_scales: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    rows: int,
+    whole_rows: int,
+    columns: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    NUM_GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    row_tiles = tl.cdiv(rows, ROWS)
+    per_set = TOGETHER * tl.cdiv(columns, COLUMNS)
+    place = tl.program_id(0) % per_set
+    first_set = tl.program_id(0) // per_set * TOGETHER
+    set_tiles = tl.minimum(row_tiles - first_set, TOGETHER)
+    first_row = (first_set + place % set_tiles) * ROWS
+    first = place // set_tiles * COLUMNS
+    row = first_row + tl.arange(0, ROWS)
+    column = first + tl.arange(0, COLUMNS)
+    part = tl.arange(0, TILE)
+    last = tl.minimum(column, columns - 1)
+    last_row = tl.minimum(row, rows - 1)
+    row_at = x + last_row.to(tl.int64)[:, None] * K
+    begin = weight + last.to(tl.int64)[:, None] * K
+    begin_up = begin + tl.cast(columns, tl.int64) * K
+    at_scale = scales
+    at_scale_up = scales
+    if SCALE_ROWS > 0:
+        at_scale = scales + first // SCALE_ROWS * NUM_GROUPS
+        at_scale_up = scales + (first + columns) // SCALE_ROWS * NUM_GROUPS
+    wait_for_last(IS_DEPENDENT)
+    if IS_TURNED:
+        product = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = product
+    for start in range(0, K, TILE):
+        at = (start + part)[None, :]
+        if x_tiles is not None:
+            values = x_tiles.load([first_row, start])
+            tile = weight_tiles.load([first, start])
+        elif K % TILE == 0:
+            values = tl.load(row_at + at)
+            tile = tl.load(begin + at)
+        else:
+            values = tl.load(row_at + at, mask=at < K, other=0.0)
+            tile = tl.load(begin + at, mask=at < K, other=0.0)
+        if SCALE_ROWS > 0:
+            group = start // GROUP
+            of_rows = tl.load(row_scales + tl.cast(group, tl.int64) * whole_rows + last_row)
+            scale = of_rows * tl.load(at_scale + group)
+            product = _add_scaled(product, tile, values, scale, IS_TURNED)
+        else:
+            product = _add(product, tile, values, IS_TURNED)
+        if IS_GATED:
+            if x_tiles is not None:
+                tile = weight_tiles.load([first + columns, start])
+            elif K % TILE == 0:
+                tile = tl.load(begin_up + at)
+            else:
+                tile = tl.load(begin_up + at, mask=at < K, other=0.0)
+            if SCALE_ROWS > 0:
+                scale = of_rows * tl.load(at_scale_up + group)
+                up = _add_scaled(up, tile, values, scale, IS_TURNED)
+            else:
+                up = _add(up, tile, values, IS_TURNED)
+    if SCALE_ROWS == 0:
+        of_rows = tl.load(row_scales + last_row)
+        product *= _outer(tl.load(scales + last), of_rows, IS_TURNED)
+        if IS_GATED:
+            up *= _outer(tl.load(scales + last + columns), of_rows, IS_TURNED)
+    if not IS_TURNED:
+        _store_rows(out, product, up, bias, residual, row, column, rows, columns, IS_GATED)
+    else:
+        given, given_up = residual_of(residual, row, column, rows, columns, IS_GATED)
+        store_product(
+            out, product, up, bias, residual, given, given_up, None, 0, row, column, rows, columns,
+            IS_GATED, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add(
+    product: tl.tensor, tile: tl.tensor, values: tl.tensor, IS_TURNED: tl.constexpr
+) -> tl.tensor:
+    if IS_TURNED:
+        product = tl.dot(tile, tl.trans(values), product)
+    else:
+        product = tl.dot(values, tl.trans(tile), product)
+    return product
+
+
+@triton.jit
+def _add_scaled(
+    product: tl.tensor,
+    tile: tl.tensor,
+    values: tl.tensor,
+    scale: tl.tensor,
+    IS_TURNED: tl.constexpr,
+) -> tl.tensor:
+    """Adds the product of one group, whose scale is that of its rows."""
+    if IS_TURNED:
+        product += tl.dot(tile, tl.trans(values)) * scale[None, :]
+    else:
+        product += tl.dot(values, tl.trans(tile)) * scale[:, None]
+    return product
+
+
+@triton.jit
+def _outer(of_columns: tl.tensor, of_rows: tl.tensor, IS_TURNED: tl.constexpr) -> tl.tensor:
+    if IS_TURNED:
+        both = of_columns[:, None] * of_rows[None, :]
+    else:
+        both = of_rows[:, None] * of_columns[None, :]
+    return both
+
+
+@triton.jit
+def _store_rows(
+    out: tl.tensor,
+    product: tl.tensor,
+    up: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    rows: int,
+    columns: int,
+    IS_GATED: tl.constexpr,
+) -> None:
+    """`store_product` of [ROWS, COLUMNS]."""
+    in_out = column < columns
+    mask = (row < rows)[:, None] & in_out[None, :]
+    if bias is not None:
+        product += tl.load(bias + column, mask=in_out, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            beside = tl.load(bias + columns + column, mask=in_out, other=0.0)
+            up += beside.to(tl.float32)[None, :]
+    if IS_GATED:
+        product = product / (1.0 + tl.exp(-product)) * up
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    if residual is not None:
+        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,167 @@
+"""Models with FP8 products against transformers on the same weights in floats."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.model.loader import load_model
+from weft.testing.models.fp8_models import LAYOUTS, compressed, fp8_copy
+from weft.testing.models.paging import PagedDriver
+from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_models import make_tiny, save_weights
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("fp8") / "model", random.randrange(10**6))
+
+
+def check_greedy(model: Any, floats: Path) -> None:
+    """Greedy tokens are those that transformers draws with the same weights in floats."""
+    from transformers import AutoModelForCausalLM
+
+    prompt = [random.randrange(3, 500) for _ in range(33)]
+    (tokens,) = PagedDriver(model, num_pages=64).greedy([prompt], 24)
+    reference = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0]
+    assert tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_of_a_checkpoint(layout: str, model_dir: Path, tmp_path: Path) -> None:
+    path, floats = fp8_copy(model_dir, tmp_path / "fp8", layout)
+    loaded = load_model(path, "float32")
+    assert loaded.weight_format == "fp8"
+    check_greedy(loaded.model, floats)
+
+
+@pytest.mark.parametrize("layout", ["blocks", "channel"])
+def test_experts_of_a_checkpoint(layout: str, tmp_path: Path) -> None:
+    source = make_tiny("qwen3_moe", tmp_path / "model", random.randrange(10**6))
+    path, floats = fp8_copy(source, tmp_path / "fp8", layout)
+    check_greedy(load_model(path, "float32").model, floats)
+
+
+def test_weights_made_at_load(model_dir: Path, tmp_path: Path) -> None:
+    loaded = load_model(model_dir, "float32", quantization="fp8")
+    assert (loaded.dtype, loaded.weight_format) == ("float32", "fp8")
+    _, floats = fp8_copy(model_dir, tmp_path / "fp8", "channel")
+    check_greedy(loaded.model, floats)
+
+
+def test_ignored_modules_stay_in_floats(model_dir: Path, tmp_path: Path) -> None:
+    config = LAYOUTS["blocks"] | {"modules_to_not_convert": ["layers.1.mlp", "o_proj"]}
+    path, floats = fp8_copy(model_dir, tmp_path / "fp8", "blocks", config)
+    kept, tensors = (load_file(one / "model.safetensors") for one in (model_dir, path))
+    expected = load_file(floats / "model.safetensors")
+    for name in kept:
+        if "o_proj" in name or "layers.1.mlp" in name:
+            tensors[name] = expected[name] = kept[name]
+            del tensors[f"{name}_scale_inv"]
+    save_weights(path, tensors)
+    save_weights(floats, expected)
+    check_greedy(load_model(path, "float32").model, floats)
+
+
+def test_every_tensor_is_used_and_every_parameter_filled(model_dir: Path, tmp_path: Path) -> None:
+    path, _ = fp8_copy(model_dir, tmp_path / "fp8", "tensor")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.input_scale"
+    save_weights(path, {n: t for n, t in tensors.items() if n != name})
+    with pytest.raises(ModelError, match=rf"lacks tensors: {name}"):
+        load_model(path, "float32")
+    save_weights(path, tensors | {"model.layers.0.self_attn.k_scale": torch.ones(1)})
+    with pytest.raises(ModelError, match=r"does not use: model\.layers\.0\.self_attn\.k_scale"):
+        load_model(path, "float32")
+    for bad in (-1.0, float("inf"), float("nan")):
+        save_weights(path, tensors | {name: torch.full((1,), bad)})
+        with pytest.raises(ModelError, match=r"up_proj\.input_scale: .* is no scale"):
+            load_model(path, "float32")
+    weight = "model.layers.0.mlp.up_proj.weight"
+    save_weights(path, tensors | {weight: tensors[weight].float()})
+    with pytest.raises(ModelError, match=r"up_proj\.weight is F32; only F8_E4M3"):
+        load_model(path, "float32")
+    poisoned = tensors[weight].clone()
+    poisoned.view(torch.uint8)[3, 5] = 0xFF
+    save_weights(path, tensors | {weight: poisoned})
+    with pytest.raises(ModelError, match=r"up_proj: a weight is not a number"):
+        load_model(path, "float32")
+
+
+def test_numbers_are_not_read_without_their_scales(model_dir: Path, tmp_path: Path) -> None:
+    path, _ = fp8_copy(model_dir, tmp_path / "fp8", "channel")
+    fields = json.loads((path / "config.json").read_text())
+    del fields["quantization_config"]
+    (path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="is F8_E4M3; only F32"):
+        load_model(path, "float32")
+
+
+def changed(layout: str, **fields: Any) -> dict[str, Any]:
+    return copy.deepcopy(LAYOUTS[layout]) | fields
+
+
+def weights_of(**fields: Any) -> dict[str, Any]:
+    config = compressed("channel")
+    config["config_groups"]["group_0"]["weights"].update(fields)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (changed("blocks", weight_block_size=[64, 128]), r"weight_block_size \[64, 128\]"),
+        (changed("blocks", activation_scheme="static"), "with static activations"),
+        (changed("blocks", activation_scheme="none"), "activation_scheme 'none'"),
+        (changed("blocks", fmt="e5m2"), "fmt 'e5m2'"),
+        (changed("blocks", modules_to_not_convert="lm_head"), "expected a list of names"),
+        (changed("modelopt", quant_algo="NVFP4"), "quant_algo 'NVFP4'"),
+        (changed("modelopt", kv_cache_quant_algo="FP8"), "KV cache is not supported"),
+        (changed("channel", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (changed("channel", ignore=["re:("]), r"ignore: 're:\('"),
+        (weights_of(num_bits=4), r"weights of \(4, 'float', True\)"),
+        (weights_of(strategy="group"), "weights.strategy 'group'"),
+        (weights_of(strategy="block", block_structure=[1, 32]), r"block_structure \[1, 32\]"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    config: dict[str, Any], problem: str, model_dir: Path, tmp_path: Path
+) -> None:
+    path, _ = fp8_copy(model_dir, tmp_path / "fp8", "channel", config)
+    with pytest.raises(ModelError, match=rf"quantization_config: .*{problem}"):
+        load_model(path, "float32")
+
+
+def test_settings_that_do_not_fit_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    path, _ = fp8_copy(model_dir, tmp_path / "fp8", "blocks")
+    with pytest.raises(ConfigError, match="the checkpoint is fp8 already"):
+        load_model(path, "float32", quantization="fp8")
+    with pytest.raises(ConfigError, match="deterministic: not supported with fp8 weights"):
+        load_model(path, "bfloat16", "cuda", is_fixed=True)
+
+
+def test_pages_of_models_with_other_weights_are_never_the_same(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    made = [load_model(model_dir, "float32", quantization=name) for name in ("auto", "fp8", "int8")]
+    found = [
+        load_model(fp8_copy(model_dir, tmp_path / layout, layout)[0], "float32")
+        for layout in ("blocks", "block")
+    ]
+    assert len({one.digest for one in (*made, *found)}) == 5

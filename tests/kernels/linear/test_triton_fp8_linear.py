@@ -1,0 +1,142 @@
+"""Products with FP8 weights, by Triton's interpreter, against float64 on the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from weft.kernels.gpu.fp8_few_rows import FewRows
+from weft.kernels.gpu.fp8_rows import Fp8Rows
+from weft.kernels.gpu.fp8_tiles import TileShape
+from weft.kernels.gpu.lora_rows import NormOfRows
+from weft.kernels.quantised import FP8, FP8_GROUP, Fp8Matrix
+from weft.testing.kernels.fp8_cases import draw_matrix
+from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=torch.float16)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).half()
+
+
+def exact(x: torch.Tensor, matrix: Fp8Matrix, given: FewRows, dtype: torch.dtype) -> torch.Tensor:
+    """The product of the dequantised weight in another dtype."""
+    x, weight = x.to(dtype), matrix.dequantised(torch.float32).to(dtype)
+    if given.norm is not None:
+        gain, eps = given.norm
+        scale = torch.rsqrt((x * x).mean(dim=1, keepdim=True) + eps)
+        x = x * scale * gain.to(dtype)
+    out = F.linear(x, weight, None if given.bias is None else given.bias.to(dtype))
+    if given.is_gated:
+        gate, up = out.chunk(2, dim=1)
+        out = F.silu(gate) * up
+    return out if given.residual is None else out + given.residual.to(dtype)
+
+
+@pytest.mark.parametrize("block_rows", [0, 4, 128])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_few_rows(rows: int, block_rows: int, is_gated: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    k = 300
+    n = 2 * (256 if block_rows == 128 else 140) if is_gated else 140
+    columns = n // 2 if is_gated else n
+    matrix = draw_matrix(n, k, block_rows)
+    x, bias = draw(rows, k), draw(n)
+    residual = None if is_gated else draw(rows, columns)
+    given, out = FewRows(bias, residual, is_gated), empty(rows, columns)
+    with kernel_module("fp8_few_rows", tmp_path) as module:
+        module.few_rows(x, matrix, out, given, module.SpreadShape(4, 2, 1))
+    expected = exact(x, matrix, given, torch.float64)
+    assert_as_exact(out, exact(x, matrix, given, torch.float32).half(), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("block_rows", [0, 64])
+def test_a_norm_and_a_tap_are_taken_along(rows: int, block_rows: int, tmp_path: Path) -> None:
+    fresh_seed()
+    k, columns = 330, 70
+    matrix, x, stream = draw_matrix(columns, k, block_rows), draw(rows, k), draw(rows, columns)
+    given = FewRows(None, stream.clone(), norm=NormOfRows(1 + draw(k) / 8, 1e-5))
+    tap = empty(rows, 2 * columns)
+    with kernel_module("fp8_few_rows", tmp_path) as module:
+        module.few_rows(x, matrix, stream, given._replace(residual=stream, tap=tap[:, :columns]))
+    expected = exact(x, matrix, given, torch.float64)
+    assert_as_exact(stream, exact(x, matrix, given, torch.float32).half(), expected)
+    assert torch.equal(tap[:, :columns], stream)
+    assert tap[:, columns:].isnan().all()
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_rows_are_divided_by_their_scales(has_groups: bool, tmp_path: Path) -> None:
+    """Numbers that FP8 has: the interpreter rounds others wrongly."""
+    fresh_seed()
+    k = 330
+    data = torch.randn(3, k).mul_(20).to(FP8).float()
+    data[:, ::FP8_GROUP] = 448  # Of each group.
+    data[1] = 0
+    x = (data * torch.tensor([[2.0**-12], [1.0], [0.25]])).half()
+    with kernel_module("fp8_rows", tmp_path) as module:
+        found = module.quantise_rows(x, has_groups=has_groups)
+    assert found.rows == 3
+    assert torch.equal(found.data[:3].float(), data)
+    assert torch.equal(found.data[:3].float() * _wide_scales(found, k), x.float())
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+def test_rows_are_activated(has_groups: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    k = 330
+    x = draw(3, 2 * k)
+    with kernel_module("fp8_rows", tmp_path) as module:
+        found = module.quantise_rows(x, has_groups=has_groups, is_gated=True)
+    gate, up = x.float().chunk(2, dim=1)
+    values = F.silu(gate) * up
+    parts = F.pad(values, (0, -k % FP8_GROUP)).view(3, -1, FP8_GROUP)
+    largest = parts.abs().amax(dim=2).T if has_groups else values.abs().amax(dim=1)
+    torch.testing.assert_close(found.scales[..., :3], largest / 448)
+    wide = found.data[:3].float() * _wide_scales(found, k)
+    # At worst the interpreter halves a number.
+    assert ((wide - values).abs() <= 0.55 * values.abs() + largest.max() * 2**-14).all()
+
+
+def _wide_scales(rows: Fp8Rows, k: int) -> torch.Tensor:
+    if not rows.has_groups:
+        return rows.scales[:, None]
+    return rows.scales.T.repeat_interleave(FP8_GROUP, 1)[: rows.rows, :k]
+
+
+@pytest.mark.parametrize("block_rows", [0, 128])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(
+    "shape", [TileShape(16, 32, FP8_GROUP, 4, 2, True), TileShape(32, 64, FP8_GROUP, 4, 2)]
+)
+def test_tiles(shape: TileShape, is_gated: bool, block_rows: int, tmp_path: Path) -> None:
+    fresh_seed()
+    rows, k, columns = 37, 300, 256
+    n = 2 * columns if is_gated else 140
+    columns = columns if is_gated else n
+    matrix = draw_matrix(n, k, block_rows)
+    whole = 48 if block_rows else rows
+    data = torch.full((whole, k), float("nan")).to(FP8)
+    data[:rows] = torch.randn(rows, k).mul_(50).to(FP8)
+    groups = -(-k // FP8_GROUP)
+    scales = (0.5 + torch.rand(*((groups, whole) if block_rows else (whole,)))) / 50
+    scales[..., rows:] = float("nan")
+    given = FewRows(draw(n), None if is_gated else draw(rows, columns), is_gated)
+    x, out = Fp8Rows(data, scales, rows), empty(rows, columns)
+    with kernel_module("fp8_tiles", tmp_path) as module:
+        module.multiply_fp8(
+            x, matrix, out, given.bias, given.residual, is_gated=is_gated, shape=shape
+        )
+    wide = data[:rows].float() * _wide_scales(x, k)
+    expected = exact(wide, matrix, given, torch.float64)
+    assert_as_exact(out, exact(wide, matrix, given, torch.float32).half(), expected)
