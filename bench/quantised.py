@@ -31,9 +31,12 @@ from tokenizers import Tokenizer
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.loop.llm import LLM
-from weft.engine.model.batch import ForwardBatch
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.loader import load_model
+from weft.engine.model.step import Step
+from weft.kernels.attention import GroupStep
 
 FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
@@ -119,27 +122,32 @@ def log_probabilities(model: DecoderOnlyLM, tokens: Sequence[int]) -> torch.Tens
     num_pages = -(-count // PAGE_SIZE)
     pool = torch.zeros(model.kv_layout(PAGE_SIZE).pool_shape(num_pages), dtype=model.dtype)
     positions = torch.arange(count)
-    batch = ForwardBatch(
-        token_ids=torch.tensor(tokens),
-        positions=positions,
+    group = GroupStep(
+        page_table=torch.arange(num_pages, dtype=torch.int32)[None],
+        places=positions,
         cu_q_lens=torch.tensor([0, count], dtype=torch.int32),
         kv_lens=torch.tensor([count], dtype=torch.int32),
-        page_table=torch.arange(num_pages, dtype=torch.int32)[None],
-        slots=positions,
-        logits_rows=positions,
         max_q_len=count,
         max_kv_len=count,
     )
+    step = Step(
+        token_ids=torch.tensor(tokens),
+        positions=positions,
+        groups=(group,),
+        logits_rows=positions,
+    )
     with torch.inference_mode():
-        return model.logits(model.forward_all(batch, pool)).log_softmax(-1)
+        return model.logits(model.forward_all(step, pool)).log_softmax(-1)
 
 
 def product_bytes(model: DecoderOnlyLM) -> int:
     """Memory of the products' numbers; scales are a thousandth of it."""
     total = model.lm_head.weight.data.nbytes
     for layer in model.model.layers:
-        mlp = layer.packed.mlp
-        parts = (layer.packed.qkv, layer.packed.o, mlp.gate_up, mlp.down)  # type: ignore[union-attr]
+        mixer, feed = layer.mixer, layer.feed
+        assert isinstance(mixer, Attention)
+        assert isinstance(feed, GatedMLP)
+        parts = (mixer.qkv_proj, mixer.o_proj, feed.gate_up_proj, feed.down_proj)
         total += sum(part.data.nbytes for part in parts)
     return total
 
