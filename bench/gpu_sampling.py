@@ -134,11 +134,11 @@ def bench(kind: str, batch: int, vocab: int) -> Row:
         set_masks(theirs, masks)
         copy = logits.to("cpu", non_blocking=True)
         torch.cuda.current_stream().synchronize()
-        return theirs.sample(copy, slots, np.full(batch, position)).token_ids
+        return theirs.draw(copy, slots, np.full(batch, position)).token_ids
 
     def by_device(position: int = 100) -> np.ndarray:
         set_masks(ours, masks)
-        return ours.sample(logits, slots, np.full(batch, position)).token_ids
+        return ours.draw(logits, slots, np.full(batch, position)).token_ids
 
     for position in range(4):
         assert np.array_equal(by_device(position), by_host(position)), kind

@@ -128,7 +128,7 @@ def request_log(path: Path) -> Iterator[Arrival]:
     for prompt in logged:
         ids = prompt.prompt_ids or []
         pages = ShortKeys(ids, PAGE_SIZE, bytes(32)).upto(len(ids) // PAGE_SIZE)
-        num_output = sum(sample.num_tokens for sample in prompt.draws)
+        num_output = sum(sample.num_tokens for sample in prompt.samples)
         yield Arrival(prompt.time - logged[0].time, ids, pages, num_output, prompt.request_id)
 
 

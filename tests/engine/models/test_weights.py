@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from weft.engine.base.errors import ModelError
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import o_spec, qkv_spec
-from weft.engine.model.layers.linear import Linear
 from weft.engine.model.layers.mlp import GatedMLP, down_spec, gate_up_spec
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.loader import load_model
@@ -22,7 +21,7 @@ from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, OneDnnForm, pack_gate_up, pack_linear
+from weft.kernels.linear import LinearWeight, OneDnnForm, linear, pack_gate_up, pack_linear
 from weft.kernels.moe import ExpertWeights
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import (
@@ -200,9 +199,9 @@ def test_results_of_shards_of_the_input_add_up_to_those_of_the_whole(biased: Pat
     x = torch.randn(5, INNER, generator=torch.Generator().manual_seed(1))
     with Checkpoint(biased) as file:
         below = "model.layers.0.mlp"
-        whole = Linear(open_weights(file).at(below).linear(DOWN))(x)
+        whole = linear(x, open_weights(file).at(below).linear(DOWN))
         parts = [
-            Linear(open_weights(file, Shard(rank, 2)).at(below).linear(DOWN))(part.contiguous())
+            linear(part.contiguous(), open_weights(file, Shard(rank, 2)).at(below).linear(DOWN))
             for rank, part in enumerate(x.chunk(2, 1))
         ]
     torch.testing.assert_close(parts[0] + parts[1], whole)

@@ -67,7 +67,7 @@ def test_a_mask_that_stays_allows_stop_tokens_after_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 4.0
     drawn = [
-        device.sample(logits, np.array([1]), np.array([3 + step])).token_ids.tolist()
+        device.draw(logits, np.array([1]), np.array([3 + step])).token_ids.tolist()
         for step in range(4)
     ]
     assert drawn == [[9], [9], [7], [7]]
@@ -112,7 +112,7 @@ def test_both_samplers_draw_and_report_the_same() -> None:
             # What the device has counts: positions of the host may be later ones.
             output_of = device.begin(logits, slots, positions + 7, on_device).wait()
         else:
-            output_of = device.sample(logits, slots, positions)
+            output_of = device.draw(logits, slots, positions)
         assert torch.equal(logits, before)
         assert output_of.token_ids.tolist() == expected.token_ids.tolist(), step
         assert output_of.errors.keys() == expected.errors.keys()
@@ -174,7 +174,7 @@ def test_rows_with_masks_of_their_own_draw_as_their_slots_do_now(seed: int) -> N
             alone.add(slot, device._rows[slot], [5], [])
             alone.set_mask(slot, masks[row])
             place = np.array([slot]), positions[row : row + 1]
-            assert found[row] == alone.sample(logits[row : row + 1], *place).token_ids[0]
+            assert found[row] == alone.draw(logits[row : row + 1], *place).token_ids[0]
 
 
 def test_a_slot_is_free_again_where_there_was_no_memory_for_it(

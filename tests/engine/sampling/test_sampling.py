@@ -360,7 +360,7 @@ def test_several_rows_of_a_sample_are_changed_back_each(native: bool) -> None:
     for index in range(3):
         alone = Sampler(vocab, 1, use_native=native)
         alone.add(0, row, (1, 2), ())
-        one = alone.sample(logits[index : index + 1].clone(), np.array([0]), positions[index:][:1])
+        one = alone.draw(logits[index : index + 1].clone(), np.array([0]), positions[index:][:1])
         assert one.token_ids[0] == together.token_ids[index]
         assert one.logprobs[0] == together.logprobs[index]
 

@@ -221,7 +221,7 @@ def test_what_waits_for_a_disk_is_bounded_in_tokens(
     log = RequestLog(path, 1 << 20, 1)
     for prompt in prompts(20):
         prompt.prompt_ids = [7] * 90
-        prompt.draws = [LoggedSample(ids=[8] * 10)]
+        prompt.samples = [LoggedSample(ids=[8] * 10)]
         log.write(prompt, lambda _: assert_is_set(is_back))
     assert log.num_dropped == 10
     is_back.set()

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from weft.common.worker import sabotage as of_workers
 from weft.engine.base.errors import FaultsDisabled, InjectedFault, InvalidRequest
 from weft.engine.base.faults import BOARD, KINDS, FaultBoard, FaultPoint, FaultSpec
+from weft.gateway import sabotage as of_gateways
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -117,4 +119,6 @@ def test_every_point_is_passed_somewhere_and_every_kind_is_used() -> None:
     names = dict(re.findall(r'^([A-Z_]+) = FaultPoint\(\s*"([a-z.]+)"', source, re.M))
     assert sorted(names.values()) == sorted(point.name for point in BOARD.points)
     assert [name for name in names if f"faults.{name}" not in text] == []
-    assert {kind for point in BOARD.points for kind in point.kinds} == set(KINDS)
+    sabotages = [point for one in (of_workers, of_gateways) for point in vars(one).values()]
+    points = [*BOARD.points, *(one for one in sabotages if isinstance(one, FaultPoint))]
+    assert {kind for point in points for kind in point.kinds} == set(KINDS)
