@@ -110,25 +110,25 @@ def test_packed_weights_are_those_of_a_plain_reading(
     for number, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{number}"
         attention = f"{prefix}.self_attn"
-        assert torch.equal(layer.input_layernorm.weight, taken(f"{prefix}.input_layernorm"))
+        assert torch.equal(layer.input_norm.weight, taken(f"{prefix}.input_layernorm"))
         post = taken(f"{prefix}.post_attention_layernorm")
-        assert torch.equal(layer.post_attention_layernorm.weight, post)
+        assert torch.equal(layer.post_norm.weight, post)
         qkv = pack_linear(*product(attention, "q_proj", "k_proj", "v_proj"))
-        assert_alike(layer.self_attn.qkv_proj.weight, qkv)
-        assert_alike(layer.self_attn.o_proj.weight, pack_linear(*product(attention, "o_proj")))
+        assert_alike(layer.mixer.qkv_proj, qkv)
+        assert_alike(layer.mixer.o_proj, pack_linear(*product(attention, "o_proj")))
         for name in ("q_norm", "k_norm"):
-            norm = getattr(layer.self_attn, name)
+            norm = getattr(layer.mixer, name)
             if norm is not None:
                 assert torch.equal(norm.weight, taken(f"{attention}.{name}"))
-        if isinstance(layer.mlp, GatedMLP):
+        if isinstance(layer.feed, GatedMLP):
             gate_up = pack_gate_up(*product(f"{prefix}.mlp", "gate_proj", "up_proj"))
-            assert_alike(layer.mlp.gate_up_proj.weight, gate_up)
+            assert_alike(layer.feed.gate_up_proj, gate_up)
             down = pack_linear(*product(f"{prefix}.mlp", "down_proj"))
-            assert_alike(layer.mlp.down_proj.weight, down)
+            assert_alike(layer.feed.down_proj, down)
             continue
-        assert isinstance(layer.mlp, SparseMLP)
-        assert_alike(layer.mlp.weight.router, pack_linear(taken(f"{prefix}.mlp.gate")))
-        experts, below = layer.mlp.weight.experts, f"{prefix}.mlp.experts"
+        assert isinstance(layer.feed, SparseMLP)
+        assert_alike(layer.feed.weight.router, pack_linear(taken(f"{prefix}.mlp.gate")))
+        experts, below = layer.feed.weight.experts, f"{prefix}.mlp.experts"
         stacks = [tensors.pop(f"{below}.{n}", None) for n in ("gate_up_proj", "down_proj")]
         assert experts.num_experts == EXPERTS
         for expert, (w13, w2) in enumerate(zip(experts.w13, experts.w2, strict=True)):
