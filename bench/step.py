@@ -209,7 +209,7 @@ class Bench:
         """Seconds for a prompt of LONG_PROMPT_TOKENS, from submit to its first token."""
         inbox: Inbox | None = Inbox(submits=[self.submit(LONG_PROMPT_TOKENS, 1)])
         started_s = time.perf_counter()
-        while not any(batch.finished for batch in self.turn(inbox, None).sessions):
+        while not any(batch.finished for batch in self.turn(inbox, None).gateways):
             inbox = None
         took_s = time.perf_counter() - started_s
         self.engine.memory.flush_cache()
@@ -237,7 +237,7 @@ class Bench:
         )
         digest = bytes(32)
         prefixes = PrefixTree(PAGE_SIZE)
-        plane = Transport(config, DirectExchange(executor.pool_bytes), lambda: None)
+        transport = Transport(config, DirectExchange(executor.pool_bytes), lambda: None)
         info = EngineInfo(
             epoch=1,
             model_digest=digest,
@@ -251,8 +251,8 @@ class Bench:
             layers=LAYOUT.plane.layers,
             kv_heads=LAYOUT.plane.heads,
             head_dim=LAYOUT.plane.dim,
-            transports=plane.transports,
-            transport_detail=plane.describe(),
+            transports=transport.transports,
+            transport_detail=transport.describe(),
             versions={},
             notices=[],
             engine_pid=0,
@@ -264,7 +264,7 @@ class Bench:
             prefixes=prefixes,
             intake=Intake(config, LAYOUT, digest, self._vocab_size, (), MAX_CONTEXT_TOKENS),
             constraints=Constraints(config, self._vocab_size, frozenset(), lambda: None),
-            plane=plane,
+            transport=transport,
             info=info,
         )
 

@@ -91,9 +91,12 @@ def run(visits: Sequence[Visit], target: Target, num_processes: int) -> list[Out
 def _run_share(visits: list[Visit], target: Target, start: float) -> list[Outcome]:
     client = RestClient(target.url)
     offset = time.perf_counter() - time.monotonic()
-    gc.disable()
-    with new_runner() as runner:
-        return runner.run(_Share(client, target, start + offset).run(visits))
+    gc.disable()  # A collection would show up as a late event.
+    try:
+        with new_runner() as runner:
+            return runner.run(_Share(client, target, start + offset).run(visits))
+    finally:
+        gc.enable()
 
 
 class _Share:

@@ -399,9 +399,11 @@ def main(is_full: bool) -> None:
         compiled.add(kernel.fn.__name__)
         return launch(kernel, *args, grid=grid, warmup=True, **options)
 
-    def product(x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """`torch.mm`, which has no such argument on a CPU."""
-        return (x @ y).to(out_dtype)
+    def product(
+        x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """`torch.mm`, which has no `out_dtype` on a CPU."""
+        return (x @ y).to(out_dtype or x.dtype)
 
     driver.set_active(NoDevice())
     with (
