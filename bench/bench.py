@@ -34,8 +34,8 @@ from serving.setup import ROOT, MachineUse, describe_lines, describe_setup, has_
 from serving.workload import Prompts
 from tokenizers import Tokenizer
 from weft.common.worker.engine_client import SPIN_COUNT
-from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.checkpoint.resolve import resolve_model
 
 ROWS = ("throughput", "prompts", "mixed", "first-token", "shipping")
 SYSTEMS = ("rest", "grpc", "engine", "transformers")

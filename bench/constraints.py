@@ -46,7 +46,8 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.cores import num_cores
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.demo import DEMO_NAME, resolve_model
+from weft.engine.checkpoint.demo import DEMO_NAME
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.drawing.draws import Drawing
 from weft.engine.drawing.sampler import Sampler, SampleRow
 from weft.engine.features.constraints.constraints import Constraints

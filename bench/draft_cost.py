@@ -42,8 +42,8 @@ from weft.engine.base.config import MAX_TREE_REQUESTS
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.executor.drafts.tree_graphs import TreeArrays
 from weft.engine.executor.step_input import StepInput
 from weft.engine.features.speculative.eagle import EagleDrafter

@@ -56,7 +56,7 @@ from serving.load import Raw, new_runner
 from serving.mesh import WEFT, MeshProcess
 from serving.rest_client import RestClient, messages
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.resolve import resolve_model
 
 SYSTEMS = {
     "apart": "--prefill 1 --decode 1 --local-prefill-max-tokens 0 --device {0},{1}",

@@ -39,8 +39,8 @@ from serving.setup import describe_lines, describe_setup
 from speculation import ANSWER, DRAFT, PROMPTS, ServedModel, lasting, read_prompts
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.features.speculative.eagle import EagleDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.scheduler.plan import Plan

@@ -43,7 +43,7 @@ from rich.progress import Progress
 from rich.table import Table
 from serving.setup import ROOT, MachineUse, describe_lines, describe_setup
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.llm import LLM
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Submit

@@ -29,7 +29,7 @@ from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from tokenizers import Tokenizer
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.llm import LLM
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention

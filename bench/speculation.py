@@ -55,8 +55,8 @@ from transformers import AutoTokenizer
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.checkpoint.adapters.files import DRAFT_FOLDER
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.features.constraints.grammar import GrammarSource
 from weft.engine.features.constraints.masks import ConstraintState
 from weft.engine.features.constraints.vocabulary import load_vocabulary

@@ -48,7 +48,7 @@ from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.protocol.messages import Inbox, Outbox

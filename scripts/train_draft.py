@@ -50,7 +50,7 @@ from draft_training.writing import Writer, answer_held_out, write_held_out, writ
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.llm import LLM
 
 HELD_OUT = Path(__file__).with_name("draft_training") / "held_out.json"

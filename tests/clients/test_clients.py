@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weft.engine.checkpoint.demo import DEMO_NAME, resolve_model
+from weft.engine.checkpoint.demo import DEMO_NAME
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.testing.meshes.local_mesh import MODEL, LocalMesh
 
 HERE = Path(__file__).parent

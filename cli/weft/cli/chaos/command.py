@@ -159,7 +159,7 @@ def _model(name: str, folder: Path, seed: int) -> tuple[Path, str]:
     if name == TINY_NAME:
         return make_tiny_model(folder / TINY_NAME, seed), TINY_NAME
     # Here, for `--help` to be quick.
-    from weft.engine.checkpoint.demo import resolve_model
+    from weft.engine.checkpoint.resolve import resolve_model
 
     path = resolve_model(name)
     return path, path.name

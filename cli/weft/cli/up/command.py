@@ -126,7 +126,7 @@ def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None
 
 
 def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
-    """Names and directories of the models; the demo model is converted first if need be.
+    """Names and directories of the models, which are converted or downloaded first if need be.
 
     Raises:
         WeftError: The workers would refuse a model, its dtype or its quantisation. Nothing has
@@ -135,9 +135,9 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     # Here, for `weft up --help` to be quick.
     from weft.cli.model import progress_bar
     from weft.engine.checkpoint.config import ModelConfig
-    from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, resolve_model
     from weft.engine.checkpoint.dtypes import resolve_dtype
     from weft.engine.checkpoint.quantization import resolve_quantization
+    from weft.engine.checkpoint.resolve import default_name, resolve_model
 
     for device in settings.device:
         resolve_dtype(settings.dtype, device)
@@ -149,8 +149,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         for device in settings.device or ["cpu"]:
             resolve_quantization(settings.quantization, config.quantization, device)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
-        default = DEMO_MODEL if model == DEMO_NAME else path.name
-        models.append(ModelFolder(given or default, path))
+        models.append(ModelFolder(given or default_name(model, path), path))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(

@@ -47,13 +47,13 @@ class UpSettings(Settings):
         ["demo"],
         min_length=1,
         max_length=16,
-        description="`demo`, or a Hugging Face model directory (a comma in it is written \\,); "
-        "several are served side by side",
+        description="`demo`, a Hugging Face model directory (a comma in it is written \\,), or a "
+        "name on the hub, ORG/NAME[@REVISION]; several are served side by side",
     )
     model_name: list[str] = Field(
         [],
         description="names in requests, in the order of the models; default = the directory's "
-        "name, or demo's own",
+        "name, the hub's ORG/NAME, or demo's own",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

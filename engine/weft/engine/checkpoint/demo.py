@@ -38,27 +38,6 @@ def demo_dir() -> Path:
     return cache_folder() / "models" / DEMO_MODEL / _VERSION
 
 
-def resolve_model(model: str, progress: Progress | None = None) -> Path:
-    """The directory of a model: `demo`, converted first if need be, or a path.
-
-    Args:
-        model: `demo` or a Hugging Face directory.
-        progress: Called with (bytes written, bytes in all) while the demo model is converted.
-
-    Raises:
-        ModelError: There is no such directory, or the demo model cannot be converted.
-    """
-    if model == DEMO_NAME:
-        return convert_demo(progress)
-    path = Path(model).expanduser()
-    if not (path / "config.json").is_file():
-        raise ModelError(
-            f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json",
-            param="model",
-        )
-    return path.resolve()
-
-
 def convert_demo(progress: Progress | None = None, *, force: bool = False) -> Path:
     """Converts the demo model unless that was done before.
 

@@ -1,0 +1,55 @@
+"""What a user may give as a model, and the folder that it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint import hub
+from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, convert_demo
+from weft.engine.checkpoint.files import Progress
+
+
+def resolve_model(model: str, progress: Progress | None = None) -> Path:
+    """The directory of a model, made or downloaded first if need be.
+
+    Args:
+        model: `demo`, a Hugging Face directory, or a name on a hub: `organisation/name`, with
+            `@revision` or without. A directory of that name comes first.
+        progress: Called with (bytes written, bytes in all) while the demo model is converted.
+
+    Raises:
+        ModelError: There is no such model, or it cannot be converted or downloaded.
+    """
+    if model == DEMO_NAME:
+        return convert_demo(progress)
+    path = Path(model).expanduser()
+    if _is_model_folder(path):
+        return path.resolve()
+    name = hub.HubName.parse(model)
+    if name is None or path.exists():
+        raise ModelError(
+            f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json nor a "
+            "name on the hub (organisation/name[@revision])",
+            param="model",
+        )
+    return hub.pull(name)
+
+
+def default_name(model: str, folder: Path) -> str:
+    """What a model is called in requests if its user gives it no name.
+
+    Args:
+        model: As in `resolve_model`.
+        folder: What that returned.
+    """
+    if model == DEMO_NAME:
+        return DEMO_MODEL
+    name = hub.HubName.parse(model)
+    if name is None or _is_model_folder(Path(model).expanduser()):
+        return folder.name
+    return name.repository
+
+
+def _is_model_folder(path: Path) -> bool:
+    return (path / "config.json").is_file()
