@@ -278,6 +278,9 @@ def test_model_directory_variants(tmp_path: Path) -> None:
         ("tokenizer.json", "{}"),
         ("generation_config.json", "{"),
         ("generation_config.json", '{"eos_token_id": ["x"]}'),
+        ("generation_config.json", '{"temperature": "hot"}'),
+        ("generation_config.json", '{"top_p": 0}'),
+        ("generation_config.json", '{"top_k": 1.5}'),
     ],
 )
 def test_bad_model_directories(tmp_path: Path, file: str, content: str | None) -> None:

@@ -115,6 +115,7 @@ class GatewayApp:
                 settings.max_context_tokens,
                 tool_parser=settings.tool_parser,
                 reasoning_parser=settings.reasoning_parser,
+                has_own_sampling=settings.generation_config == "auto",
             )
             for name, folder in settings.model_folders
         ]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from weft.engine.base.request import Constraint
+from weft.engine.base.request import (
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    Constraint,
+)
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
 
@@ -46,15 +50,40 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn; bounds are those of `weft.v1.SamplingParams`."""
+class SamplingDefaults:
+    """What applies where a request does not say; a model may have defaults of its own."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Number of most likely tokens to draw from; 0: all."""
+    """See `Sampling`, as for the others."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+SAMPLING_RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+}
+"""Least and largest value of what a model may have a default of; top_p is above its least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn; bounds are those of `weft.v1.SamplingParams`.
+
+    None of the first five: the model's default.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """Number of most likely tokens to draw from; 0: all."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -64,6 +93,15 @@ class Sampling:
     constraint: Constraint | None = None
     speculate: bool = True
     """Whether tokens may be drafted; the text is the same."""
+
+    def with_defaults(self, defaults: SamplingDefaults) -> Sampling:
+        """The same with the defaults where the client said nothing."""
+        missing = {
+            field.name: getattr(defaults, field.name)
+            for field in fields(defaults)
+            if getattr(self, field.name) is None
+        }
+        return replace(self, **missing) if missing else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,11 @@ class GatewaySettings(ServiceSettings):
         [],
         description="further models, NAME=DIRECTORY each; workers report which one they serve",
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="defaults of temperature, top_p, top_k, min_p and repetition_penalty; auto = "
+        "those of the model's generation_config.json, none = the API's own",
+    )
     tool_parser: Literal[
         "auto",
         "hermes",

@@ -9,14 +9,13 @@ from weft.engine.base.request import (
     MAX_CONSTRAINT_BYTES,
     MAX_MARK_TOKENS,
     MAX_PRIORITY,
-    MAX_REPETITION_PENALTY,
     MAX_SESSION_ID_BYTES,
     MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
     Constraint,
 )
 from weft.gateway.admission.slo.targets import MAX_TARGET_S, MIN_TARGET_S, Targets
 from weft.gateway.request import (
+    SAMPLING_RANGES,
     ChatPrompt,
     GenerateRequest,
     PreparedPrompt,
@@ -174,18 +173,11 @@ def _check_prompts(request: GenerateRequest, model: ModelCard, max_prompts: int)
 
 def check_sampling(sampling: Sampling, vocabulary_size: int) -> None:
     """Raises InvalidRequest for a sampling parameter out of its range."""
-    check_range("temperature", sampling.temperature, 0, 100)
-    check_range("top_p", sampling.top_p, 0, 1, above=True)
-    check_range("min_p", sampling.min_p, 0, 1)
-    check_range(
-        "repetition_penalty",
-        sampling.repetition_penalty,
-        MIN_REPETITION_PENALTY,
-        MAX_REPETITION_PENALTY,
-    )
+    for name, (low, high) in SAMPLING_RANGES.items():
+        if (value := getattr(sampling, name)) is not None:
+            check_range(name, value, low, high, above=name == "top_p")
     check_range("presence_penalty", sampling.presence_penalty, -2, 2)
     check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    check_range("top_k", sampling.top_k, 0, MAX_TOKENS)
     check_range("n", sampling.n, 1, MAX_SAMPLES)
     if sampling.seed is not None:
         check_range("seed", sampling.seed, -(2**63), 2**64 - 1)

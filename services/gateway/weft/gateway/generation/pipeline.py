@@ -259,7 +259,11 @@ class RequestPipeline:
         check_request(request, card, self._settings.max_prompts)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
-        request = replace(request, targets=request.targets.over(terms.targets))
+        request = replace(
+            request,
+            targets=request.targets.over(terms.targets),
+            sampling=request.sampling.with_defaults(card.sampling),
+        )
         account.request = request
         gated = account.gated = self._gated_request(served, request, account.arrival)
         charge = account.charge = self.limits.begin(tenant, terms, account.arrival)

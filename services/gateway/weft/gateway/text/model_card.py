@@ -15,6 +15,7 @@ from weft.engine.base.errors import ModelError
 from weft.engine.base.request import Reasoning
 from weft.engine.base.tokenizer_files import read_json, read_tokenizer
 from weft.engine.checkpoint.adapters.files import TOKENIZER_FILE
+from weft.gateway.request import SAMPLING_RANGES, SamplingDefaults
 from weft.gateway.text.answer.formats import (
     FORMATS,
     REASONING_FORMATS,
@@ -55,6 +56,8 @@ class ModelCard:
     tool_parser: str
     reasoning_parser: str
     """Settings by which these two were found."""
+    sampling: SamplingDefaults
+    """What applies where a request does not say."""
     eos_ids: frozenset[int]
     vocabulary_size: int
     """First invalid id; the model's size, which may exceed the tokenizer's."""
@@ -104,6 +107,7 @@ def load_model_card(
     *,
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
+    has_own_sampling: bool = True,
 ) -> ModelCard:
     """Reads a Hugging Face model directory.
 
@@ -115,6 +119,7 @@ def load_model_card(
         tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
         reasoning_parser: Name of a `ReasoningFormat`, "none", or "auto" = what the chat template
             says.
+        has_own_sampling: Whether the sampling of generation_config.json is the default of requests.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -131,6 +136,7 @@ def load_model_card(
         **parts,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        sampling=_sampling(folder, generation_config) if has_own_sampling else SamplingDefaults(),
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
         vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
         max_context_tokens=min(context, max_context_tokens or context),
@@ -167,6 +173,24 @@ def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
         eos_ids=model.eos_ids | _eos_ids({}, {}, parts["tokenizer"], specials),
         vocabulary_size=max(model.vocabulary_size, 1 + max(own.values())),
     )
+
+
+def _sampling(folder: Path, generation_config: dict[str, Any]) -> SamplingDefaults:
+    """The defaults that the model's authors recommend."""
+    given: dict[str, Any] = {}
+    for name, (low, high) in SAMPLING_RANGES.items():
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        kinds = int if name == "top_k" else (int, float)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
+            raise ModelError(
+                f"{folder / 'generation_config.json'}: {name} is {value!r:.40}; it must be a "
+                f"number from {low} to {high}. Mend it, or give --generation-config none"
+            )
+        given[name] = value
+    return SamplingDefaults(**given)
 
 
 def _read_tokenizer(

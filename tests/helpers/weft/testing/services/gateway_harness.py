@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,18 @@ async def gateway(
     step_s: float = 0.002,
     discovery: Discovery | None = None,
     adapter_root: Path | None = None,
+    generation: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Harness]:
-    """Starts workers and a gateway in front of them."""
+    """Starts workers and a gateway in front of them.
+
+    `generation`: what the model's generation_config.json says besides.
+    """
     tokenizer = tokenizer or byte_level_bpe()
     model_dir = write_model_dir(folder / MODEL, tokenizer, max_context_tokens)
+    if generation is not None:
+        file = model_dir / "generation_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | dict(generation)))
     workers = [
         FakeWorker(
             MODEL,

@@ -16,10 +16,10 @@ class OptionsBody(StrictPart):
     num_predict: int | None = Field(
         None, description="most tokens generated; -1 or -2, or absent: up to the context"
     )
-    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default 1")
-    top_k: int | None = Field(None, description="candidates kept; 0 or -1 = all, the default")
-    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default 1")
-    min_p: float | None = Field(None, description="0 to 1, default 0")
+    temperature: float | None = Field(None, description="0 = greedy; 0 to 100, default the model's")
+    top_k: int | None = Field(None, description="0 or -1 = all candidates, default the model's")
+    top_p: float | None = Field(None, description="nucleus mass, above 0 to 1, default the model's")
+    min_p: float | None = Field(None, description="0 to 1, default the model's")
     seed: int | None = Field(None, description="64-bit; same seed, same text; -1 = random")
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     repeat_penalty: float | None = Field(

@@ -238,6 +238,9 @@ class ModelAnswer(Answer):
     max_model_len: int = Field(description="context length, in tokens")
     root: str = Field(description="of an adapter its folder; else the model")
     parent: str | None = Field(description="base model of an adapter")
+    default_sampling_params: dict[str, float] = Field(
+        description="what applies where a request does not say"
+    )
 
 
 class AdapterAnswer(Answer):

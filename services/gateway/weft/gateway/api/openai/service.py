@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 
 from google.api.httpbody_pb2 import HttpBody
@@ -338,6 +338,7 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "max_model_len": served.context_tokens,
         "root": served.model.name if entry is None else entry.path,
         "parent": None if entry is None else entry.model,
+        "default_sampling_params": asdict(served.model.sampling),
     }
 
 

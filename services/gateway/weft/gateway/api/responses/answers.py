@@ -49,12 +49,12 @@ class ResponseAnswer(BaseModel):
     reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: str
-    temperature: float
+    temperature: float | None
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
-    top_p: float
+    top_p: float | None
     truncation: str
     user: str | None
 
