@@ -47,8 +47,9 @@ class UpSettings(Settings):
         ["demo"],
         min_length=1,
         max_length=16,
-        description="`demo`, a Hugging Face model directory (a comma in it is written \\,), or a "
-        "name on the hub, ORG/NAME[@REVISION]; several are served side by side",
+        description="`demo`, a Hugging Face model directory (a comma in it is written \\,), a name "
+        "on the hub, ORG/NAME[@REVISION], or the URL of a folder in an object store; several are "
+        "served side by side",
     )
     model_name: list[str] = Field(
         [],

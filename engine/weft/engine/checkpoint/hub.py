@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from weft.engine.base.errors import ModelError
@@ -71,6 +72,13 @@ class CachedModel:
     num_bytes: int
     problem: str
     """Why it cannot be served; empty if nothing speaks against it."""
+
+
+def is_wanted(path: str) -> bool:
+    """Whether a file of a model, by its path in the model's folder, is needed to serve it."""
+    return not any(fnmatch(path, ignored) for ignored in _IGNORED) and any(
+        fnmatch(path, allowed) for allowed in _ALLOWED
+    )
 
 
 def pull(name: HubName) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint import hub
+from weft.engine.checkpoint import hub, object_store
 from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, convert_demo
 from weft.engine.checkpoint.files import Progress
 
@@ -14,8 +14,9 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model, made or downloaded first if need be.
 
     Args:
-        model: `demo`, a Hugging Face directory, or a name on a hub: `organisation/name`, with
-            `@revision` or without. A directory of that name comes first.
+        model: `demo`, a Hugging Face directory, a name on a hub (`organisation/name`, with
+            `@revision` or without; a directory of that name comes first), or the URL of a folder
+            in an object store.
         progress: Called with (bytes written, bytes in all) while the demo model is converted.
 
     Raises:
@@ -23,6 +24,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """
     if model == DEMO_NAME:
         return convert_demo(progress)
+    if object_store.is_url(model):
+        return object_store.fetch(model)
     path = Path(model).expanduser()
     if _is_model_folder(path):
         return path.resolve()
@@ -30,7 +33,7 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     if name is None or path.exists():
         raise ModelError(
             f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json nor a "
-            "name on the hub (organisation/name[@revision])",
+            "name on the hub (organisation/name[@revision]) nor a URL",
             param="model",
         )
     return hub.pull(name)

@@ -1,0 +1,64 @@
+"""Models from stores that fsspec knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint import object_store
+from weft.engine.checkpoint.resolve import default_name, resolve_model
+from weft.engine.model.loader import load_model
+from weft.testing.models.tiny_models import make_tiny
+
+URL = "memory://bucket/models/tiny"
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(object_store, "cache_folder", lambda: tmp_path / "cache")
+    folder = make_tiny("llama", tmp_path / "source", shards=2)
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    store = fsspec.filesystem("memory")
+    store.put(f"{folder}/", "/bucket/models/tiny/", recursive=True)
+    yield folder
+    store.rm("/bucket", recursive=True)
+
+
+def test_a_model_is_fetched_and_later_only_what_has_changed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve_model(URL)
+    assert default_name(URL, folder) == "tiny"
+    assert load_model(folder, "float32").digest == load_model(source, "float32").digest
+    assert not (folder / "pytorch_model.bin").exists()
+    store, fetched = fsspec.filesystem("memory"), []
+    get_file = type(store).get_file
+
+    def record(self: object, path: str, *args: object, **options: object) -> None:
+        fetched.append(path.rpartition("/")[2])
+        get_file(self, path, *args, **options)
+
+    monkeypatch.setattr(type(store), "get_file", record)
+    assert resolve_model(URL) == folder
+    assert not fetched
+    store.pipe("/bucket/models/tiny/generation_config.json", b"{}")
+    store.rm("/bucket/models/tiny/model.safetensors.index.json")
+    resolve_model(URL)
+    assert fetched == ["generation_config.json"]
+    assert not (folder / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("memory://bucket/nothing", "config.json"),
+        ("nonsense://bucket/m", "nonsense"),
+        ("s3://bucket/m", "s3fs"),
+    ],
+)
+def test_what_cannot_be_fetched_says_why(source: Path, url: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        resolve_model(url)
