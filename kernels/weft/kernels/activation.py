@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
+
+
+class Gating(NamedTuple):
+    """gate * sigmoid(alpha * gate) * (up + offset), both limited before.
+
+    SwiGLU (Shazeer 2020, arXiv 2002.05202) by default; gpt-oss limits both sides and has another
+    slope and offset (its model card, section 2.2).
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    """Largest gate, and largest magnitude of up; None: any."""
+    offset: float = 0.0
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * I], gate columns first -> [T, I], dtype of `x`; float32 within, or wider."""
+        gate, up = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)).to(x.dtype)
+
+
+SILU = Gating()
+"""silu(gate) * up."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

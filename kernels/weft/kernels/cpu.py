@@ -32,6 +32,9 @@ class WeightStruct(ctypes.Structure):
         ("in_features", ctypes.c_int64),
         ("is_bf16", ctypes.c_int32),
         ("gated", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("offset", ctypes.c_float),
     )
 
 

@@ -16,6 +16,7 @@ from weft.kernels.gpu.linear import (
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.moe import begin_ranks, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_parts import ExpertParts
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
@@ -193,5 +194,7 @@ def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
         to_experts,
         ranks,
         renormalise=w.renormalise,
+        form=w.form,
+        more=ExpertParts(experts.gating, experts.biases),
         is_fixed=is_fixed,
     )
