@@ -334,7 +334,9 @@ def _pack(
     if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
         weight = weight.dequantised(dtype)
     if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
-        return _pack_native(native, weight, bias, arena or WeightArena(0), dtype, gated=gated, gating=gating)
+        return _pack_native(
+            native, weight, bias, arena or WeightArena(0), dtype, gated=gated, gating=gating
+        )
     if not isinstance(weight, torch.Tensor):
         return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed, gating)
     if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():

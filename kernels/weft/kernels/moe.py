@@ -49,9 +49,9 @@ class RouterForm(NamedTuple):
     """How logits become the scores that experts are chosen by, and their shares.
 
     Scores are a softmax over all experts, or each expert's sigmoid. A correction takes part in the
-    choice alone (auxiliary-loss-free balancing, Wang et al., arXiv 2408.15664). With groups, experts
-    are chosen within the best ones (device-limited routing of DeepSeek-V2, arXiv 2405.04434, section
-    2.2; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    choice alone (auxiliary-loss-free balancing, Wang et al., arXiv 2408.15664). With groups,
+    experts are chosen within the best ones (DeepSeek-V2, arXiv 2405.04434, section 2.2, and
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     is_sigmoid: bool = False

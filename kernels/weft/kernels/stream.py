@@ -84,12 +84,34 @@ class Combine(NamedTuple):
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """See `Sum.added_to`."""
-        routing = route(self.router_logits(), self.w.top_k, renormalise=self.w.renormalise)
+        w = self.w
+        routing = route(self.router_logits(), w.top_k, renormalise=w.renormalise, form=w.form)
         to_experts = experts_addition(self.lora, self.layer)
-        return moe(self.x.value, routing, self.w.experts, value, to_experts)
+        return moe(self.x.value, routing, w.experts, value, to_experts)
 
 
-Pending = Sum | GatedSum | Combine
+class SharedCombine(NamedTuple):
+    """An addition of routed experts and of one that all rows have, both of the same rows."""
+
+    shared: GatedSum
+    gate: LinearWeight | None
+    """[1, H]: the shared expert's part is times its sigmoid; None: it is added as it is."""
+    routed: Combine
+
+    def shared_sum(self) -> Sum:
+        """The shared expert's part."""
+        found = self.shared.inner()
+        if self.gate is None:
+            return found
+        weight = linear(self.routed.x.value, self.gate, out_dtype=torch.float32).sigmoid_()
+        return found._replace(x=(found.x * weight).to(found.x.dtype))
+
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Sum.added_to`."""
+        return self.routed.added_to(self.shared_sum().added_to(value))
+
+
+Pending = Sum | GatedSum | Combine | SharedCombine
 """What a layer adds to the stream, as far as it has computed it."""
 
 

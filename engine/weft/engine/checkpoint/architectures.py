@@ -20,7 +20,9 @@ ENTRY_POINT_GROUP = "weft.models"
 _BUILT_IN = {
     "LlamaForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
+    "MixtralForCausalLM": ("weft.engine.model.archs.mixtral", "MixtralForCausalLM"),
     "Qwen2ForCausalLM": ("weft.engine.model.archs.qwen2", "Qwen2ForCausalLM"),
+    "Qwen2MoeForCausalLM": ("weft.engine.model.archs.qwen2_moe", "Qwen2MoeForCausalLM"),
     "Qwen3ForCausalLM": ("weft.engine.model.archs.qwen3", "Qwen3ForCausalLM"),
     "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
 }

@@ -6,7 +6,7 @@ Pure Python: services may read a model's limits without importing torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,12 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.moe_config import (
+    MoEConfig,
+    mixtral_experts,
+    qwen2_experts,
+    qwen_experts,
+)
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
 
 MAX_POSITIONS = 1 << 24
@@ -39,7 +45,10 @@ class _Family:
     """Layers with a sliding window; listed: by `layer_types` or `max_window_layers`."""
     has_window_switch: bool = False
     """Whether a sliding window applies only if `use_sliding_window` is set."""
-    has_experts: bool = False
+    default_window: int | None = _DEFAULT_WINDOW
+    """Window where there may be one and the file has no such field."""
+    experts: Callable[[Fields], MoEConfig] | None = None
+    """Reads the mixture of experts; None: there is none."""
 
 
 _FAMILIES = {
@@ -49,8 +58,10 @@ _FAMILIES = {
         qk_norm=True, head_dim=128, windows="listed", has_window_switch=True
     ),
     "Qwen3MoeForCausalLM": _Family(
-        qk_norm=True, has_experts=True, windows="all", has_window_switch=True
+        qk_norm=True, experts=qwen_experts, windows="all", has_window_switch=True
     ),
+    "MixtralForCausalLM": _Family(windows="all", default_window=None, experts=mixtral_experts),
+    "Qwen2MoeForCausalLM": _Family(qkv_bias=True, has_window_switch=True, experts=qwen2_experts),
 }
 
 
@@ -70,27 +81,6 @@ class RopeConfig:
     """llama3: wavelengths below original_max_positions / this stay as they are."""
     original_max_positions: int = 0
     """llama3: context length before the extension; 0 where it plays no part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """A mixture of experts that replaces the MLP in some layers."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    """Number of experts that each token is routed to."""
-    intermediate_size: int
-    """Inner width of one expert."""
-    norm_topk_prob: bool
-    """Whether the weights of a token's experts are normalised to sum to 1."""
-    decoder_sparse_step: int
-    """Every layer whose number, counted from 1, is a multiple of this has experts."""
-    mlp_only_layers: tuple[int, ...]
-    """Layers, from 0, that have one MLP nevertheless."""
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +207,7 @@ class ModelConfig:
             o_bias=attention_bias and family.qkv_bias is None,
             mlp_bias=fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
-            moe=_experts(fields) if family.has_experts else None,
+            moe=None if family.experts is None else family.experts(fields),
             sliding_window=_sliding_window(fields, family),
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
@@ -243,6 +233,8 @@ class ModelConfig:
         values = asdict(self)
         for name in _NOT_HIDDEN_STATES:
             del values[name]
+        if self.moe is not None:
+            values["moe"] = self.moe.values()
         for name in ("moe", "sliding_window"):
             if values[name] is None:
                 del values[name]
@@ -336,7 +328,7 @@ def _window_length(fields: Fields, family: _Family) -> int | None:
     if "sliding_window" not in fields:
         # Unlike a field that is absent, null means none.
         is_null = "sliding_window" in list(fields)
-        return None if is_null or family.windows == "none" else _DEFAULT_WINDOW
+        return None if is_null or family.windows == "none" else family.default_window
     return fields.positive("sliding_window")
 
 
@@ -399,22 +391,6 @@ def _rotation(fields: Fields, name: str) -> RopeConfig:
         )
     raise fields.error(
         f"{name}.rope_type", f"{kind!r} is not supported (default, linear and llama3 are)"
-    )
-
-
-def _experts(fields: Fields) -> MoEConfig:
-    """Number of experts; transformers 5 may call it `num_local_experts`."""
-    name = "num_experts" if "num_experts" in fields else "num_local_experts"
-    count, per_token = fields.positive(name), fields.positive("num_experts_per_tok")
-    if per_token > count:
-        raise fields.error("num_experts_per_tok", f"{per_token} of {count} experts")
-    return MoEConfig(
-        num_experts=count,
-        num_experts_per_tok=per_token,
-        intermediate_size=fields.positive("moe_intermediate_size"),
-        norm_topk_prob=fields.flag("norm_topk_prob", False),
-        decoder_sparse_step=fields.positive("decoder_sparse_step", 1),
-        mlp_only_layers=fields.indices("mlp_only_layers"),
     )
 
 

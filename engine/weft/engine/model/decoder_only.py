@@ -11,7 +11,7 @@ from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
-from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.moe import MoENames, SparseMLP
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
@@ -26,13 +26,23 @@ BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below
 `model.layers.<layer>.self_attn` and the table of cosines and sines."""
 BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
-"""Builds one layer's feed-forward part from configuration, layer number and the parameters below
-`model.layers.<layer>.mlp`."""
+"""Builds one layer's feed-forward part from configuration, layer number and its parameters."""
 
 
 def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
     """The one gated MLP of a dense layer."""
     return GatedMLP.read(config, layer, weights)
+
+
+def sparse_mlp(names: MoENames) -> BuildMLP:
+    """Builds a layer's experts, or its one MLP where the configuration says that it has none."""
+
+    def build(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP | SparseMLP:
+        if config.moe is not None and config.moe.is_sparse(layer):
+            return SparseMLP.read(config.moe, layer, config.hidden_size, weights, names)
+        return gated_mlp(config, layer, weights)
+
+    return build
 
 
 class DecoderOnlyLM:
@@ -44,11 +54,20 @@ class DecoderOnlyLM:
         weights: Weights,
         attention: BuildAttention,
         mlp: BuildMLP = gated_mlp,
+        mlp_name: str = "mlp",
     ) -> None:
-        """Reads all parameters, one layer after another."""
+        """Reads all parameters, one layer after another.
+
+        Args:
+            config: The configuration.
+            weights: The checkpoint.
+            attention: Builds a layer's attention.
+            mlp: Builds a layer's feed-forward part.
+            mlp_name: What that is called in the checkpoint.
+        """
         self.config = config
         self.dtype = weights.dtype
-        self.model = _build_stack(config, weights.at("model"), attention, mlp)
+        self.model = _build_stack(config, weights.at("model"), attention, mlp, mlp_name)
         head = self.model.embed_tokens
         if not config.tie_word_embeddings:
             head = weights.vocabulary("lm_head", *_vocabulary_size(config))
@@ -107,7 +126,11 @@ def _vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def _build_stack(
-    config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
+    config: ModelConfig,
+    weights: Weights,
+    attention: BuildAttention,
+    mlp: BuildMLP,
+    mlp_name: str,
 ) -> Stack:
     cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
@@ -122,7 +145,7 @@ def _build_stack(
                 Norm(layer.norm("input_layernorm", size), eps),
                 attention(config, index, layer.at("self_attn"), cos_sin),
                 Norm(layer.norm("post_attention_layernorm", size), eps),
-                mlp(config, index, layer.at("mlp")),
+                mlp(config, index, layer.at(mlp_name)),
             )
         )
     return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps))

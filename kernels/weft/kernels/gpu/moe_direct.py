@@ -68,8 +68,8 @@ def direct_moe(
         parts = min(width, max(1, programs // pairs))
     data, scaling = _scaled(w13)
     _direct_inner_kernel[(pairs, parts)](
-        inner, x, data, ids, added, more.gate_up_bias, width, **more.gating_arguments(), K=hidden, TOP_K=top_k,
-        TILE=tile, num_warps=warps, **scaling, **options,
+        inner, x, data, ids, added, more.gate_up_bias, width, K=hidden, TOP_K=top_k, TILE=tile,
+        num_warps=warps, **more.gating_arguments(), **scaling, **options,
     )  # fmt: skip
     tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE

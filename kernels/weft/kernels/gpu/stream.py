@@ -21,7 +21,16 @@ from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
 from weft.kernels.norm import Norm
-from weft.kernels.stream import Combine, GatedSum, Normed, Pending, Stream, Sum, Taps
+from weft.kernels.stream import (
+    Combine,
+    GatedSum,
+    Normed,
+    Pending,
+    SharedCombine,
+    Stream,
+    Sum,
+    Taps,
+)
 
 
 class GpuStream(Stream):
@@ -41,7 +50,7 @@ class GpuStream(Stream):
             raise ValueError("hidden states must be contiguous")
         super().__init__(value, taps)
         self._folds = False
-        self._pending: Pending | None = None
+        self._pending: Sum | GatedSum | Combine | None = None
         self._entered: int | None = None
 
     def begin_run(self, folds: bool) -> None:
@@ -72,6 +81,10 @@ class GpuStream(Stream):
     def add(self, pending: Pending) -> None:
         """See `Stream.add`."""
         assert self._pending is None, "a norm is read between two additions"
+        if isinstance(pending, SharedCombine):
+            # Its rows are a norm's result, which later additions do not change.
+            self._value = pending.shared_sum().added_to(self._value)
+            pending = pending.routed
         self._pending = pending
 
     def settle(self) -> torch.Tensor:
@@ -130,7 +143,9 @@ def can_fold(
     return is_plain and takes_norm(rows, first, to_first) and adds_within(rows, last, to_last)
 
 
-def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
+def _add_within(
+    value: torch.Tensor, pending: Sum | GatedSum | Combine, tap: torch.Tensor | None
+) -> None:
     """Adds to the stream, of few rows, by the product itself."""
     assert not isinstance(pending, Combine)
     x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
@@ -138,7 +153,10 @@ def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None)
 
 
 def _add_and_norm(
-    value: torch.Tensor, pending: Pending, norm: Norm, tap: torch.Tensor | None
+    value: torch.Tensor,
+    pending: Sum | GatedSum | Combine,
+    norm: Norm,
+    tap: torch.Tensor | None,
 ) -> torch.Tensor:
     """Adds to the stream by the kernel of the norm that follows, whose result this is.
 

@@ -12,10 +12,16 @@ from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.stream import GatedSum, Normed, can_fold
 
 
-def gate_up_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
+def gate_up_spec(
+    hidden: int,
+    inner: int,
+    *,
+    bias: bool = False,
+    names: tuple[str, str] = ("gate_proj", "up_proj"),
+) -> LinearSpec:
     """The gate and what it gates, of a gated MLP."""
     return LinearSpec(
-        names=("gate_proj", "up_proj"),
+        names=names,
         in_features=hidden,
         rows=(inner, inner),
         split="out",
@@ -24,11 +30,11 @@ def gate_up_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
     )
 
 
-def down_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
+def down_spec(
+    hidden: int, inner: int, *, bias: bool = False, name: str = "down_proj"
+) -> LinearSpec:
     """The projection of a gated MLP back to the hidden size."""
-    return LinearSpec(
-        names=("down_proj",), in_features=inner, rows=(hidden,), split="in", bias=bias
-    )
+    return LinearSpec(names=(name,), in_features=inner, rows=(hidden,), split="in", bias=bias)
 
 
 class GatedMLP:
@@ -43,7 +49,14 @@ class GatedMLP:
     @classmethod
     def read(cls, config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
         """Reads the projections below one prefix of the names."""
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        sizes = (config.hidden_size, config.intermediate_size)
+        return cls.of_size(layer, *sizes, weights, bias=config.mlp_bias)
+
+    @classmethod
+    def of_size(
+        cls, layer: int, hidden: int, inner: int, weights: Weights, *, bias: bool = False
+    ) -> GatedMLP:
+        """The same of another inner width than the configuration's."""
         gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias))
         return cls(layer, gate_up_proj, weights.linear(down_spec(hidden, inner, bias=bias)))
 
@@ -52,6 +65,10 @@ class GatedMLP:
         to_gate_up = addition_to(step.lora, "gate_up", self.layer)
         to_down = addition_to(step.lora, "down", self.layer)
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
+
+    def unchanged(self, x: Normed) -> GatedSum:
+        """The same where no adapter changes it."""
+        return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
+from weft.kernels.activation import SILU, Gating
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,15 @@ class LinearSpec:
             for at, own in zip(begins, shares, strict=True)
         ]
 
+    def share_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """A shard of the product's matrix [all rows, columns]."""
+        return self.rows_of(whole, shard)[:, self._columns(shard)].contiguous()
+
+    def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """A shard of the rows, [all rows, ...], of each projection."""
+        parts = torch.split(whole, list(self.rows))
+        return torch.cat([part[self._rows(part.shape[0], shard)] for part in parts])
+
     def _rows(self, rows: int, shard: Shard) -> slice:
         if self.split != "out":
             return slice(0, rows)
@@ -122,3 +133,11 @@ class ExpertSpec:
     """Of each expert."""
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     """What tensors of all experts are called, in checkpoints that keep them so."""
+    is_transposed: bool = False
+    """Stacked tensors are [experts, columns, rows]."""
+    is_interleaved: bool = False
+    """In stacked tensors rows of gate and up alternate."""
+    bias: bool = False
+    """Whether products have biases, `<stacked>_bias`, [experts, rows]."""
+    gating: Gating = SILU
+    """How gate and up become the input of the down projection."""

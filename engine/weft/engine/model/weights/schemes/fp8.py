@@ -9,11 +9,16 @@ import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.reader import TensorSlice
-from weft.engine.model.weights.schemes.plain import PlainScheme, read_bias, read_experts
+from weft.engine.model.weights.schemes.plain import (
+    PlainScheme,
+    packed_experts,
+    read_bias,
+    read_experts,
+)
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
-from weft.kernels.moe import ExpertWeights, pack_experts
+from weft.kernels.moe import ExpertWeights
 from weft.kernels.quantised import (
     FP8,
     FP8_GROUP,
@@ -53,8 +58,7 @@ class Fp8Scheme:
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        experts = self._experts(spec, weights)
-        return pack_experts(experts, spec.num_experts, weights.arena, weights.dtype)
+        return packed_experts(self._experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.quantization import Quantization
-from weft.engine.model.weights.schemes.plain import PlainScheme, read_bias, read_experts
+from weft.engine.model.weights.schemes.plain import (
+    PlainScheme,
+    packed_experts,
+    read_bias,
+    read_experts,
+)
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
-from weft.kernels.moe import ExpertWeights, pack_experts
+from weft.kernels.moe import ExpertWeights
 from weft.kernels.quantised import Int8Channels, quantise_channels
 
 
@@ -41,9 +46,7 @@ class Int8Scheme:
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        return pack_experts(
-            self._experts(spec, weights), spec.num_experts, weights.arena, weights.dtype
-        )
+        return packed_experts(self._experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""

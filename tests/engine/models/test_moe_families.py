@@ -1,0 +1,109 @@
+"""Families with experts against transformers, in float32: whole, in chunks, and from the cache."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from weft.engine.base.request import StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.engine.model.loader import load_model
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.paging import PagedDriver, PagedRequest
+from weft.testing.models.reference_models import VOCAB, make_reference
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE = 8
+NUM_NEW = 16
+MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
+LOCAL = {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 44}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", LOCAL),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {**MOE, "head_dim": None, "num_hidden_layers": 4, "shared_expert_intermediate_size": 60,
+         "decoder_sparse_step": 2, "hidden_size": 144},
+    ),
+}  # fmt: skip
+
+
+class Family(NamedTuple):
+    """A model of both."""
+
+    path: Path
+    reference: Any
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    """What the reference goes on with."""
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Family:
+    kind, overrides = FAMILIES[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    reference = make_reference(kind, path, seed, **overrides)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in (5, 21, 90)]
+    return Family(path, reference, prompts, [greedy(reference, prompt) for prompt in prompts])
+
+
+@torch.inference_mode()
+def greedy(reference: Any, prompt: list[int]) -> list[int]:
+    tokens = torch.tensor([prompt])
+    for _ in range(NUM_NEW):
+        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
+        tokens = torch.cat([tokens, best], dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def test_logits_of_steps_over_random_cuts(family: Family) -> None:
+    driver = PagedDriver(load_model(family.path, "float32").model, num_pages=40)
+    requests = [PagedRequest() for _ in family.prompts]
+    parts: list[list[torch.Tensor]] = [[] for _ in family.prompts]
+    left = dict(enumerate(family.prompts))
+    while left:
+        work = []
+        for i in random.sample(sorted(left), random.randint(1, len(left))):
+            cut = random.choice((1, 3, 8, 24, 64))
+            work.append((i, left[i][:cut]))
+            left[i] = left[i][cut:]
+            if not left[i]:
+                del left[i]
+        counts = [len(tokens) for _, tokens in work]
+        logits = driver.step([(requests[i], tokens) for i, tokens in work], range(sum(counts)))
+        for (i, _), rows in zip(work, torch.split(logits, counts), strict=True):
+            parts[i].append(rows)
+    for prompt, pieces in zip(family.prompts, parts, strict=True):
+        with torch.inference_mode():
+            expected = family.reference(torch.tensor([prompt]), use_cache=False).logits[0]
+        error = (torch.cat(pieces) - expected).abs().max() / expected.abs().max()
+        assert error < 5e-5, float(error)
+
+
+def test_whole_and_in_chunks_and_from_the_cache(family: Family) -> None:
+    stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    for settings in ({}, {"prefill_chunk_tokens": 2 * PAGE}):
+        with LLM(family.path, dtype="float32", page_size=PAGE, num_pages=100, **settings) as llm:
+            for _ in range(2):
+                samples = llm.generate(family.prompts, stop=stop)
+                assert [sample.token_ids for sample in samples] == family.tokens
+            assert llm.engine.counters()["prefix_hit_tokens"] > 0
+
+
+def test_prefill_apart(family: Family) -> None:
+    clock = ManualClock()
+    owner, filler = (make_engine(family.path, role, clock) for role in ("decode", "prefill"))
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        asked = [pair.submit(prompt, NUM_NEW) for prompt in family.prompts]
+        assert pair.finish(*asked) == family.tokens
+        (fill,) = pair.answers[asked[-1]].finished[0].timeline.fills
+        assert (fill.accepted_tokens, fill.failure) == (89 // PAGE * PAGE, "")
+        pair.settle()
+    finally:
+        pair.close()
