@@ -21,6 +21,12 @@ PAGE = 8
 NUM_NEW = 16
 MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
 LOCAL = {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 44}
+DEEPSEEK = {
+    "head_dim": None, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 20, "num_experts_per_tok": 3, "moe_intermediate_size": 44,
+    "n_shared_experts": 2, "n_routed_experts": 7, "first_k_dense_replace": 1,
+    "num_key_value_heads": 6,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", LOCAL),
     "qwen2-moe": (
@@ -28,6 +34,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "head_dim": None, "num_hidden_layers": 4, "shared_expert_intermediate_size": 60,
          "decoder_sparse_step": 2, "hidden_size": 144},
     ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "n_routed_experts": 8,
+         "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
+    ),
+    "deepseek-v2-lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": "none"}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": 40, "n_group": 3, "topk_group": 2, "n_routed_experts": 9,
+         "routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 40, "n_routed_experts": 6}),
 }  # fmt: skip
 
 

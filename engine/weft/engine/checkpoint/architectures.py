@@ -17,7 +17,11 @@ ENTRY_POINT_GROUP = "weft.models"
 = module:class.
 """
 
+_DEEPSEEK = ("weft.engine.model.archs.deepseek", "DeepseekForCausalLM")
 _BUILT_IN = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "LlamaForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
     "MixtralForCausalLM": ("weft.engine.model.archs.mixtral", "MixtralForCausalLM"),

@@ -15,8 +15,12 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.latent_config import LatentConfig, deepseek_latent
 from weft.engine.checkpoint.moe_config import (
     MoEConfig,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    glm4_lite_experts,
     mixtral_experts,
     qwen2_experts,
     qwen_experts,
@@ -49,10 +53,15 @@ class _Family:
     """Window where there may be one and the file has no such field."""
     experts: Callable[[Fields], MoEConfig] | None = None
     """Reads the mixture of experts; None: there is none."""
+    latent: Callable[[Fields], LatentConfig] | None = None
+    """Reads latent attention; None: attention is another."""
 
 
 _FAMILIES = {
     "MistralForCausalLM": _Family(windows="all"),
+    "DeepseekV2ForCausalLM": _Family(experts=deepseek_v2_experts, latent=deepseek_latent),
+    "DeepseekV3ForCausalLM": _Family(experts=deepseek_v3_experts, latent=deepseek_latent),
+    "Glm4MoeLiteForCausalLM": _Family(experts=glm4_lite_experts, latent=deepseek_latent),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="listed", has_window_switch=True),
     "Qwen3ForCausalLM": _Family(
         qk_norm=True, head_dim=128, windows="listed", has_window_switch=True
@@ -123,6 +132,8 @@ class ModelConfig:
     """Whether each head of q and k is RMS-normalised before the rotation."""
     moe: MoEConfig | None
     """Experts; None: every layer has one MLP."""
+    latent: LatentConfig | None = None
+    """Latent attention; None: heads have keys and values of their own."""
     sliding_window: SlidingWindow | None
     """Sliding window; None: every layer attends to the whole context, or the window is no shorter.
     """
@@ -133,6 +144,11 @@ class ModelConfig:
     """How the checkpoint's products are quantised; None: they are floats."""
     num_added_tokens: int = 0
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def num_embeddings(self) -> int:
@@ -189,6 +205,7 @@ class ModelConfig:
         _refuse_unsupported(fields)
         hidden_size = fields.positive("hidden_size")
         num_heads = fields.positive("num_attention_heads")
+        latent = None if family.latent is None else family.latent(fields)
         config = cls(
             architecture=architecture,
             model_type=fields.text("model_type", ""),
@@ -197,7 +214,11 @@ class ModelConfig:
             num_layers=fields.positive("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=fields.positive("num_key_value_heads", num_heads),
-            head_dim=fields.positive("head_dim", _default_head_dim(fields, family)),
+            head_dim=(
+                fields.positive("head_dim", _default_head_dim(fields, family))
+                if latent is None
+                else latent.nope_dim + latent.rope_dim
+            ),
             intermediate_size=fields.positive("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope_config(fields),
@@ -208,6 +229,7 @@ class ModelConfig:
             mlp_bias=fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
             moe=None if family.experts is None else family.experts(fields),
+            latent=latent,
             sliding_window=_sliding_window(fields, family),
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
@@ -235,7 +257,7 @@ class ModelConfig:
             del values[name]
         if self.moe is not None:
             values["moe"] = self.moe.values()
-        for name in ("moe", "sliding_window"):
+        for name in ("moe", "latent", "sliding_window"):
             if values[name] is None:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

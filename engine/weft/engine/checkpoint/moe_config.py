@@ -197,19 +197,29 @@ def deepseek_v2_experts(config: Fields) -> MoEConfig:
         raise config.error("norm_topk_prob", "only false is supported for this architecture")
     _check_scoring(config, "softmax")
     groups = _groups(config) if method == "group_limited_greedy" else {}
-    return _deepseek(config, False, scale=config.number("routed_scaling_factor", 1.0), **groups)
+    return _deepseek(config, 0, False, scale=config.number("routed_scaling_factor", 1.0), **groups)
 
 
 def deepseek_v3_experts(config: Fields) -> MoEConfig:
-    """DeepSeek V3's, and that of GLM-4.5 and dots: sigmoids with a correction, and groups that are
-    as good as their two best experts.
+    """DeepSeek V3's: sigmoids with a correction, and groups that are as good as their two best
+    experts.
     """
+    return _corrected(config, num_dense=3)
+
+
+def glm4_lite_experts(config: Fields) -> MoEConfig:
+    """GLM-4.7-Flash's, which are DeepSeek V3's; so are GLM-4.5's."""
+    return _corrected(config, num_dense=1)
+
+
+def _corrected(config: Fields, num_dense: int) -> MoEConfig:
     method = config.text("topk_method", "noaux_tc")
     if method != "noaux_tc":
         raise config.error("topk_method", f"{method!r} is not supported for this architecture")
     _check_scoring(config, "sigmoid")
     return _deepseek(
         config,
+        num_dense,
         config.flag("norm_topk_prob", True),
         scores="sigmoid",
         has_correction=True,
@@ -219,7 +229,7 @@ def deepseek_v3_experts(config: Fields) -> MoEConfig:
     )
 
 
-def _deepseek(config: Fields, renormalise: bool, **router: Any) -> MoEConfig:
+def _deepseek(config: Fields, num_dense: int, renormalise: bool, **router: Any) -> MoEConfig:
     if config.positive("moe_layer_freq", 1) != 1:
         raise config.error("moe_layer_freq", "only 1 is supported")
     inner = config.positive("moe_intermediate_size")
@@ -228,17 +238,17 @@ def _deepseek(config: Fields, renormalise: bool, **router: Any) -> MoEConfig:
         **_counts(config, name),
         intermediate_size=inner,
         norm_topk_prob=renormalise,
-        mlp_only_layers=_dense_layers(config),
+        mlp_only_layers=_dense_layers(config, num_dense),
         router=RouterConfig(**router),
         shared_size=inner * config.count("n_shared_experts", 0),
     )
 
 
-def _dense_layers(config: Fields) -> tuple[int, ...]:
+def _dense_layers(config: Fields, default: int) -> tuple[int, ...]:
     """The first layers, or, as newer configurations list them, those that are dense."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
-        return tuple(range(config.count("first_k_dense_replace", 0)))
+        return tuple(range(config.count("first_k_dense_replace", default)))
     layers = config.positive("num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
         raise config.error("mlp_layer_types", f"expected {layers} times dense or sparse")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane
-from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
-from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.attention import o_spec, qkv_spec
+from weft.engine.model.layers.layer import Layer, Mixer
 from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import MoENames, SparseMLP
@@ -22,7 +22,7 @@ from weft.kernels.norm import Norm
 from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
 from weft.kernels.stream import Taps
 
-BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
+BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Mixer]
 """Builds one layer's attention from configuration, layer number, the parameters below
 `model.layers.<layer>.self_attn` and the table of cosines and sines."""
 BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
@@ -132,7 +132,7 @@ def _build_stack(
     mlp: BuildMLP,
     mlp_name: str,
 ) -> Stack:
-    cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
+    cos_sin = cos_sin_table(config.rope, config.rotary_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
     embed_tokens = weights.vocabulary("embed_tokens", *_vocabulary_size(config))
     size, eps = config.hidden_size, config.rms_norm_eps

@@ -37,13 +37,14 @@ def make_reference(model_type: str, path: Path, seed: int, **overrides: Any) -> 
         path: Directory to create.
         seed: Of the weights.
         **overrides: Fields of config.json, in addition to `SIZES`; a field that is None is left to
-            the family's default.
+            the family's default, and "none" is null.
 
     Returns:
         The model of transformers.
     """
     fields = {**SIZES, **overrides}
-    config = AutoConfig.for_model(model_type, **{k: v for k, v in fields.items() if v is not None})
+    given = {k: None if v == "none" else v for k, v in fields.items() if v is not None}
+    config = AutoConfig.for_model(model_type, **given)
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
