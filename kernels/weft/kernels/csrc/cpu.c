@@ -153,12 +153,12 @@ int weft_paged_attention(const Pool *pool, int64_t layer, const void *q, void *o
                          const int32_t *kv_lens, int64_t requests, int64_t max_pages,
                          int64_t table_stride, int64_t heads, int64_t tokens, float scale,
                          int64_t first_seen, int64_t window, const int64_t *ancestors,
-                         int64_t earlier_rows) {
+                         int64_t earlier_rows, const float *sinks, float softcap) {
   Attention attention = {.q = q, .out = out, .page_table = page_table, .cu_q_lens = cu_q_lens,
                          .kv_lens = kv_lens, .requests = requests, .max_pages = max_pages,
                          .table_stride = table_stride, .heads = heads, .scale = scale,
                          .first_seen = first_seen, .window = window, .ancestors = ancestors,
-                         .earlier_rows = earlier_rows};
+                         .earlier_rows = earlier_rows, .sinks = sinks, .softcap = softcap};
   Plan plan = {0};
   Status status = check_attention(&attention, pool, tokens);
   if (status == FINE) status = plan_attention(&attention, pool, &plan);
