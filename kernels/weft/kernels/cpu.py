@@ -249,7 +249,7 @@ class NativeCpu:
         norm = (integer, pointer, pointer, pointer, pointer, long, long, real)
         rope = (
             *(pointer, long, pointer, pointer, pointer, pointer, long),
-            *(pointer, pointer, real, long, long, pointer),
+            *(pointer, pointer, real, long, long, long, pointer),
         )
         attention = (
             *(pointer, long, *[pointer] * 5, *[long] * 5, real),

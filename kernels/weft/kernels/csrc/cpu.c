@@ -133,10 +133,11 @@ void weft_silu_and_mul(int is_bf16, void *out, const void *x, int64_t rows, int6
 int weft_rope_and_cache(const Pool *pool, int64_t layer, const void *qkv, const int64_t *positions,
                         const int64_t *slots, const float *cos_sin, int64_t max_positions,
                         const void *q_norm, const void *k_norm, float eps, int64_t rows,
-                        int64_t heads, void *q_out) {
+                        int64_t heads, int64_t adjacent, void *q_out) {
   Rope rope = {.qkv = qkv, .positions = positions, .slots = slots, .cos_sin = cos_sin,
                .q_norm = q_norm, .k_norm = k_norm, .q_out = q_out,
-               .max_positions = max_positions, .rows = rows, .heads = heads, .eps = eps};
+               .max_positions = max_positions, .rows = rows, .heads = heads, .eps = eps,
+               .adjacent = adjacent};
   Status status = check_rope(&rope, pool);
   if (status != FINE) return status;
 #pragma omp parallel if (rows * heads * pool->dim > PARALLEL_WORK)
