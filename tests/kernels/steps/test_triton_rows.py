@@ -54,8 +54,11 @@ def test_silu_and_mul(rows: int, width: int, tmp_path: Path) -> None:
     assert_as_exact(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
 
 
-@pytest.mark.parametrize(("norms", "heads"), [("", 7), ("q", 7), ("k", 7), ("qk", 7), ("", 0)])
-def test_rope_and_cache(norms: str, heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("norms", "heads", "num_adjacent"),
+    [("", 7, 0), ("q", 7, 0), ("k", 7, 0), ("qk", 7, 0), ("", 0, 0), ("qk", 7, 5), ("", 7, 12)],
+)
+def test_rope_and_cache(norms: str, heads: int, num_adjacent: int, tmp_path: Path) -> None:
     fresh_seed()
     rows, kv_heads, dim, page_size, layers, layer, pages = 5, 2, 24, 8, 3, 1, 4
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
@@ -68,16 +71,15 @@ def test_rope_and_cache(norms: str, heads: int, tmp_path: Path) -> None:
     def run(pool: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         return rope_and_cache_reference(
             qkv.to(wide), positions, cos_sin.to(wide), pool, layer, slots, heads, kv_heads,
-            q_norm, k_norm, EPS,
+            q_norm, k_norm, EPS, num_adjacent=num_adjacent,
         )  # fmt: skip
 
     eager_pool, exact_pool = pool.clone(), pool.double()
     eager = run(eager_pool, torch.float32)
     exact = run(exact_pool, torch.float64)
     with kernel_module("rope", tmp_path) as module:
-        q = module.rope_and_cache(
-            qkv, positions, cos_sin, pool, layer, slots, heads, q_norm, k_norm, EPS
-        )
+        rest = (layer, slots, heads, q_norm, k_norm, EPS)
+        q = module.rope_and_cache(qkv, positions, cos_sin, pool, *rest, num_adjacent=num_adjacent)
     assert_as_exact(q, eager, exact)
     written = ~exact_pool.isnan()
     assert torch.equal(written, ~pool.isnan())

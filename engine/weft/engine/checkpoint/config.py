@@ -26,10 +26,10 @@ from weft.engine.checkpoint.moe_config import (
     qwen_experts,
 )
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
+from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
 MAX_POSITIONS = 1 << 24
 """Most positions of a model: their rotations are a table."""
-_DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization")
@@ -72,24 +72,6 @@ _FAMILIES = {
     "MixtralForCausalLM": _Family(windows="all", default_window=None, experts=mixtral_experts),
     "Qwen2MoeForCausalLM": _Family(qkv_bias=True, has_window_switch=True, experts=qwen2_experts),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding over the whole head."""
-
-    theta: float
-    """Base of the rotary wavelengths."""
-    scaling: str = "none"
-    """Kind of scaling: none, linear or llama3."""
-    factor: float = 1.0
-    """Context extension; 1 for none."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_positions / this are stretched by `factor`."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_positions / this stay as they are."""
-    original_max_positions: int = 0
-    """llama3: context length before the extension; 0 where it plays no part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +234,7 @@ class ModelConfig:
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of every field that changes hidden states, part of the model's digest."""
-        values = asdict(self)
+        values = {**asdict(self), "rope": rope_values(self.rope)}
         for name in _NOT_HIDDEN_STATES:
             del values[name]
         if self.moe is not None:
@@ -370,50 +352,6 @@ def _windowed_layers(fields: Fields, family: _Family, *, has_window: bool) -> tu
     if family.windows == "all" and has_window and "full_attention" in kinds:
         raise fields.error("layer_types", "all layers of this architecture have the window")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-
-
-def rope_config(fields: Fields) -> RopeConfig:
-    """Reads the rotary parameters of a config.json: transformers 5 writes `rope_parameters`, older
-    versions `rope_theta` and `rope_scaling`.
-
-    Raises:
-        ModelError: A rotation that is not supported; the message names the field.
-    """
-    names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
-    first, *others = [_rotation(fields, name) for name in names or ["rope_scaling"]]
-    # transformers lets the second win: whoever adds it to a newer file means it.
-    if any(replace(other, theta=first.theta) != first for other in others):
-        raise fields.error("rope_scaling", "is not what rope_parameters say; keep one of them")
-    return first
-
-
-def _rotation(fields: Fields, name: str) -> RopeConfig:
-    """The rotation that one section describes."""
-    rope = fields.section(name)
-    if any(isinstance(rope.get(key), dict) for key in rope):
-        raise fields.error(name, "different rotations per kind of layer are not supported")
-    theta = rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_ROPE_THETA))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise fields.error(f"{name}.partial_rotary_factor", "only 1.0 is supported")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
-    if kind == "llama3":
-        original = "original_max_position_embeddings"
-        default = rope.positive(original, fields.positive("max_position_embeddings"))
-        return RopeConfig(
-            theta=theta,
-            scaling="llama3",
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_positions=fields.positive(original, default),
-        )
-    raise fields.error(
-        f"{name}.rope_type", f"{kind!r} is not supported (default, linear and llama3 are)"
-    )
 
 
 def _check_shape(config: ModelConfig, fields: Fields) -> None:

@@ -100,6 +100,7 @@ typedef struct {
   int64_t rows;
   int64_t heads;
   float eps;
+  int64_t adjacent; /* pairs, the last ones, whose elements are neighbours */
 } Rope;
 
 /* Whether all that is read and written exists. */
@@ -114,13 +115,23 @@ static Status check_rope(const Rope *rope, const Pool *pool) {
 
 /* Normalises (norm not null) and rotates one head. */
 INLINE void rotate_head(const int is_bf16, const void *x, long from, void *out, long to,
-                        const float *cos_sin, const void *norm, float eps, long dim) {
-  long half = dim / 2;
+                        const float *cos_sin, const void *norm, float eps, long dim,
+                        long adjacent) {
+  const long pairs = dim / 2, half = pairs - adjacent;
   float scale = norm == NULL ? 1.0f : inverse_rms(is_bf16, x, from, dim, eps);
+  for (long i = half; i < pairs; i++) {
+    float low = load_one(x, is_bf16, from + 2 * i), high = load_one(x, is_bf16, from + 2 * i + 1);
+    if (norm != NULL) {
+      low *= scale * load_one(norm, is_bf16, 2 * i);
+      high *= scale * load_one(norm, is_bf16, 2 * i + 1);
+    }
+    store_one(out, is_bf16, to + 2 * i, low * cos_sin[i] - high * cos_sin[pairs + i]);
+    store_one(out, is_bf16, to + 2 * i + 1, high * cos_sin[i] + low * cos_sin[pairs + i]);
+  }
   for (long i = 0; i < half; i += VL) {
     int n = at_most(half - i, VL);
     vf low = load_some(x, is_bf16, from + i, n), high = load_some(x, is_bf16, from + half + i, n);
-    vf cosine = load_some(cos_sin, 0, i, n), sine = load_some(cos_sin, 0, half + i, n);
+    vf cosine = load_some(cos_sin, 0, i, n), sine = load_some(cos_sin, 0, pairs + i, n);
     if (norm != NULL) {
       low = low * scale * load_some(norm, is_bf16, i, n);
       high = high * scale * load_some(norm, is_bf16, half + i, n);
@@ -138,11 +149,11 @@ INLINE void rope_row(const int is_bf16, const Rope *rope, const Pool *pool, long
   long from = row * (heads + 2 * kv_heads) * dim;
   for (long h = 0; h < heads; h++)
     rotate_head(is_bf16, rope->qkv, from + h * dim, rope->q_out, (row * heads + h) * dim, cos_sin,
-                rope->q_norm, rope->eps, dim);
+                rope->q_norm, rope->eps, dim, rope->adjacent);
   for (long h = 0; h < kv_heads; h++) {
     long k = from + (heads + h) * dim, v = k + kv_heads * dim;
     rotate_head(is_bf16, rope->qkv, k, pool->data, pool_index(pool, layer, page, h, 0, offset),
-                cos_sin, rope->k_norm, rope->eps, dim);
+                cos_sin, rope->k_norm, rope->eps, dim, rope->adjacent);
     memcpy((char *)pool->data + pool_index(pool, layer, page, h, 1, offset) * size,
            (const char *)rope->qkv + v * size, (size_t)(dim * size));
   }
