@@ -46,6 +46,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2},
     ),
     "glm4-moe-lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 40, "n_routed_experts": 6}),
+    "gpt-oss": (
+        "gpt_oss",
+        {**LOCAL, "sliding_window": 20, "num_hidden_layers": 4, "max_position_embeddings": 512,
+         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                             "original_max_position_embeddings": 128}},
+    ),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ _BUILT_IN = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "GptOssForCausalLM": ("weft.engine.model.archs.gpt_oss", "GptOssForCausalLM"),
     "LlamaForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": ("weft.engine.model.archs.llama", "LlamaForCausalLM"),
     "MixtralForCausalLM": ("weft.engine.model.archs.mixtral", "MixtralForCausalLM"),

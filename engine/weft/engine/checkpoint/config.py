@@ -21,6 +21,7 @@ from weft.engine.checkpoint.moe_config import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     glm4_lite_experts,
+    gpt_oss_experts,
     mixtral_experts,
     qwen2_experts,
     qwen_experts,
@@ -42,6 +43,8 @@ class _Family:
 
     qkv_bias: bool | None = None
     """None: `attention_bias` decides, for the output projection too."""
+    attention_bias: bool = False
+    """Where the file does not say."""
     qk_norm: bool = False
     head_dim: int | None = None
     """Head size where the file has none; None: hidden_size / num_attention_heads."""
@@ -62,6 +65,9 @@ _FAMILIES = {
     "DeepseekV2ForCausalLM": _Family(experts=deepseek_v2_experts, latent=deepseek_latent),
     "DeepseekV3ForCausalLM": _Family(experts=deepseek_v3_experts, latent=deepseek_latent),
     "Glm4MoeLiteForCausalLM": _Family(experts=glm4_lite_experts, latent=deepseek_latent),
+    "GptOssForCausalLM": _Family(
+        head_dim=64, attention_bias=True, windows="listed", experts=gpt_oss_experts
+    ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="listed", has_window_switch=True),
     "Qwen3ForCausalLM": _Family(
         qk_norm=True, head_dim=128, windows="listed", has_window_switch=True
@@ -183,7 +189,7 @@ class ModelConfig:
         if read_config is not None:
             return _checked(read_config(raw, generation or {}, where), architecture, where)
         family = _FAMILIES.get(architecture, _Family())
-        attention_bias = fields.flag("attention_bias", False)
+        attention_bias = fields.flag("attention_bias", family.attention_bias)
         _refuse_unsupported(fields)
         hidden_size = fields.positive("hidden_size")
         num_heads = fields.positive("num_attention_heads")

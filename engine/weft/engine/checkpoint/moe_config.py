@@ -139,6 +139,8 @@ def minimax_experts(config: Fields) -> MoEConfig:
 
 def gpt_oss_experts(config: Fields) -> MoEConfig:
     """gpt-oss's: biases everywhere, and a limited gate."""
+    if config.get("layer_types") is None:
+        raise config.error("layer_types", "is missing")
     gating = GatingConfig(
         alpha=config.number("swiglu_alpha", 1.702),
         limit=config.number("swiglu_limit", 7.0),
