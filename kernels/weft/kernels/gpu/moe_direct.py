@@ -251,11 +251,10 @@ def _direct_out_kernel(
     result = tl.sum(total, axis=1)
     mask = column < hidden
     if bias is not None:
-        for number in range(TOP_K):
-            expert = tl.load(ids + row * TOP_K + number).to(tl.int64)
-            share = tl.load(shares + row * TOP_K + number)
-            given = tl.load(bias + expert * hidden + column, mask=mask, other=0.0)
-            result += share * given.to(tl.float32)
+        for place in range(TOP_K):
+            its_bias = bias + tl.load(ids + row * TOP_K + place).to(tl.int64) * hidden
+            given = tl.load(its_bias + column, mask=mask, other=0.0).to(tl.float32)
+            result += tl.load(shares + row * TOP_K + place) * given
     if residual is not None:
         result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, result.to(out.dtype.element_ty), mask=mask)
