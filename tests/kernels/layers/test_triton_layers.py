@@ -134,8 +134,10 @@ def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(out[:, HIDDEN : 2 * HIDDEN], hidden)
 
 
-def make_sparse(index: int, layer: Layer, *, is_stacked: bool) -> Layer:
-    """The layer with two experts, of which each row takes both, in place of its MLP."""
+def make_sparse(index: int, layer: Layer, *, is_stacked: bool, has_shared: bool) -> Layer:
+    """The layer with two experts, of which each row takes both, in place of its MLP, or beside it
+    and a gate on it.
+    """
     assert isinstance(layer.feed, GatedMLP)
     gate_up, down = layer.feed.gate_up_proj, layer.feed.down_proj
     router = plain(gate_up.data[:2].contiguous())
@@ -149,11 +151,15 @@ def make_sparse(index: int, layer: Layer, *, is_stacked: bool) -> Layer:
         (torch.stack(w13), torch.stack(w2)) if is_stacked else None,
         None,
     )
-    return layer._replace(feed=SparseMLP(index, SparseMlpWeight(router, experts, 2, True)))
+    weight = SparseMlpWeight(router, experts, 2, True)
+    if not has_shared:
+        return layer._replace(feed=SparseMLP(index, weight))
+    gate = plain(gate_up.data[3:4].contiguous())
+    return layer._replace(feed=SparseMLP(index, weight, layer.feed, gate))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_layers_of_several_kinds_share_a_stream(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "has_shared"), [(1, False), (3, False), (3, True)])
+def test_layers_of_several_kinds_share_a_stream(rows: int, has_shared: bool) -> None:
     """Of few rows dense layers take norms along and add by themselves, layers of experts do not;
     of more rows the norm of a layer of one kind adds what one of the other kind has left.
     """
@@ -168,7 +174,9 @@ def test_layers_of_several_kinds_share_a_stream(rows: int) -> None:
         tapped, kv = torch.empty(rows, 2 * HIDDEN, dtype=dtype), pool.to(dtype, copy=True)
         made = [widened(layer, dtype) for layer in layers]
         made = [
-            make_sparse(index, layer, is_stacked=on_gpu) if is_sparse else layer
+            make_sparse(index, layer, is_stacked=on_gpu, has_shared=has_shared)
+            if is_sparse
+            else layer
             for index, (layer, is_sparse) in enumerate(zip(made, kinds, strict=True))
         ]
         step, given = make_step(lengths, kv), hidden.to(dtype, copy=True)

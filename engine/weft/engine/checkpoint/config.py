@@ -134,6 +134,11 @@ class ModelConfig:
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
 
     @property
+    def value_dim(self) -> int:
+        """Elements of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

@@ -25,6 +25,8 @@ AT_LOAD = ("int8", "fp8")
 """Formats that can be made at load from weights in floats."""
 ROUTERS = r"re:.*\.gate$"
 """Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
+_OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
+"""What other families call them, and the gate of a shared expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Quantization:
 
     def ignores(self, module: str) -> bool:
         """Whether the weights of a module, by its full name, stay in floats."""
+        if self.source == "load" and module.endswith(_OTHER_ROUTERS):
+            return True
         return any(_matches(pattern, module) for pattern in self.ignore)
 
     def fingerprint(self) -> bytes:
