@@ -24,11 +24,40 @@ _BUILT_IN = {
     "Qwen3ForCausalLM": ("weft.engine.model.archs.qwen3", "Qwen3ForCausalLM"),
     "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+_FAMILIES = {
+    "CohereForCausalLM": ("cohere", "read_cohere"),
+    "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
+    "Ernie4_5ForCausalLM": ("llamas", "read_ernie"),
+    "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
+    "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
+    "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
+    "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
+    "GlmForCausalLM": ("glm4", "read_glm"),
+    "Glm4ForCausalLM": ("glm4", "read_glm4"),
+    "GraniteForCausalLM": ("granite", "read_granite"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
+    "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "MinistralForCausalLM": ("llamas", "read_ministral"),
+    "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
+    "Mistral3ForConditionalGeneration": ("llamas", "read_mistral3"),
+    "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
+    "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
+    "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
+    "Phi3ForCausalLM": ("phi3", "read_phi3"),
+    "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
+    "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
+    "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
+    "Starcoder2ForCausalLM": ("layer_normed", "read_starcoder2"),
+}
+"""Architectures made of `weft.engine.checkpoint.parts`: modules of
+`weft.engine.checkpoint.families`, and the functions that read their configurations.
+"""
+_OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Names that there are classes for, sorted."""
-    return tuple(sorted({*_BUILT_IN, *(point.name for point in _entry_points())}))
+    return tuple(sorted({*_BUILT_IN, *_FAMILIES, *(point.name for point in _entry_points())}))
 
 
 def check_architecture(architecture: str) -> None:
@@ -43,7 +72,8 @@ def load_class(architecture: str) -> Any:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if location := _BUILT_IN.get(architecture):
+    location = _OF_PARTS if architecture in _FAMILIES else _BUILT_IN.get(architecture)
+    if location is not None:
         module, name = location
         return getattr(import_module(module), name)
     for point in _entry_points():
@@ -53,13 +83,19 @@ def load_class(architecture: str) -> Any:
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
-    """What the class of another distribution reads config.json with; None: `ModelConfig` does.
+    """What an architecture's config.json is read with; None: `ModelConfig` does it.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
     if architecture in _BUILT_IN:
         return None
+    if architecture in _FAMILIES:
+        module, name = _FAMILIES[architecture]
+        found: Callable[..., Any] = getattr(
+            import_module(f"weft.engine.checkpoint.families.{module}"), name
+        )
+        return found
     reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
     return reader
 

@@ -15,6 +15,7 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
@@ -22,7 +23,7 @@ MAX_POSITIONS = 1 << 24
 """Most positions of a model: their rotations are a table."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
-_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization")
+_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names")
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
 
@@ -123,6 +124,12 @@ class ModelConfig:
     bos_token_id: int | None
     quantization: Quantization | None = None
     """How the checkpoint's products are quantised; None: they are floats."""
+    decoder: DecoderConfig | None = None
+    """What layers are made of, where they are not as the fields above say; see
+    `weft.engine.checkpoint.parts`.
+    """
+    names: NamesConfig = NamesConfig()  # noqa: RUF009 - frozen
+    """What the checkpoint calls its parts."""
     num_added_tokens: int = 0
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
 
@@ -193,7 +200,7 @@ class ModelConfig:
             intermediate_size=fields.positive("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope_config(fields),
-            max_position_embeddings=_max_positions(fields),
+            max_position_embeddings=max_positions(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias and family.qkv_bias is None,
@@ -205,7 +212,7 @@ class ModelConfig:
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
         )
-        _check_shape(config, fields)
+        check_shape(config, fields)
         return config
 
     def window_of(self, layer: int) -> int | None:
@@ -225,7 +232,9 @@ class ModelConfig:
         values = {**asdict(self), "rope": rope_values(self.rope)}
         for name in _NOT_HIDDEN_STATES:
             del values[name]
-        for name in ("moe", "sliding_window"):
+        if self.decoder is not None:
+            values["decoder"] = self.decoder.values()
+        for name in ("moe", "sliding_window", "decoder"):
             if values[name] is None:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
@@ -275,7 +284,8 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def _max_positions(fields: Fields) -> int:
+def max_positions(fields: Fields) -> int:
+    """The longest context of a model."""
     count = fields.positive("max_position_embeddings")
     if count > MAX_POSITIONS:
         raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
@@ -356,7 +366,8 @@ def _experts(fields: Fields) -> MoEConfig:
     )
 
 
-def _check_shape(config: ModelConfig, fields: Fields) -> None:
+def check_shape(config: ModelConfig, fields: Fields) -> None:
+    """Raises ModelError unless the sizes fit together."""
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
             "num_key_value_heads",

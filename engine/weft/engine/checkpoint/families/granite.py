@@ -1,0 +1,31 @@
+"""Granite 3 and 4 dense: Llama's layers with factors on embedding, scores, additions and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.family import Family, same
+from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig
+
+
+def read_granite(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Granite."""
+    family = Family(raw, generation, where)
+    fields, bias = family.fields, family.fields.flag("attention_bias", False)
+    layer = AttentionConfig(
+        rope=family.rope(),
+        scale=fields.number("attention_multiplier", 1.0),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    decoder = DecoderConfig(
+        norm=family.rms(),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logit_multiplier=1.0 / fields.number("logits_scaling", 1.0),
+    )
+    return family.config(decoder)
