@@ -249,10 +249,10 @@ class NativeCpu:
             ctypes.c_int,
             ctypes.c_float,
         )
-        norm = (integer, pointer, pointer, pointer, pointer, long, long, real)
+        norm = (integer, integer, pointer, pointer, pointer, pointer, long, long, real)
         rope = (
             *(pointer, long, pointer, pointer, pointer, pointer, long),
-            *(pointer, pointer, real, long, long, long, pointer),
+            *(pointer, pointer, integer, real, long, long, long, pointer),
         )
         attention = (
             *(pointer, long, *[pointer] * 5, *[long] * 5, real),

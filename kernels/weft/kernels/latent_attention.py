@@ -120,27 +120,3 @@ def write_latents(
     page_size = pool.shape[-2]
     of_layer = pool[:, 0, layer, 0]
     of_layer[places // page_size, places % page_size] = latents
-
-
-def rotated(
-    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, is_interleaved: bool
-) -> torch.Tensor:
-    """Rotates pairs of elements (RoFormer, Su et al., arXiv 2104.09864, section 3.2.2).
-
-    Args:
-        x: [T, N, D].
-        positions: [T] int64.
-        cos_sin: [max_positions, D] float32: cosines of the D / 2 frequencies, then sines.
-        is_interleaved: Pairs are neighbours; else elements D / 2 apart.
-
-    Returns:
-        [T, N, D], the first elements of all pairs first; computed in float32, dtype of `x`.
-    """
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    wide = x.float()
-    if is_interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    else:
-        first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)

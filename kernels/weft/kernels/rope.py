@@ -45,8 +45,9 @@ def rope_and_cache(
         slots: [T] int64: page * page_size + offset, all different.
         num_heads: Hq; 0: there is no q, K and V are stored.
         num_kv_heads: Hkv.
-        q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None.
-        k_norm: [D], the same for k.
+        q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None; dtype of
+            `qkv` or float32.
+        k_norm: [D], the same for k; of one dtype where both are there.
         eps: Epsilon of these norms.
         k_out: [T, Hkv, D] or None: gets what is stored of K; on a GPU.
         num_adjacent: Pairs of adjacent elements, up to D/2.
@@ -88,16 +89,18 @@ def rope_and_cache(
     check_rope(qkv.shape, qkv.dtype, positions, cos_sin, pool, slots, (num_heads, num_kv_heads))
     if not qkv.is_contiguous():
         raise ValueError("qkv must be contiguous")
-    for norm in (q_norm, k_norm):
-        if norm is not None and (norm.shape != (dim,) or norm.dtype != qkv.dtype):
-            raise ValueError(f"a head norm's weight must be [{dim}] {qkv.dtype}")
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    if any(norm.shape != (dim,) or norm.dtype != norms[0].dtype for norm in norms) or (
+        norms and norms[0].dtype not in (qkv.dtype, torch.float32)
+    ):
+        raise ValueError(f"a head norm's weight must be [{dim}] {qkv.dtype} or float32")
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
     if native is None:
         from weft.kernels.gpu import rope as gpu
 
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
-        return gpu.rope_and_cache(*given, num_adjacent=num_adjacent)
+        return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent)
     described = cpu.describe_pool(pool)
     q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype)
     status = native.rope_and_cache(
@@ -110,6 +113,7 @@ def rope_and_cache(
         cos_sin.shape[0],
         None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(),
+        bool(norms) and norms[0].dtype == torch.float32,
         eps,
         rows,
         num_heads,

@@ -27,6 +27,10 @@ DEEPSEEK = {
     "n_shared_experts": 2, "n_routed_experts": 7, "first_k_dense_replace": 1,
     "num_key_value_heads": 6,
 }  # fmt: skip
+GLM = {
+    "n_routed_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 44,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", LOCAL),
     "qwen2-moe": (
@@ -53,6 +57,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                              "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                              "original_max_position_embeddings": 128}},
     ),
+    "glm4-moe": (
+        "glm4_moe",
+        {**GLM, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1},
+    ),
+    "dots1": ("dots1", {**GLM, "n_group": 3, "topk_group": 2, "norm_topk_prob": True,
+                        "sliding_window": 20, "max_window_layers": 2}),
+    "minimax-m2": (
+        "minimax_m2",
+        {**LOCAL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                      "partial_rotary_factor": 0.5}},
+    ),
+    "olmoe": ("olmoe", {**MOE, "intermediate_size": 44, "head_dim": None}),
+    "ernie": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 44, "num_hidden_layers": 4,
+         "moe_layer_end_index": 2},
+    ),
+    "granite-moe": (
+        "granitemoe",
+        {**LOCAL, "head_dim": None, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+         "attention_multiplier": 0.3, "logits_scaling": 4.0},
+    ),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.attention import GroupStep
-from weft.kernels.latent_attention import LatentSpec, latent_attention, rotated, write_latents
+from weft.kernels.latent_attention import LatentSpec, latent_attention, write_latents
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 
@@ -97,7 +97,7 @@ def test_the_kernel(
             torch.testing.assert_close(out.double(), expected, rtol=16 * eps, atol=16 * eps)
 
 
-def test_vectors_are_written_to_their_places_and_rotated() -> None:
+def test_vectors_are_written_to_their_places_() -> None:
     fresh_seed()
     pool = torch.zeros(4, 1, 2, 1, PAGE, 12)
     places = torch.tensor(random.sample(range(PAGE, 4 * PAGE), 7))
@@ -107,15 +107,3 @@ def test_vectors_are_written_to_their_places_and_rotated() -> None:
     assert torch.equal(flat[places], latents)
     assert int((flat != 0).any(dim=1).sum()) == 7
     assert not pool[:, 0, 0].any()
-    angles = torch.outer(torch.arange(9.0), torch.rand(6))
-    table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    positions, x = torch.tensor([3, 0, 8]), torch.randn(3, 2, 12)
-    turns = torch.polar(torch.ones(9, 6), angles)[positions].unsqueeze(1)
-    for is_interleaved, pairs in (
-        (True, torch.view_as_complex(x.unflatten(-1, (6, 2)))),
-        (False, torch.complex(x[..., :6], x[..., 6:])),
-    ):
-        turned = pairs * turns
-        expected = torch.cat((turned.real, turned.imag), dim=-1)
-        found = rotated(x, positions, table, is_interleaved=is_interleaved)
-        torch.testing.assert_close(found, expected)

@@ -6,7 +6,7 @@ Pure Python: services may read a model's limits without importing torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +15,9 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
 from weft.engine.checkpoint.fields import Fields
-from weft.engine.checkpoint.latent_config import LatentConfig, deepseek_latent
-from weft.engine.checkpoint.moe_config import (
-    MoEConfig,
-    deepseek_v2_experts,
-    deepseek_v3_experts,
-    glm4_lite_experts,
-    gpt_oss_experts,
-    mixtral_experts,
-    qwen2_experts,
-    qwen_experts,
-)
+from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.moe_config import MoEConfig, qwen_experts
+from weft.engine.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
@@ -33,7 +25,7 @@ MAX_POSITIONS = 1 << 24
 """Most positions of a model: their rotations are a table."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
-_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization")
+_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names")
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
 
@@ -43,8 +35,6 @@ class _Family:
 
     qkv_bias: bool | None = None
     """None: `attention_bias` decides, for the output projection too."""
-    attention_bias: bool = False
-    """Where the file does not say."""
     qk_norm: bool = False
     head_dim: int | None = None
     """Head size where the file has none; None: hidden_size / num_attention_heads."""
@@ -52,31 +42,18 @@ class _Family:
     """Layers with a sliding window; listed: by `layer_types` or `max_window_layers`."""
     has_window_switch: bool = False
     """Whether a sliding window applies only if `use_sliding_window` is set."""
-    default_window: int | None = _DEFAULT_WINDOW
-    """Window where there may be one and the file has no such field."""
-    experts: Callable[[Fields], MoEConfig] | None = None
-    """Reads the mixture of experts; None: there is none."""
-    latent: Callable[[Fields], LatentConfig] | None = None
-    """Reads latent attention; None: attention is another."""
+    has_experts: bool = False
 
 
 _FAMILIES = {
     "MistralForCausalLM": _Family(windows="all"),
-    "DeepseekV2ForCausalLM": _Family(experts=deepseek_v2_experts, latent=deepseek_latent),
-    "DeepseekV3ForCausalLM": _Family(experts=deepseek_v3_experts, latent=deepseek_latent),
-    "Glm4MoeLiteForCausalLM": _Family(experts=glm4_lite_experts, latent=deepseek_latent),
-    "GptOssForCausalLM": _Family(
-        head_dim=64, attention_bias=True, windows="listed", experts=gpt_oss_experts
-    ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, windows="listed", has_window_switch=True),
     "Qwen3ForCausalLM": _Family(
         qk_norm=True, head_dim=128, windows="listed", has_window_switch=True
     ),
     "Qwen3MoeForCausalLM": _Family(
-        qk_norm=True, experts=qwen_experts, windows="all", has_window_switch=True
+        qk_norm=True, has_experts=True, windows="all", has_window_switch=True
     ),
-    "MixtralForCausalLM": _Family(windows="all", default_window=None, experts=mixtral_experts),
-    "Qwen2MoeForCausalLM": _Family(qkv_bias=True, has_window_switch=True, experts=qwen2_experts),
 }
 
 
@@ -120,8 +97,6 @@ class ModelConfig:
     """Whether each head of q and k is RMS-normalised before the rotation."""
     moe: MoEConfig | None
     """Experts; None: every layer has one MLP."""
-    latent: LatentConfig | None = None
-    """Latent attention; None: heads have keys and values of their own."""
     sliding_window: SlidingWindow | None
     """Sliding window; None: every layer attends to the whole context, or the window is no shorter.
     """
@@ -130,6 +105,14 @@ class ModelConfig:
     bos_token_id: int | None
     quantization: Quantization | None = None
     """How the checkpoint's products are quantised; None: they are floats."""
+    decoder: DecoderConfig | None = None
+    """What layers are made of, where they are not as the fields above say; see
+    `weft.engine.checkpoint.parts`.
+    """
+    latent: LatentConfig | None = None
+    """Latent attention; None: heads have keys and values of their own."""
+    names: NamesConfig = NamesConfig()  # noqa: RUF009 - frozen
+    """What the checkpoint calls its parts."""
     num_added_tokens: int = 0
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
 
@@ -140,7 +123,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that are rotated."""
+        """Elements of a head that its rotations are made for."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -194,11 +177,10 @@ class ModelConfig:
         if read_config is not None:
             return _checked(read_config(raw, generation or {}, where), architecture, where)
         family = _FAMILIES.get(architecture, _Family())
-        attention_bias = fields.flag("attention_bias", family.attention_bias)
+        attention_bias = fields.flag("attention_bias", False)
         _refuse_unsupported(fields)
         hidden_size = fields.positive("hidden_size")
         num_heads = fields.positive("num_attention_heads")
-        latent = None if family.latent is None else family.latent(fields)
         config = cls(
             architecture=architecture,
             model_type=fields.text("model_type", ""),
@@ -207,28 +189,23 @@ class ModelConfig:
             num_layers=fields.positive("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=fields.positive("num_key_value_heads", num_heads),
-            head_dim=(
-                fields.positive("head_dim", _default_head_dim(fields, family))
-                if latent is None
-                else latent.nope_dim + latent.rope_dim
-            ),
+            head_dim=fields.positive("head_dim", _default_head_dim(fields, family)),
             intermediate_size=fields.positive("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope_config(fields),
-            max_position_embeddings=_max_positions(fields),
+            max_position_embeddings=max_positions(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias and family.qkv_bias is None,
             mlp_bias=fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
-            moe=None if family.experts is None else family.experts(fields),
-            latent=latent,
+            moe=qwen_experts(fields) if family.has_experts else None,
             sliding_window=_sliding_window(fields, family),
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
         )
-        _check_shape(config, fields)
+        check_shape(config, fields)
         return config
 
     def window_of(self, layer: int) -> int | None:
@@ -250,7 +227,9 @@ class ModelConfig:
             del values[name]
         if self.moe is not None:
             values["moe"] = self.moe.values()
-        for name in ("moe", "latent", "sliding_window"):
+        if self.decoder is not None:
+            values["decoder"] = self.decoder.values()
+        for name in ("moe", "latent", "sliding_window", "decoder"):
             if values[name] is None:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
@@ -300,7 +279,8 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def _max_positions(fields: Fields) -> int:
+def max_positions(fields: Fields) -> int:
+    """The longest context of a model."""
     count = fields.positive("max_position_embeddings")
     if count > MAX_POSITIONS:
         raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
@@ -343,7 +323,7 @@ def _window_length(fields: Fields, family: _Family) -> int | None:
     if "sliding_window" not in fields:
         # Unlike a field that is absent, null means none.
         is_null = "sliding_window" in list(fields)
-        return None if is_null or family.windows == "none" else family.default_window
+        return None if is_null or family.windows == "none" else _DEFAULT_WINDOW
     return fields.positive("sliding_window")
 
 
@@ -365,7 +345,8 @@ def _windowed_layers(fields: Fields, family: _Family, *, has_window: bool) -> tu
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def _check_shape(config: ModelConfig, fields: Fields) -> None:
+def check_shape(config: ModelConfig, fields: Fields) -> None:
+    """Raises ModelError unless the sizes fit together."""
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
             "num_key_value_heads",

@@ -5,10 +5,7 @@ Pure Python, as `weft.engine.checkpoint.config`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-
-from weft.engine.checkpoint.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,36 +26,3 @@ class LatentConfig:
     """Rotated elements of a query head, and of the shared key."""
     value_dim: int
     """Elements of a head's value."""
-    is_interleaved: bool
-    """Rotated pairs are neighbours, in place of elements half a head apart."""
-    score_factor: float = 1.0
-    """Factor on scores beside that of the head's size."""
-
-
-def deepseek_latent(config: Fields) -> LatentConfig:
-    """DeepSeek V2's and V3's, and that of the models of their shape."""
-    if config.flag("attention_bias", False):
-        raise config.error("attention_bias", "is not supported for this architecture")
-    q_rank = config.positive("q_lora_rank") if "q_lora_rank" in config else None
-    return LatentConfig(
-        q_rank=q_rank,
-        kv_rank=config.positive("kv_lora_rank"),
-        nope_dim=config.positive("qk_nope_head_dim"),
-        rope_dim=config.positive("qk_rope_head_dim"),
-        value_dim=config.positive("v_head_dim"),
-        is_interleaved=config.flag("rope_interleave", True),
-        score_factor=_score_factor(config),
-    )
-
-
-def _score_factor(config: Fields) -> float:
-    """YaRN's correction of scores, squared, as DeepSeek applies it."""
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.section(name)
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default" or not rope.get("mscale_all_dim"):
-        return 1.0
-    factor = rope.number("factor")
-    if factor <= 1.0:
-        return 1.0
-    return (0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane
-from weft.engine.model.layers.attention import o_spec, qkv_spec
-from weft.engine.model.layers.layer import Layer, Mixer
+from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
+from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
-from weft.engine.model.layers.moe import MoENames, SparseMLP
+from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
@@ -22,11 +22,12 @@ from weft.kernels.norm import Norm
 from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
 from weft.kernels.stream import Taps
 
-BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Mixer]
+BuildAttention = Callable[[ModelConfig, int, Weights, torch.Tensor], Attention]
 """Builds one layer's attention from configuration, layer number, the parameters below
 `model.layers.<layer>.self_attn` and the table of cosines and sines."""
 BuildMLP = Callable[[ModelConfig, int, Weights], GatedMLP | SparseMLP]
-"""Builds one layer's feed-forward part from configuration, layer number and its parameters."""
+"""Builds one layer's feed-forward part from configuration, layer number and the parameters below
+`model.layers.<layer>.mlp`."""
 
 
 def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
@@ -34,19 +35,8 @@ def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
     return GatedMLP.read(config, layer, weights)
 
 
-def sparse_mlp(names: MoENames) -> BuildMLP:
-    """Builds a layer's experts, or its one MLP where the configuration says that it has none."""
-
-    def build(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP | SparseMLP:
-        if config.moe is not None and config.moe.is_sparse(layer):
-            return SparseMLP.read(config.moe, layer, config.hidden_size, weights, names)
-        return gated_mlp(config, layer, weights)
-
-    return build
-
-
 class DecoderOnlyLM:
-    """A `Model` of pre-norm layers; models differ in their attention, some in their MLPs."""
+    """A `Model` of layers over a stream; models differ in their attention, some in their MLPs."""
 
     def __init__(
         self,
@@ -54,23 +44,20 @@ class DecoderOnlyLM:
         weights: Weights,
         attention: BuildAttention,
         mlp: BuildMLP = gated_mlp,
-        mlp_name: str = "mlp",
     ) -> None:
-        """Reads all parameters, one layer after another.
+        """Reads all parameters, one layer after another."""
+        self._take(config, weights, _build_stack(config, weights.at("model"), attention, mlp))
 
-        Args:
-            config: The configuration.
-            weights: The checkpoint.
-            attention: Builds a layer's attention.
-            mlp: Builds a layer's feed-forward part.
-            mlp_name: What that is called in the checkpoint.
-        """
+    def _take(
+        self, config: ModelConfig, weights: Weights, stack: Stack, head_name: str = "lm_head"
+    ) -> None:
+        """Takes a stack that was read, and reads the LM head."""
         self.config = config
         self.dtype = weights.dtype
-        self.model = _build_stack(config, weights.at("model"), attention, mlp, mlp_name)
+        self.model = stack
         head = self.model.embed_tokens
         if not config.tie_word_embeddings:
-            head = weights.vocabulary("lm_head", *_vocabulary_size(config))
+            head = weights.vocabulary(head_name, *vocabulary_size(config))
         self.lm_head = LMHead(weights.packed(head))
 
     def kv_layout(self, page_size: int) -> CacheLayout:
@@ -103,9 +90,13 @@ class DecoderOnlyLM:
             logits = self.lm_head(hidden, added)
         else:
             logits = replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
+        self.scale_logits(logits)
         if self.config.num_added_tokens:
             hide_unknown_tokens(logits, self.config.vocab_size, lora)
         return logits
+
+    def scale_logits(self, logits: torch.Tensor) -> None:
+        """Does in place to logits what the model does behind its LM head: nothing."""
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
@@ -120,21 +111,17 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
-def _vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
+def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
     """Rows, columns and rows of zeros of the embedding and the LM head."""
     return config.vocab_size, config.hidden_size, config.num_added_tokens
 
 
 def _build_stack(
-    config: ModelConfig,
-    weights: Weights,
-    attention: BuildAttention,
-    mlp: BuildMLP,
-    mlp_name: str,
+    config: ModelConfig, weights: Weights, attention: BuildAttention, mlp: BuildMLP
 ) -> Stack:
-    cos_sin = cos_sin_table(config.rope, config.rotary_dim, config.max_position_embeddings)
+    cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
-    embed_tokens = weights.vocabulary("embed_tokens", *_vocabulary_size(config))
+    embed_tokens = weights.vocabulary("embed_tokens", *vocabulary_size(config))
     size, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
@@ -145,7 +132,7 @@ def _build_stack(
                 Norm(layer.norm("input_layernorm", size), eps),
                 attention(config, index, layer.at("self_attn"), cos_sin),
                 Norm(layer.norm("post_attention_layernorm", size), eps),
-                mlp(config, index, layer.at(mlp_name)),
+                mlp(config, index, layer.at("mlp")),
             )
         )
     return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps))

@@ -48,15 +48,6 @@ class ModelClass(Protocol):
         """Takes every parameter that the model has from `weights`."""
 
 
-class SelectiveModelClass(ModelClass, Protocol):
-    """A class whose checkpoints have tensors that it does not use."""
-
-    def leaves_out(self, config: ModelConfig, name: str) -> bool:
-        """Whether a tensor, by its full name, is known to have no part in the model, such as one of
-        a layer that drafts; a static or class method.
-        """
-
-
 class ConfiguredModelClass(ModelClass, Protocol):
     """The class of another distribution that reads config.json itself."""
 

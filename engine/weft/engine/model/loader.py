@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.files import Progress, weight_files
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
-from weft.engine.model.interface import Model, ModelClass
+from weft.engine.model.interface import Model
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.schemes.registry import scheme_of
@@ -91,10 +92,11 @@ def load_model(
             model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
         )
     with Checkpoint(
-        model_dir, progress, unused=lambda name: _is_unused(name, config, build)
+        model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
         if config.tie_word_embeddings:
-            checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
+            for body, head in product(config.names.bodies, config.names.heads):
+                checkpoint.check_alike(f"{body}.embed_tokens.weight", f"{head}.weight")
         model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
     try:
@@ -110,9 +112,8 @@ _FIXED = "fixed-3"
 """Raised with every change of the bits that operations of deterministic mode make on a GPU."""
 
 
-def _is_unused(name: str, config: ModelConfig, build: ModelClass) -> bool:
+def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
-    tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
-    leaves_out = getattr(build, "leaves_out", None)
-    is_left_out = leaves_out is not None and leaves_out(config, name)
-    return tied_copy or is_rotary_buffer(name) or is_left_out
+    heads = [f"{head}.weight" for head in config.names.heads]
+    tied_copy = config.tie_word_embeddings and name in heads
+    return tied_copy or is_rotary_buffer(name) or config.names.is_left_out(name)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.archs.qwen3 import qwen3_attention
-from weft.engine.model.decoder_only import DecoderOnlyLM, sparse_mlp
-from weft.engine.model.layers.moe import MoENames
+from weft.engine.model.decoder_only import DecoderOnlyLM, gated_mlp
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.weights.weights import Weights
+
+
+def qwen3_moe_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP | SparseMLP:
+    """The layer's experts, or its one MLP where the configuration says that it has no experts."""
+    if config.moe is not None and config.moe.is_sparse(layer):
+        return SparseMLP.read(config.moe, layer, config.hidden_size, weights)
+    return gated_mlp(config, layer, weights)
 
 
 class Qwen3MoeForCausalLM(DecoderOnlyLM):
     """Qwen3-MoE with its LM head."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights, qwen3_attention, sparse_mlp(MoENames()))
+        super().__init__(config, weights, qwen3_attention, qwen3_moe_mlp)

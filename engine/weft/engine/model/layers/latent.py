@@ -7,16 +7,19 @@ from typing import NamedTuple
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.parts import AttentionConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.attention import o_spec
 from weft.engine.model.layers.layer import Query, shape_of
+from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.latent_attention import LatentSpec, latent_attention, rotated, write_latents
+from weft.kernels.latent_attention import LatentSpec, latent_attention, write_latents
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
+from weft.kernels.rope import rotated
 from weft.kernels.stream import Normed, Sum
 
 _EPS = 1e-6
@@ -46,7 +49,8 @@ class LatentAttention:
         self,
         config: LatentConfig,
         layer: int,
-        cos_sin: torch.Tensor,
+        rotary: Rotary,
+        scale: float,
         *,
         down_proj: LinearWeight,
         q_norm: Norm | None,
@@ -60,7 +64,8 @@ class LatentAttention:
         Args:
             config: Sizes.
             layer: The layer's index in the pool.
-            cos_sin: [max_positions, rope_dim] float32, shared by all layers.
+            rotary: Of `rope_dim` elements.
+            scale: Factor on the scores.
             down_proj: [hidden] -> the queries' latent, or all queries, then latent and shared key.
             q_norm: Norm of the queries' latent; None: there is none.
             q_proj: The queries' latent -> all queries; None: there is none.
@@ -70,24 +75,26 @@ class LatentAttention:
         """
         self.config = config
         self.layer = layer
-        self.cos_sin = cos_sin
+        self.rotary = rotary
         self.down_proj = down_proj
         self.q_norm = q_norm
         self.q_proj = q_proj
         self.kv_norm = kv_norm
         self.o_proj = o_proj
         self._absorbed = _Absorbed(*absorbed)
-        head_dim = config.nope_dim + config.rope_dim
-        scale = head_dim**-0.5 * config.score_factor
         self.spec = LatentSpec(self._absorbed.to_keys.shape[0], config.kv_rank, scale)
 
     @classmethod
     def read(
-        cls, config: ModelConfig, layer: int, weights: Weights, cos_sin: torch.Tensor
+        cls,
+        config: ModelConfig,
+        sizes: LatentConfig,
+        attention: AttentionConfig,
+        layer: int,
+        weights: Weights,
+        rotary: Rotary,
     ) -> LatentAttention:
-        """Reads the parameters below one prefix of the names."""
-        sizes = config.latent
-        assert sizes is not None
+        """Reads the parameters below one prefix of the names; other arguments as above."""
         head_dim, of_head = sizes.nope_dim + sizes.rope_dim, sizes.nope_dim + sizes.value_dim
         q_name, q_rows, q_norm, q_proj = "q_proj", config.num_heads * head_dim, None, None
         if sizes.q_rank is not None:
@@ -119,7 +126,8 @@ class LatentAttention:
         return cls(
             sizes,
             layer,
-            cos_sin,
+            rotary,
+            attention.scale,
             down_proj=weights.linear(down),
             q_norm=q_norm,
             q_proj=q_proj,
@@ -141,15 +149,15 @@ class LatentAttention:
         low, latent, key = found.split(
             [found.shape[1] - sizes.kv_rank - sizes.rope_dim, sizes.kv_rank, sizes.rope_dim], dim=1
         )
-        turn = (step.positions, self.cos_sin)
-        key = rotated(key.unsqueeze(1), *turn, is_interleaved=sizes.is_interleaved)[:, 0]
+        turns, adjacent = self.rotary.cos_sin[step.positions], self.rotary.num_adjacent
+        key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
         write_latents(torch.cat((latent, key), dim=1), pool, self.layer, group.places)
         if self.q_proj is not None and self.q_norm is not None:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
         own, turned = low.unflatten(1, (heads, -1)).split([sizes.nope_dim, sizes.rope_dim], dim=2)
         absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
-        turned = rotated(turned, *turn, is_interleaved=sizes.is_interleaved)
+        turned = rotated(turned, turns, adjacent)
         return Query(torch.cat((absorbed, turned), dim=2))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
@@ -169,15 +177,15 @@ class LatentAttention:
         return LatentAttention, shape_of(self.down_proj), shape_of(self.o_proj)
 
 
-def latent_layout(config: ModelConfig, dtype: str, page_size: int) -> CacheLayout:
+def latent_layout(
+    sizes: LatentConfig, num_layers: int, dtype: torch.dtype, page_size: int
+) -> CacheLayout:
     """Pages of latents: of each position one vector, the latent and then the shared key."""
-    sizes = config.latent
-    assert sizes is not None
     plane = PagedPlane(
-        layers=config.num_layers,
+        layers=num_layers,
         heads=1,
         dim=sizes.kv_rank + sizes.rope_dim,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         parts=("latent",),
     )
     return CacheLayout.of_plane(plane, page_size)

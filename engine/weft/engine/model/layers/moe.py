@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from weft.engine.checkpoint.config import MoEConfig
+from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.layers.mlp import GatedMLP, down_spec, gate_up_spec
 from weft.engine.model.step import Step
@@ -17,25 +15,6 @@ from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import RouterForm, SparseMlpWeight
 from weft.kernels.stream import Combine, Normed, SharedCombine
-
-
-class MoENames(NamedTuple):
-    """What a family calls the parameters of a mixture, below the layer's feed-forward block."""
-
-    router: str = "gate"
-    correction: str = "gate.e_score_correction_bias"
-    correction_rows: tuple[int, ...] = ()
-    """Axes that its tensor has before that of the experts, each of size 1."""
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    """Of each expert."""
-    down: str = "down_proj"
-    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    is_transposed: bool = False
-    """See `ExpertSpec`."""
-    is_interleaved: bool = False
-    experts: str = "experts"
-    shared: str = "shared_experts"
-    shared_gate: str = "shared_expert_gate"
 
 
 class SparseMLP:
@@ -68,7 +47,7 @@ class SparseMLP:
         layer: int,
         hidden: int,
         weights: Weights,
-        names: MoENames = MoENames(),  # noqa: B008 - immutable
+        names: MoENamesConfig = MoENamesConfig(),  # noqa: B008 - frozen
     ) -> SparseMLP:
         """Reads the router and all experts.
 
@@ -99,7 +78,7 @@ class SparseMLP:
         )
         weight = SparseMlpWeight(
             weights.linear(router),
-            weights.at(names.experts).experts(experts),
+            (weights.at(names.experts) if names.experts else weights).experts(experts),
             config.num_experts_per_tok,
             config.norm_topk_prob,
             _router_form(config, weights, names),
@@ -130,10 +109,10 @@ class SparseMLP:
         return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared
 
 
-def _router_form(config: MoEConfig, weights: Weights, names: MoENames) -> RouterForm:
+def _router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
     router, correction = config.router, None
     if router.has_correction:
-        axes = tuple(1 for _ in names.correction_rows)
+        axes = (1,) * names.correction_axes
         part = TensorSlice(names.correction, (*axes, config.num_experts))
         correction = weights.tensor(part, torch.float32).view(config.num_experts)
     return RouterForm(

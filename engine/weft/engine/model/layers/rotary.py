@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.rope import RopeConfig
+
+
+class Rotary(NamedTuple):
+    """How a layer rotates its heads."""
+
+    cos_sin: torch.Tensor
+    """[max_positions, D] float32, from `cos_sin_table`; of one row: heads are not rotated."""
+    num_adjacent: int = 0
+    """See `weft.kernels.rope.rope_and_cache`."""
+
+
+class Rotaries:
+    """The rotations of a model's layers; those that are equal share a table."""
+
+    def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._size = (head_dim, max_positions)
+        self._device = device
+        self._made: dict[RopeConfig | None, Rotary] = {}
+
+    def of(self, rope: RopeConfig | None) -> Rotary:
+        """The rotation that a configuration describes; None: heads are not rotated."""
+        if rope not in self._made:
+            dim, positions = self._size
+            if rope is None:
+                rotary = Rotary(cos_sin_table(RopeConfig(theta=1.0), dim, 1))
+            else:
+                rotary = Rotary(cos_sin_table(rope, dim, positions), rope.num_adjacent(dim))
+            self._made[rope] = rotary._replace(cos_sin=rotary.cos_sin.to(self._device))
+        return self._made[rope]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

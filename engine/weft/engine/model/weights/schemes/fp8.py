@@ -50,7 +50,7 @@ class Fp8Scheme:
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
-        if self._ignores(weights, *spec.names):
+        if self._ignores(weights, *spec.modules):
             return self._plain.linear(spec, weights)
         pack = pack_gate_up if spec.is_gated else pack_linear
         matrix = self._matrix(spec, weights)
@@ -72,7 +72,7 @@ class Fp8Scheme:
         if _has_nan(data):
             raise ModelError(f"{_listing(spec, weights)}: a weight is not a number")
         if self._quantization.has_input_scale:
-            for name in spec.names:
+            for name in spec.modules:
                 self._one_scale(f"{name}.input_scale", weights)
         if self._quantization.scales == "blocks":
             return self._blocks(spec, parts, data, weights)
@@ -189,4 +189,4 @@ def _has_nan(data: torch.Tensor) -> bool:
 
 
 def _listing(spec: LinearSpec, weights: Weights) -> str:
-    return ", ".join(weights.full_name(name) for name in spec.names)
+    return ", ".join(weights.full_name(name) for name in spec.modules)

@@ -38,7 +38,7 @@ class Int8Scheme:
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
-        if self._ignores(weights, *spec.names):
+        if self._ignores(weights, *spec.modules):
             return self._plain.linear(spec, weights)
         pack = pack_gate_up if spec.is_gated else pack_linear
         matrix = self._matrix(spec, weights)
@@ -62,7 +62,7 @@ class Int8Scheme:
         data = weights.read(parts, dtype=torch.int8)
         scales = weights.read(spec.channel_scales(weights.shard), dtype=torch.float32)[:, 0]
         if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
-            names = ", ".join(weights.full_name(name) for name in spec.names)
+            names = ", ".join(weights.full_name(name) for name in spec.modules)
             raise ModelError(f"{names}: a weight_scale is negative or not finite")
         return Int8Channels(data, scales)
 
