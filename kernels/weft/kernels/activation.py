@@ -87,7 +87,7 @@ def activate(x: torch.Tensor, activation: Activation, *, is_gated: bool) -> torc
     if is_gated and activation == "silu":
         return silu_and_mul(x)
     if x.is_cuda:
-        from weft.kernels.gpu import activation as gpu
+        from weft.kernels.gpu import mlp_activation as gpu
 
         return gpu.activate(x, activation, is_gated=is_gated)
     gate, up = x.float().chunk(2, dim=-1) if is_gated else (x.float(), None)

@@ -84,7 +84,8 @@ def test_rotates_and_stores_exactly_the_given_slots(
     num_adjacent = int(adjacent * dim / 2)
     layers, layer, pages = 3, 1, 9
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    norms = [(torch.rand(dim) + 0.5).to(dtype) if normed else None for _ in range(2)]
+    of_norms = torch.float32 if adjacent else dtype  # Weights may be finer than the rows.
+    norms = [(torch.rand(dim) + 0.5).to(of_norms) if normed else None for _ in range(2)]
     positions = torch.randint(0, MAX_POSITIONS, (rows,))
     slots = torch.randperm(pages * page_size)[:rows]
     pool = torch.full((pages, kv_heads, layers, 2, page_size, dim), float("nan"), dtype=dtype)

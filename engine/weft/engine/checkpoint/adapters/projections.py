@@ -106,8 +106,10 @@ def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     shapes["o"] = ("o", model.num_heads * model.value_dim, hidden, 0)
     moe = model.moe
     if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
-        shapes["gate"] = ("gate_up", hidden, inner, 0)
-        shapes["up"] = ("gate_up", hidden, inner, inner)
+        is_gated = model.decoder is None or model.decoder.mlp.is_gated
+        if is_gated:
+            shapes["gate"] = ("gate_up", hidden, inner, 0)
+        shapes["up"] = ("gate_up", hidden, inner, inner if is_gated else 0)
         shapes["down"] = ("down", inner, hidden, 0)
     return {
         kind: (
