@@ -1,10 +1,43 @@
-"""Gated activations of MLPs."""
+"""Activations of MLPs, gated and plain."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+"""gelu: exact; gelu_tanh: its approximation by tanh (Hendrycks and Gimpel 2016); relu2: the square
+of max(x, 0) (So et al. 2021).
+"""
+
+
+class Gating(NamedTuple):
+    """gate * sigmoid(alpha * gate) * (up + offset), both limited before.
+
+    SwiGLU (Shazeer 2020, arXiv 2002.05202) by default; gpt-oss limits both sides and has another
+    slope and offset (its model card, section 2.2).
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    """Largest gate, and largest magnitude of up; None: any."""
+    offset: float = 0.0
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * I], gate columns first -> [T, I], dtype of `x`; float32 within, or wider."""
+        gate, up = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)).to(x.dtype)
+
+
+SILU = Gating()
+"""silu(gate) * up."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -38,3 +71,33 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     """`silu_and_mul` in eager torch, any device."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def activate(x: torch.Tensor, activation: Activation, *, is_gated: bool) -> torch.Tensor:
+    """An activation, or an activated gate times what it gates.
+
+    Args:
+        x: [T, I], or gated [T, 2 * I], contiguous, gate columns first; not changed.
+        activation: Which one.
+        is_gated: Whether half of the columns are a gate.
+
+    Returns:
+        [T, I], dtype of `x`; computed in float32, rounded once.
+    """
+    if is_gated and activation == "silu":
+        return silu_and_mul(x)
+    if x.is_cuda:
+        from weft.kernels.gpu import mlp_activation as gpu
+
+        return gpu.activate(x, activation, is_gated=is_gated)
+    gate, up = x.float().chunk(2, dim=-1) if is_gated else (x.float(), None)
+    made = _ACTIVATIONS[activation](gate)
+    return (made if up is None else made * up).to(x.dtype)
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: x.clamp(min=0).square(),
+}

@@ -39,6 +39,14 @@ class AttentionSpec(NamedTuple):
     """A row's result does not depend on the step's other rows on a GPU either; not with
     ancestors.
     """
+    sinks: torch.Tensor | None = None
+    """[Hq] float32, on the model's device, or None: a logit of each head that joins the softmax of
+    every row and weighs no value (attention sinks as gpt-oss learns them, arXiv 2508.10925).
+    """
+    softcap: float | None = None
+    """Scaled scores become cap * tanh(score / cap) before anything is hidden (Gemma 2, arXiv
+    2408.00118, section 2), or None.
+    """
 
 
 class GroupStep(NamedTuple):
@@ -123,6 +131,7 @@ def paged_attention(
         raise ValueError(f"first_position is {first_position}")
     if spec.window is not None and spec.window < 1:
         raise ValueError(f"window is {spec.window}")
+    _check_softmax(spec, q)
     ancestors = step.ancestors
     if ancestors is not None or earlier_rows:
         check_ancestors(ancestors, q.shape[0], spec.window, step.max_q_len, earlier_rows)
@@ -168,6 +177,8 @@ def paged_attention(
         spec.window or 0,
         None if ancestors is None else ancestors.data_ptr(),
         earlier_rows,
+        None if spec.sinks is None else spec.sinks.data_ptr(),
+        spec.softcap or 0.0,
     )
     if status:
         cpu.check_status(status, "paged_attention")
@@ -302,16 +313,44 @@ def paged_attention_reference(
         if ancestors is not None:
             bits = words.unsqueeze(1) >> (positions - root).clamp(0, 63)
             mask &= (positions < root) | (bits & 1 == 1)
-        mixed = F.scaled_dot_product_attention(
-            q[first:end].transpose(0, 1).unsqueeze(0),
-            kv[0].unsqueeze(0),
-            kv[1].unsqueeze(0),
-            attn_mask=mask,
-            scale=spec.scale,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
+        mixed = _attend(q[first:end].transpose(0, 1), kv[0], kv[1], mask, spec).transpose(0, 1)
         out[first:end] = mixed.masked_fill((rows < first_position)[:, None, None], 0)
     return out.flatten(1)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attention of [Hq, N, D] over [Hkv, M, D] where `mask`, [N, M], is true."""
+    if spec.sinks is None and spec.softcap is None:
+        rows = (x.unsqueeze(0) for x in (q, k, v))
+        return F.scaled_dot_product_attention(
+            *rows, attn_mask=mask, scale=spec.scale, enable_gqa=True
+        )[0]
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0).float() for x in (k, v))
+    scores = q.float() @ k.transpose(1, 2) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if spec.sinks is None:
+        return (scores.softmax(dim=-1) @ v).to(q.dtype)
+    sinks = spec.sinks[:, None, None].expand(-1, scores.shape[1], 1)
+    weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ v).to(q.dtype)
+
+
+def _check_softmax(spec: AttentionSpec, q: torch.Tensor) -> None:
+    """Raises ValueError unless sinks and soft cap are as `AttentionSpec` says."""
+    sinks = spec.sinks
+    if sinks is not None and (
+        sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32 or sinks.device != q.device
+    ):
+        raise ValueError(
+            f"sinks {tuple(sinks.shape)} {sinks.dtype} on {sinks.device} must be "
+            f"[{q.shape[1]}] float32 on {q.device}"
+        )
+    if spec.softcap is not None and spec.softcap <= 0:
+        raise ValueError(f"softcap is {spec.softcap}")
 
 
 def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,9 @@ class WeightStruct(ctypes.Structure):
         ("in_features", ctypes.c_int64),
         ("is_bf16", ctypes.c_int32),
         ("gated", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("offset", ctypes.c_float),
     )
 
 
@@ -68,6 +71,8 @@ class AttentionStruct(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("ancestors", ctypes.c_void_p),
         ("earlier_rows", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -244,12 +249,15 @@ class NativeCpu:
             ctypes.c_int,
             ctypes.c_float,
         )
-        norm = (integer, pointer, pointer, pointer, pointer, long, long, real)
+        norm = (integer, integer, pointer, pointer, pointer, pointer, long, long, real)
         rope = (
             *(pointer, long, pointer, pointer, pointer, pointer, long),
-            *(pointer, pointer, real, long, long, pointer),
+            *(pointer, pointer, integer, real, long, long, long, pointer),
         )
-        attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long, long, pointer, long)
+        attention = (
+            *(pointer, long, *[pointer] * 5, *[long] * 5, real),
+            *(long, long, pointer, long, pointer, real),
+        )
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)
         self.packed_words = declare("weft_packed_words", long, pointer)

@@ -80,7 +80,7 @@ class DenseRun:
         """The run of layers of equal shape; None if one of them is of another kind (None), or its
         weights are not in native form.
         """
-        found = [layer for layer in layers if layer is not None]
+        found = [layer for layer in layers if layer is not None and _has_plain_softmax(layer.spec)]
         native = cpu.native_cpu()
         if native is None or len(found) < len(layers):
             return None
@@ -208,6 +208,10 @@ class DenseRun:
                 check_addition((rows, weight.out_features), size, weight.dtype, addition)
         groups = (lora.qkv, lora.o, lora.gate_up, lora.down)
         return describe_lora(self._native, groups, lora.segments) if any(groups) else None
+
+
+def _has_plain_softmax(spec: AttentionSpec) -> bool:
+    return spec.sinks is None and spec.softcap is None
 
 
 def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.activation import silu_and_mul_reference
+from weft.kernels.activation import SILU, Gating
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
@@ -76,6 +77,8 @@ class LinearWeight:
     """[out_features] of `dtype`, or float32 in panel order in the native form, or None."""
     is_fixed: bool = False
     """A row's result does not depend on the other rows on a GPU either."""
+    gating: Gating = SILU
+    """Of a gated pair: how the two become one."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -110,7 +113,7 @@ def pack_linear(
     Raises:
         ValueError: Shapes or dtypes do not fit together.
     """
-    return _pack(weight, bias, arena, dtype, gated=False)
+    return _pack(weight, bias, arena, dtype, gated=False, gating=SILU)
 
 
 def pack_gate_up(
@@ -118,6 +121,7 @@ def pack_gate_up(
     bias: torch.Tensor | None = None,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
+    gating: Gating = SILU,
 ) -> LinearWeight:
     """Packs gate and up projection of a gated MLP for `gate_up_silu`.
 
@@ -126,13 +130,16 @@ def pack_gate_up(
         bias: [2 * I], dtype of the layer, or None.
         arena: Where the packed weight goes, or None for memory of its own.
         dtype: As in `pack_linear`.
+        gating: How the two become one; on a GPU only `SILU`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together.
     """
     if weight.shape[0] % 2:
         raise ValueError(f"gate and up together need an even row count, got {weight.shape[0]}")
-    return _pack(weight, bias, arena, dtype, gated=True)
+    if gating != SILU and weight.data.is_cuda:
+        raise ValueError(f"{gating} of a gated pair is not supported on a GPU")
+    return _pack(weight, bias, arena, dtype, gated=True, gating=gating)
 
 
 def linear(
@@ -180,7 +187,7 @@ def linear(
 def gate_up_silu(
     x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None = None
 ) -> torch.Tensor:
-    """silu(x @ gate^T) * (x @ up^T), both projections and the activation in one operation.
+    """silu(x @ gate^T) * (x @ up^T), or another gating of the two, in one operation.
 
     Args:
         x: [M, K], contiguous, the weight's dtype; M may be 0.
@@ -209,7 +216,7 @@ def gate_up_silu(
     both = _linear_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
-    return silu_and_mul_reference(both)
+    return w.gating.of(both)
 
 
 def normed_linear(
@@ -309,6 +316,7 @@ def _pack(
     dtype: torch.dtype | None,
     *,
     gated: bool,
+    gating: Gating,
 ) -> LinearWeight:
     data = weight if isinstance(weight, torch.Tensor) else weight.data
     if data.dim() != 2:
@@ -326,14 +334,16 @@ def _pack(
     if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
         weight = weight.dequantised(dtype)
     if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
-        return _pack_native(native, weight, bias, arena or WeightArena(0), dtype, gated=gated)
+        return _pack_native(
+            native, weight, bias, arena or WeightArena(0), dtype, gated=gated, gating=gating
+        )
     if not isinstance(weight, torch.Tensor):
-        return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed=is_fixed)
+        return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed, gating)
     if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():
         # 16 rows as the hint: serves every row count about equally well.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        return LinearWeight(n, k, dtype, gated, OneDnnForm(packed), bias)
-    return LinearWeight(n, k, dtype, gated, PlainForm(weight), bias, is_fixed=is_fixed)
+        return LinearWeight(n, k, dtype, gated, OneDnnForm(packed), bias, gating=gating)
+    return LinearWeight(n, k, dtype, gated, PlainForm(weight), bias, is_fixed, gating)
 
 
 def _pack_native(
@@ -344,6 +354,7 @@ def _pack_native(
     dtype: torch.dtype,
     *,
     gated: bool,
+    gating: Gating,
 ) -> LinearWeight:
     n, k = weight.shape
     scales = None
@@ -352,7 +363,13 @@ def _pack_native(
     else:
         plain, scales = weight.data.contiguous(), weight.scales.contiguous()
     shape = cpu.WeightStruct(
-        out_features=n, in_features=k, is_bf16=dtype == torch.bfloat16, gated=gated
+        out_features=n,
+        in_features=k,
+        is_bf16=dtype == torch.bfloat16,
+        gated=gated,
+        alpha=gating.alpha,
+        limit=math.inf if gating.limit is None else gating.limit,
+        offset=gating.offset,
     )
     address = ctypes.addressof(shape)
 
@@ -378,7 +395,7 @@ def _pack_native(
         shape.scales,
     )
     form = NativeForm(packed, shape, packed_scales)
-    return LinearWeight(n, k, dtype, gated, form, packed_bias)
+    return LinearWeight(n, k, dtype, gated, form, packed_bias, gating=gating)
 
 
 def _linear_native(

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from weft.kernels import cpu
+from weft.kernels.activation import SILU, Gating
 from weft.kernels.linear import (
     LinearWeight,
     gate_up_silu,
@@ -44,6 +45,40 @@ class Routing(NamedTuple):
     """Weights of the experts, [T, k] float32."""
 
 
+class RouterForm(NamedTuple):
+    """How logits become the scores that experts are chosen by, and their shares.
+
+    Scores are a softmax over all experts, or each expert's sigmoid. A correction takes part in the
+    choice alone (auxiliary-loss-free balancing, Wang et al., arXiv 2408.15664). With groups,
+    experts are chosen within the best ones (DeepSeek-V2, arXiv 2405.04434, section 2.2, and
+    DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    is_sigmoid: bool = False
+    correction: torch.Tensor | None = None
+    """[E] float32, or None."""
+    groups: int = 1
+    """Consecutive experts form so many groups of equal size."""
+    kept_groups: int = 1
+    """Groups that a row may choose from."""
+    summed: int = 1
+    """A group is as good as the sum of so many of its best experts: 1 or 2."""
+    least_sum: float = 1e-20
+    """Shares that are to add up to 1 are divided by no less."""
+    scale: float = 1.0
+    """Factor on shares."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a softmax and nothing else."""
+        return self.correction is None and self._replace(least_sum=1e-20) == SOFTMAX
+
+
+SOFTMAX = RouterForm()
+"""A softmax over all experts, of which the most likely are chosen. Where shares are to add up to 1
+it is the softmax over the chosen ones as well."""
+
+
 StackedWeight: TypeAlias = torch.Tensor | Fp8Experts
 """Matrices of all experts, [E, N, K]."""
 
@@ -65,6 +100,12 @@ class ExpertWeights:
     """Addresses of `w13` and `w2` for the native operation; None if they are not in its form."""
     is_fixed: bool = False
     """A row's result does not depend on the step's other rows on a GPU either."""
+    gating: Gating = SILU
+    """How gate and up become the input of the down projection."""
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """On a GPU the stacked biases, [E, 2 * I] and [E, H], of the dtype; None: there are none, or
+    `w13` and `w2` have them.
+    """
 
     @property
     def num_experts(self) -> int:
@@ -82,6 +123,8 @@ class SparseMlpWeight:
     top_k: int
     renormalise: bool
     """The shares of a row's experts add up to 1."""
+    form: RouterForm = SOFTMAX
+    """How the router's logits become shares."""
 
 
 def pack_experts(
@@ -89,6 +132,9 @@ def pack_experts(
     count: int,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    gating: Gating = SILU,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> ExpertWeights:
     """Packs a layer's experts one by one; each may be dropped as soon as the next is asked for.
 
@@ -98,6 +144,8 @@ def pack_experts(
         count: How many there are.
         arena: Where packed weights go, or None for memory of their own.
         dtype: What they compute in; None: that of the weights, which are in floats.
+        gating: How gate and up become the input of the down projection.
+        biases: [E, 2 * I] and [E, H] of the dtype, or None.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together.
@@ -123,8 +171,9 @@ def pack_experts(
             for stack, matrix in zip(stacked, pair, strict=True):
                 _put(stack, num_packed, matrix)
         else:
-            w13.append(pack_gate_up(gate_up, None, arena, dtype))
-            w2.append(pack_linear(down, None, arena, dtype))
+            own = (None, None) if biases is None else (biases[0][num_packed], biases[1][num_packed])
+            w13.append(pack_gate_up(gate_up, own[0], arena, dtype, gating))
+            w2.append(pack_linear(down, own[1], arena, dtype))
         num_packed += 1
     if num_packed != count or shape is None or dtype is None:
         raise ValueError(f"{num_packed} experts, expected {count}")
@@ -132,7 +181,17 @@ def pack_experts(
     if w13 and all(w.native is not None for w in (*w13, *w2)):
         native = (_addresses(w13), _addresses(w2))
     is_fixed = arena is not None and arena.is_fixed
-    return ExpertWeights(*shape, dtype, tuple(w13), tuple(w2), stacked, native, is_fixed)
+    return ExpertWeights(
+        *shape,
+        dtype,
+        tuple(w13),
+        tuple(w2),
+        stacked,
+        native,
+        is_fixed,
+        gating,
+        None if stacked is None else biases,
+    )
 
 
 def _on_gpu(
@@ -166,28 +225,43 @@ def _addresses(weights: list[LinearWeight]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(weights))(*(w.address for w in weights))
 
 
-def route(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> Routing:
-    """Softmax over all experts, of which each row keeps the `top_k` most likely.
+def route(
+    logits: torch.Tensor, top_k: int, *, renormalise: bool, form: RouterForm = SOFTMAX
+) -> Routing:
+    """Scores of all experts, of which each row keeps the `top_k` best.
 
     Args:
         logits: [T, E] float32.
-        top_k: 1 to E.
-        renormalise: The shares of a row's experts add up to 1.
+        top_k: 1 to the number of experts in the groups that a row may choose from.
+        renormalise: The shares of a row's experts add up to 1, but for the form's scale.
+        form: How logits become scores and shares.
     """
     if logits.is_cuda:
         from weft.kernels.gpu import moe_route as gpu
 
-        return Routing(*gpu.route(logits, top_k, renormalise))
-    return route_reference(logits, top_k, renormalise=renormalise)
+        return Routing(*gpu.route(logits, top_k, renormalise, form))
+    return route_reference(logits, top_k, renormalise=renormalise, form=form)
 
 
-def route_reference(logits: torch.Tensor, top_k: int, *, renormalise: bool) -> Routing:
+def route_reference(
+    logits: torch.Tensor, top_k: int, *, renormalise: bool, form: RouterForm = SOFTMAX
+) -> Routing:
     """`route` in eager torch, any device."""
-    shares, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    scores = logits.sigmoid() if form.is_sigmoid else torch.softmax(logits, dim=-1)
+    choice = scores if form.correction is None else scores + form.correction
+    if form.groups > 1:
+        grouped = choice.unflatten(-1, (form.groups, -1))
+        of_groups = grouped.topk(form.summed, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(of_groups, dtype=torch.bool)
+        kept.scatter_(-1, of_groups.topk(form.kept_groups, dim=-1).indices, value=True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    ids = choice.topk(top_k, dim=-1).indices.sort(dim=-1).values
+    shares = scores.gather(-1, ids)
     if renormalise:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    ids, order = ids.sort(dim=-1)
-    return Routing(ids.to(torch.int32), shares.gather(-1, order))
+        shares = shares / shares.sum(dim=-1, keepdim=True).clamp(min=form.least_sum)
+    if form.scale != 1.0:
+        shares = shares * form.scale
+    return Routing(ids.to(torch.int32), shares.to(torch.float32))
 
 
 def moe(
@@ -197,7 +271,7 @@ def moe(
     residual: torch.Tensor | None = None,
     lora: ExpertAddition | None = None,
 ) -> torch.Tensor:
-    """residual + sum over a row's experts of share * down(silu(gate(x)) * up(x)).
+    """residual + sum over a row's experts of share * down(gated(gate(x), up(x))).
 
     No row is dropped, however many choose the same expert. A row's result does not depend on the
     other rows on a CPU, nor on a GPU if the weights say so, and experts are summed in ascending
@@ -226,7 +300,8 @@ def moe(
         from weft.kernels.gpu import moe as gpu
 
         ids, shares = routing
-        return gpu.moe(x, ids, shares, *w.stacked, residual, lora, is_fixed=w.is_fixed)
+        more = gpu.ExpertParts(w.gating, w.biases)
+        return gpu.moe(x, ids, shares, *w.stacked, residual, lora, more, is_fixed=w.is_fixed)
     if w.native is not None:
         return _moe_native(x, routing, w, w.native, residual, lora)
     return moe_reference(x, routing, w, residual, lora)

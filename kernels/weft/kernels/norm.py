@@ -1,10 +1,13 @@
-"""RMS normalisation (Zhang and Sennrich 2019), plain and with the residual addition fused."""
+"""Normalisation of rows: RMS (Zhang and Sennrich 2019), plain and with the residual addition fused,
+and layer norm (Ba et al. 2016).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from weft.kernels import cpu
 
 
@@ -12,7 +15,7 @@ class Norm(NamedTuple):
     """An RMS norm with its parameters."""
 
     weight: torch.Tensor
-    """[H]."""
+    """[H], of the rows' dtype or float32: what is 1 + a weight would lose by rounding."""
     eps: float
     """Added to the mean square."""
 
@@ -21,12 +24,30 @@ class Norm(NamedTuple):
         return rms_norm(x, self.weight, self.eps)
 
 
+class LayerNorm(NamedTuple):
+    """A layer norm with its parameters."""
+
+    weight: torch.Tensor
+    """[H], dtype of the rows."""
+    bias: torch.Tensor | None
+    """[H], or None."""
+    eps: float
+    """Added to the variance."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises each row to zero mean and unit variance: [T, H] -> [T, H]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+AnyNorm = Norm | LayerNorm
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalises each row to unit root mean square and scales it.
 
     Args:
         x: [T, H], contiguous; not changed.
-        weight: [H], dtype of `x`.
+        weight: [H], dtype of `x` or float32.
         eps: Added to the mean square.
 
     Returns:
@@ -55,7 +76,7 @@ def add_rms_norm(
     Args:
         x: [T, H], contiguous; not changed.
         residual: [T, H], contiguous; becomes `residual + x`, rounded to its dtype.
-        weight: [H], dtype of `x`.
+        weight: [H], dtype of `x` or float32.
         eps: Added to the mean square.
 
     Returns:
@@ -102,13 +123,16 @@ def _norm_native(
     eps: float,
 ) -> None:
     rows, width = x.shape
-    if weight.shape != (width,) or weight.dtype != x.dtype or not x.is_contiguous():
+    is_fine = weight.dtype == torch.float32
+    is_typed = is_fine or weight.dtype == x.dtype
+    if weight.shape != (width,) or not is_typed or not x.is_contiguous():
         raise ValueError(
             f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
             f"{x.dtype} contiguous={x.is_contiguous()}"
         )
     native.rms_norm(
         x.dtype == torch.bfloat16,
+        is_fine,
         out.data_ptr(),
         x.data_ptr(),
         None if residual is None else residual.data_ptr(),

@@ -25,26 +25,32 @@ def rope_and_cache(
     eps: float = 1e-6,
     k_out: torch.Tensor | None = None,
     *,
+    num_adjacent: int = 0,
     is_settled: bool = False,
 ) -> torch.Tensor:
     """Splits q, k and v, normalises and rotates q and k, stores k and v.
 
-    The rotation pairs element i with i + D/2 ("neox" halves, as Hugging Face's Llama).
+    The rotation is of pairs of elements: i and i + H, each i below H ("neox" halves, as Hugging
+    Face's Llama), H being D/2 - num_adjacent, and behind them 2 i and 2 i + 1 (as GPT-J's). So
+    the whole head may be either; and of a head that is rotated in part, the rest are adjacent pairs
+    with cosine 1 and sine 0.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
         positions: [T] int64, rows of `cos_sin`.
-        cos_sin: [max_positions, D] float32: cosines of the D/2 frequencies, then sines.
+        cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, dtype of
             `qkv`; written.
         layer: Layer of the pool to write.
         slots: [T] int64: page * page_size + offset, all different.
         num_heads: Hq; 0: there is no q, K and V are stored.
         num_kv_heads: Hkv.
-        q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None.
-        k_norm: [D], the same for k.
+        q_norm: [D] weight of an RMS norm over each head of q before the rotation, or None; dtype of
+            `qkv` or float32.
+        k_norm: [D], the same for k; of one dtype where both are there.
         eps: Epsilon of these norms.
         k_out: [T, Hkv, D] or None: gets what is stored of K; on a GPU.
+        num_adjacent: Pairs of adjacent elements, up to D/2.
         is_settled: On a GPU: the arguments are checked (`check_rope`), and positions and slots
             were written before a launch that was not dependent.
 
@@ -59,7 +65,7 @@ def rope_and_cache(
         from weft.kernels.gpu import rope as gpu
 
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
-        return gpu.rope_and_cache(*given, k_out, is_settled=True)
+        return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent, is_settled=True)
     native = cpu.native_cpu_for(qkv)
     dim = pool.shape[-1]
     if (native is None and not qkv.is_cuda) or dim % 2:
@@ -75,22 +81,26 @@ def rope_and_cache(
             q_norm,
             k_norm,
             eps,
+            num_adjacent=num_adjacent,
         )
     rows = qkv.shape[0]
+    if not 0 <= num_adjacent <= dim // 2:
+        raise ValueError(f"{num_adjacent} adjacent pairs of {dim // 2}")
     check_rope(qkv.shape, qkv.dtype, positions, cos_sin, pool, slots, (num_heads, num_kv_heads))
     if not qkv.is_contiguous():
         raise ValueError("qkv must be contiguous")
-    for norm in (q_norm, k_norm):
-        if norm is not None and (norm.shape != (dim,) or norm.dtype != qkv.dtype):
-            raise ValueError(f"a head norm's weight must be [{dim}] {qkv.dtype}")
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    if any(norm.shape != (dim,) or norm.dtype != norms[0].dtype for norm in norms) or (
+        norms and norms[0].dtype not in (qkv.dtype, torch.float32)
+    ):
+        raise ValueError(f"a head norm's weight must be [{dim}] {qkv.dtype} or float32")
     if not 0 <= layer < pool.shape[2]:
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
     if native is None:
         from weft.kernels.gpu import rope as gpu
 
-        return gpu.rope_and_cache(
-            qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps
-        )
+        given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
+        return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent)
     described = cpu.describe_pool(pool)
     q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype)
     status = native.rope_and_cache(
@@ -103,9 +113,11 @@ def rope_and_cache(
         cos_sin.shape[0],
         None if q_norm is None else q_norm.data_ptr(),
         None if k_norm is None else k_norm.data_ptr(),
+        bool(norms) and norms[0].dtype == torch.float32,
         eps,
         rows,
         num_heads,
+        num_adjacent,
         q.data_ptr(),
     )
     if status:
@@ -125,6 +137,8 @@ def rope_and_cache_reference(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    num_adjacent: int = 0,
 ) -> torch.Tensor:
     """`rope_and_cache` in eager torch, any device."""
     dim, page_size = pool.shape[-1], pool.shape[-2]
@@ -134,17 +148,31 @@ def rope_and_cache_reference(
         q = rms_norm_reference(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm_reference(k, k_norm, eps)
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    turns = cos_sin[positions]
     pages, offsets = slots // page_size, slots % page_size
-    pool[pages, :, layer, 0, offsets] = _rotate(k, cos, sin)
+    pool[pages, :, layer, 0, offsets] = rotated(k, turns, num_adjacent)
     pool[pages, :, layer, 1, offsets] = v
-    return _rotate(q, cos, sin)
+    return rotated(q, turns, num_adjacent)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates [T, heads, D] by [T, 1, D/2] cosines and sines, in float32."""
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+def rotated(x: torch.Tensor, turns: torch.Tensor, num_adjacent: int = 0) -> torch.Tensor:
+    """The rotation alone, in eager torch on any device, computed in float32.
+
+    Args:
+        x: [T, heads, D].
+        turns: [T, D] float32: rows of `cos_sin`.
+        num_adjacent: See `rope_and_cache`.
+
+    Returns:
+        [T, heads, D], dtype of `x`.
+    """
+    half = x.shape[-1] // 2 - num_adjacent
+    wide, (cos, sin) = x.float(), turns.unsqueeze(1).chunk(2, dim=-1)
+    low = torch.cat((wide[..., :half], wide[..., 2 * half :: 2]), dim=-1)
+    high = torch.cat((wide[..., half : 2 * half], wide[..., 2 * half + 1 :: 2]), dim=-1)
+    low, high = low * cos - high * sin, high * cos + low * sin
+    adjacent = torch.stack((low[..., half:], high[..., half:]), dim=-1).flatten(-2)
+    return torch.cat((low[..., :half], high[..., :half], adjacent), dim=-1).to(x.dtype)
 
 
 def check_rope(

@@ -16,7 +16,7 @@ from weft.kernels import cpu
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.moe import SparseMlpWeight, moe, route
-from weft.kernels.norm import Norm
+from weft.kernels.norm import AnyNorm
 
 
 class Normed:
@@ -84,12 +84,45 @@ class Combine(NamedTuple):
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """See `Sum.added_to`."""
-        routing = route(self.router_logits(), self.w.top_k, renormalise=self.w.renormalise)
+        w = self.w
+        routing = route(self.router_logits(), w.top_k, renormalise=w.renormalise, form=w.form)
         to_experts = experts_addition(self.lora, self.layer)
-        return moe(self.x.value, routing, self.w.experts, value, to_experts)
+        return moe(self.x.value, routing, w.experts, value, to_experts)
 
 
-Pending = Sum | GatedSum | Combine
+class SharedCombine(NamedTuple):
+    """An addition of routed experts and of one that all rows have, both of the same rows."""
+
+    shared: GatedSum
+    gate: LinearWeight | None
+    """[1, H]: the shared expert's part is times its sigmoid; None: it is added as it is."""
+    routed: Combine
+
+    def shared_sum(self) -> Sum:
+        """The shared expert's part."""
+        found = self.shared.inner()
+        if self.gate is None:
+            return found
+        weight = linear(self.routed.x.value, self.gate, out_dtype=torch.float32).sigmoid_()
+        return found._replace(x=(found.x * weight).to(found.x.dtype))
+
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Sum.added_to`."""
+        return self.routed.added_to(self.shared_sum().added_to(value))
+
+
+class Computed(NamedTuple):
+    """An addition that is computed already."""
+
+    value: torch.Tensor
+    """[T, H], contiguous."""
+
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """See `Sum.added_to`."""
+        return value + self.value
+
+
+Pending = Sum | GatedSum | Combine | SharedCombine | Computed
 """What a layer adds to the stream, as far as it has computed it."""
 
 
@@ -118,13 +151,27 @@ class Stream:
         if self.taps is not None:
             self.taps.take(layer, self._value)
 
-    def normed(self, norm: Norm) -> Normed:
-        """The stream, normalised, for the products of one block."""
-        return Normed(norm(self._value))
+    def normed(self, norm: AnyNorm | None) -> Normed:
+        """The stream, normalised, for the products of one block; None: as it is, until the next
+        addition.
+        """
+        return Normed(self._value if norm is None else norm(self._value))
 
     def add(self, pending: Pending) -> None:
         """Adds to the stream."""
         self._value = pending.added_to(self._value)
+
+    def computed(self, pending: Pending) -> torch.Tensor:
+        """What an addition adds, [T, H], for what changes it before it is added."""
+        if isinstance(pending, GatedSum):
+            pending = pending.inner()
+        if isinstance(pending, Sum):
+            return linear(pending.x, pending.w, lora=pending.lora)
+        return pending.added_to(torch.zeros_like(self._value))
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiplies the stream, with all that was added, by one number ([1], its dtype)."""
+        self._value = self.settle() * factor
 
     def settle(self) -> torch.Tensor:
         """The stream with all that was added, [T, H]."""

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint import architectures
-from weft.engine.checkpoint.config import ModelConfig, RopeConfig, SlidingWindow
+from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
+from weft.engine.checkpoint.rope import RopeConfig
 from weft.testing.models.tiny_models import tiny_config
 
 LLAMA3 = {
@@ -232,16 +233,16 @@ def test_a_mistral_without_the_field_has_the_window_of_its_class() -> None:
         ("layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("rope_parameters", {"rope_parameters": 3}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
-        ("rope_parameters.rope_type", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
+        ("rope_parameters.rope_type", {"rope_parameters": {"rope_type": "other", "factor": 2.0}}),
         ("rope_parameters.partial_rotary_factor",
          {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("factor", {"rope_parameters": {"rope_type": "linear"}}),
         ("low_freq_factor", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}),
         ("rope_scaling.rope_type",
-         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+         {"rope_parameters": None, "rope_scaling": {"type": "mrope", "factor": 2.0}}),
         # transformers would take the second.
         ("rope_scaling", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
-        ("rope_scaling.rope_type", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ("rope_scaling", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
         ("is_causal", {"is_causal": False}),
         ("dual_chunk_attention_config",
          {"dual_chunk_attention_config": {"original_max_position_embeddings": 16}}),

@@ -27,20 +27,37 @@ def table(dim: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
 
 
+def pairs_of(dim: int, num_adjacent: int) -> list[tuple[int, int]]:
+    half = dim // 2 - num_adjacent
+    return [(i, i + half) if i < half else (2 * i, 2 * i + 1) for i in range(dim // 2)]
+
+
 def exact_rotation(
-    x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None
+    x: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    norm: torch.Tensor | None,
+    num_adjacent: int,
 ) -> torch.Tensor:
     wide = x.double()
     if norm is not None:
         wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
-    low, high = wide.chunk(2, dim=-1)
     cos, sin = cos_sin.double()[positions].unsqueeze(1).chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    out = torch.empty_like(wide)
+    for pair, (i, k) in enumerate(pairs_of(x.shape[-1], num_adjacent)):
+        c, s = cos[..., pair], sin[..., pair]
+        out[..., i], out[..., k] = (
+            wide[..., i] * c - wide[..., k] * s,
+            wide[..., k] * c + wide[..., i] * s,
+        )
+    return out
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("normed", "adjacent"), [(False, 0.0), (True, 0.0), (True, 0.5), (False, 1.0)]
+)
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "page_size"),
     [
@@ -59,26 +76,31 @@ def test_rotates_and_stores_exactly_the_given_slots(
     dim: int,
     page_size: int,
     normed: bool,
+    adjacent: float,
     dtype: torch.dtype,
 ) -> None:
+    """All pairs halves of a head apart, or a share of them adjacent."""
     fresh_seed()
+    num_adjacent = int(adjacent * dim / 2)
     layers, layer, pages = 3, 1, 9
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    norms = [(torch.rand(dim) + 0.5).to(dtype) if normed else None for _ in range(2)]
+    of_norms = torch.float32 if adjacent else dtype  # Weights may be finer than the rows.
+    norms = [(torch.rand(dim) + 0.5).to(of_norms) if normed else None for _ in range(2)]
     positions = torch.randint(0, MAX_POSITIONS, (rows,))
     slots = torch.randperm(pages * page_size)[:rows]
     pool = torch.full((pages, kv_heads, layers, 2, page_size, dim), float("nan"), dtype=dtype)
     eager_pool, cos_sin = pool.clone(), table(dim)
-    q = rope_and_cache(qkv, positions, cos_sin, pool, layer, slots, heads, kv_heads, *norms, EPS)
+    rest = (layer, slots, heads, kv_heads, *norms, EPS)
+    q = rope_and_cache(qkv, positions, cos_sin, pool, *rest, num_adjacent=num_adjacent)
     eager = rope_and_cache_reference(
-        qkv, positions, cos_sin, eager_pool, layer, slots, heads, kv_heads, *norms, EPS
+        qkv, positions, cos_sin, eager_pool, *rest, num_adjacent=num_adjacent
     )
     split = qkv.view(rows, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
-    assert_as_exact(q, eager, exact_rotation(split[0], cos_sin, positions, norms[0]))
+    assert_as_exact(q, eager, exact_rotation(split[0], cos_sin, positions, norms[0], num_adjacent))
     written, eager_written = (
         p[slots // page_size, :, layer, :, slots % page_size] for p in (pool, eager_pool)
     )
-    exact_k = exact_rotation(split[1], cos_sin, positions, norms[1])
+    exact_k = exact_rotation(split[1], cos_sin, positions, norms[1], num_adjacent)
     assert_as_exact(written[:, :, 0], eager_written[:, :, 0], exact_k)
     assert torch.equal(written[:, :, 1], split[2])
     pool[slots // page_size, :, layer, :, slots % page_size] = float("nan")
@@ -99,6 +121,8 @@ def test_indices_outside_are_refused_and_nothing_is_written() -> None:
             rope_and_cache(qkv, torch.tensor([bad, 0]), cos_sin, pool, 0, fine, 1, 1)
     with pytest.raises(IndexError, match="layer"):
         rope_and_cache(qkv, fine, cos_sin, pool, 1, fine, 1, 1)
+    with pytest.raises(ValueError, match="adjacent"):
+        rope_and_cache(qkv, fine, cos_sin, pool, 0, fine, 1, 1, num_adjacent=9)
     with pytest.raises(ValueError, match="heads"):
         rope_and_cache(qkv, fine, cos_sin, pool, 0, fine, 2, 1)
     with pytest.raises(ValueError, match="slots"):

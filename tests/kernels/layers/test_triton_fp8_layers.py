@@ -60,9 +60,11 @@ def in_floats(layer: Layer, dtype: torch.dtype) -> Layer:
         form = PlainForm(fp8_linear.matrix_of(part).dequantised(torch.float32).to(dtype))
         return replace(part, dtype=dtype, form=form, bias=bias)
 
-    index, first, mixer, post, feed = layer
+    index, first, mixer, post, feed, _ = layer
     assert isinstance(mixer, Attention)
     assert isinstance(feed, GatedMLP)
+    assert isinstance(first, Norm)
+    assert isinstance(post, Norm)
     first, post = (Norm(norm.weight.to(dtype), norm.eps) for norm in (first, post))
     products = {name: wide(getattr(mixer, name)) for name in ("qkv_proj", "o_proj")}
     attention = Attention(mixer.spec, index, mixer.cos_sin, **products)

@@ -8,15 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from weft.engine.model.layers.attention import Attention
-from weft.engine.model.layers.layer import Layer
-from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.layers.heads import LayerNorms, Rotation, WidthNorms
+from weft.engine.model.layers.layer import Form, Layer
+from weft.engine.model.layers.mlp import GatedMLP, PlainMLP
 from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all, runs_of
+from weft.kernels.activation import Activation
 from weft.kernels.attention import AttentionSpec
 from weft.kernels.gpu import stream as gpu
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.moe import ExpertWeights, SparseMlpWeight
-from weft.kernels.norm import Norm
+from weft.kernels.norm import LayerNorm, Norm
 from weft.kernels.stream import Taps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
@@ -65,9 +68,11 @@ def widened(layer: Layer, dtype: torch.dtype = torch.float32) -> Layer:
         bias = None if part.bias is None else part.bias.to(dtype)
         return replace(part, dtype=dtype, form=PlainForm(part.data.to(dtype)), bias=bias)
 
-    index, first, mixer, post, feed = layer
+    index, first, mixer, post, feed, _ = layer
     assert isinstance(mixer, Attention)
     assert isinstance(feed, GatedMLP)
+    assert isinstance(first, Norm)
+    assert isinstance(post, Norm)
     first, post = (Norm(norm.weight.to(dtype), norm.eps) for norm in (first, post))
     qkv_proj, o_proj = wide(mixer.qkv_proj), wide(mixer.o_proj)
     attention = Attention(mixer.spec, index, mixer.cos_sin, qkv_proj=qkv_proj, o_proj=o_proj)
@@ -134,8 +139,10 @@ def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(out[:, HIDDEN : 2 * HIDDEN], hidden)
 
 
-def make_sparse(index: int, layer: Layer, *, is_stacked: bool) -> Layer:
-    """The layer with two experts, of which each row takes both, in place of its MLP."""
+def make_sparse(index: int, layer: Layer, *, is_stacked: bool, has_shared: bool) -> Layer:
+    """The layer with two experts, of which each row takes both, in place of its MLP, or beside it
+    and a gate on it.
+    """
     assert isinstance(layer.feed, GatedMLP)
     gate_up, down = layer.feed.gate_up_proj, layer.feed.down_proj
     router = plain(gate_up.data[:2].contiguous())
@@ -149,11 +156,15 @@ def make_sparse(index: int, layer: Layer, *, is_stacked: bool) -> Layer:
         (torch.stack(w13), torch.stack(w2)) if is_stacked else None,
         None,
     )
-    return layer._replace(feed=SparseMLP(index, SparseMlpWeight(router, experts, 2, True)))
+    weight = SparseMlpWeight(router, experts, 2, True)
+    if not has_shared:
+        return layer._replace(feed=SparseMLP(index, weight))
+    gate = plain(gate_up.data[3:4].contiguous())
+    return layer._replace(feed=SparseMLP(index, weight, layer.feed, gate))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_layers_of_several_kinds_share_a_stream(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "has_shared"), [(1, False), (3, False), (3, True)])
+def test_layers_of_several_kinds_share_a_stream(rows: int, has_shared: bool) -> None:
     """Of few rows dense layers take norms along and add by themselves, layers of experts do not;
     of more rows the norm of a layer of one kind adds what one of the other kind has left.
     """
@@ -168,7 +179,9 @@ def test_layers_of_several_kinds_share_a_stream(rows: int) -> None:
         tapped, kv = torch.empty(rows, 2 * HIDDEN, dtype=dtype), pool.to(dtype, copy=True)
         made = [widened(layer, dtype) for layer in layers]
         made = [
-            make_sparse(index, layer, is_stacked=on_gpu) if is_sparse else layer
+            make_sparse(index, layer, is_stacked=on_gpu, has_shared=has_shared)
+            if is_sparse
+            else layer
             for index, (layer, is_sparse) in enumerate(zip(made, kinds, strict=True))
         ]
         step, given = make_step(lengths, kv), hidden.to(dtype, copy=True)
@@ -178,3 +191,84 @@ def test_layers_of_several_kinds_share_a_stream(rows: int) -> None:
 
     out, peer = (run(torch.float16, on_gpu=on_gpu) for on_gpu in (True, False))
     assert_as_exact(out, peer, run(torch.float32, on_gpu=False).double())
+
+
+def attention_of(layer: Layer, **changes: object) -> Attention:
+    """The layer's attention with other parts."""
+    mixer = layer.mixer
+    assert isinstance(mixer, Attention)
+    parts = {"spec": mixer.spec, "cos_sin": mixer.cos_sin, "qkv_proj": mixer.qkv_proj}
+    return Attention(layer=layer.number, **{**parts, "o_proj": mixer.o_proj, **changes})
+
+
+def make_unusual(dtype: torch.dtype) -> list[Layer]:
+    """Layers that differ from the usual in each way that there is."""
+    layers = [widened(make_layer(index), dtype) for index in range(5)]
+    cos_sin, rms = make_cos_sin(), Norm(1 + draw(HIDDEN, dtype=torch.float32), 1e-5)
+    layer_norm = LayerNorm(rms.weight.to(dtype), draw(HIDDEN, dtype=dtype), 1e-5)
+    of_head = Norm(1 + draw(DIM, dtype=torch.float32), 1e-5)
+    q_size, kv_size = HEADS * DIM, KV_HEADS * DIM
+    changes = [
+        WidthNorms(*(Norm(1 + draw(n, dtype=dtype), 1e-5) for n in (q_size, kv_size))),
+        LayerNorms(1 + draw(HEADS + KV_HEADS, DIM, dtype=dtype), 1e-5),
+        Rotation(Rotary(cos_sin, DIM // 4)),
+    ]
+    spec = AttentionSpec(
+        *(HEADS, KV_HEADS, DIM, 0.2), sinks=torch.randn(HEADS), softcap=3.0, window=20
+    )
+    mixers = [
+        attention_of(layers[0], change=changes[0], num_adjacent=DIM // 2),
+        attention_of(layers[1], change=changes[1], spec=spec),
+        attention_of(layers[2], change=changes[2], cos_sin=cos_sin[:1], q_norm=of_head),
+        attention_of(layers[3], num_adjacent=DIM // 4, q_norm=of_head, k_norm=of_head),
+        attention_of(layers[4], q_scales=1 + torch.rand(len(cos_sin))),
+    ]
+    feeds = [
+        layers[0].feed,
+        plain_mlp(1, dtype, "gelu_tanh", is_gated=True),
+        plain_mlp(2, dtype, "relu2", is_gated=False),
+        plain_mlp(3, dtype, "gelu", is_gated=False),
+        layers[4].feed,
+    ]
+    norms = [(None, None), (layer_norm, layer_norm), (layer_norm, rms), (rms, rms), (rms, None)]
+    forms = [
+        Form(rms, layer_norm),
+        Form(is_parallel=True),
+        Form(),
+        Form(rms, rms, multiplier=0.3),
+        Form(multiplier=0.5, is_parallel=True),
+    ]
+    return [
+        Layer(index, first, mixer, second, feed, form)
+        for index, ((first, second), mixer, feed, form) in enumerate(
+            zip(norms, mixers, feeds, forms, strict=True)
+        )
+    ]
+
+
+def plain_mlp(
+    index: int, dtype: torch.dtype, activation: Activation, *, is_gated: bool
+) -> PlainMLP:
+    both = plain(draw(INNER * (2 if is_gated else 1), HIDDEN, dtype=dtype))
+    down = plain(draw(HIDDEN, INNER, dtype=dtype))
+    return PlainMLP(index, both, down, activation, is_gated=is_gated)
+
+
+def test_layers_that_differ_from_the_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever norms and additions the stream is asked for: as without a GPU, with all taps."""
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    layers, lengths = make_unusual(torch.float32), [(1, 40), (9, 17), (1, 3)]
+    pool = torch.randn(21, KV_HEADS, len(layers), 2, PAGE_SIZE, DIM)
+    hidden = torch.randn(11, HIDDEN)
+
+    def run(dtype: torch.dtype, *, on_gpu: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        tapped, kv = torch.empty(11, 3 * HIDDEN, dtype=dtype), pool.to(dtype, copy=True)
+        step, given = make_step(lengths, kv), hidden.to(dtype, copy=True)
+        with as_on_gpu() if on_gpu else contextlib.nullcontext():
+            out = run_all(runs_of(layers), given, step, kv, Taps([1, 2, 4], tapped))
+        return torch.cat([out, tapped], dim=1), kv
+
+    (out, kv), (peer, peer_kv) = (run(torch.float32, on_gpu=on_gpu) for on_gpu in (True, False))
+    torch.testing.assert_close(out, peer, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kv, peer_kv, rtol=1e-4, atol=1e-4)

@@ -39,11 +39,13 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     fresh_seed()
     x = (torch.randn(rows, width) * 3).to(dtype)
-    weight = torch.randn(width).to(dtype)
+    weight = torch.randn(width)
     before = x.clone()
-    out = rms_norm(x, weight, EPS)
-    assert out.dtype == dtype
-    assert_as_exact(out, F.rms_norm(x, (width,), weight, EPS), exact_norm(x, weight))
+    # Finer than the rows, and like them.
+    for weight in (weight, weight.to(dtype)):
+        out, eager = rms_norm(x, weight, EPS), F.rms_norm(x, (width,), weight.to(dtype), EPS)
+        assert out.dtype == dtype
+        assert_as_exact(out, eager, exact_norm(x, weight))
     assert torch.equal(x, before)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels.activation import Activation, activate
 from weft.kernels.gpu import small_linear
 from weft.kernels.greedy import greedy_rows
 from weft.kernels.rope import rope_and_cache_reference
@@ -25,23 +27,26 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_fine", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 72), (3, 640)])
-def test_norms(rows: int, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_norms(rows: int, width: int, dtype: torch.dtype, is_fine: bool, tmp_path: Path) -> None:
+    """Weights of the rows' dtype, or in float32 whatever that is."""
     fresh_seed()
     x, residual = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
-    weight, total = torch.randn(width).to(dtype), x + residual
+    weight, total = torch.randn(width).to(torch.float32 if is_fine else dtype), x + residual
     wide = torch.full((rows, 3 * width), float("nan"), dtype=dtype)
     tap = wide[:, width : 2 * width]
     with kernel_module("norm", tmp_path) as module:
         plain = module.rms_norm(x, weight, EPS)
         added, stream = module.add_rms_norm(x, residual, weight, EPS, tap=tap)
-    assert_as_exact(plain, F.rms_norm(x, (width,), weight, EPS), exact_norm(x, weight))
+    near = weight.to(dtype)
+    assert_as_exact(plain, F.rms_norm(x, (width,), near, EPS), exact_norm(x, weight))
     assert stream is residual
     assert torch.equal(stream, total)
     assert torch.equal(tap, total)
     assert wide[:, :width].isnan().all()
     assert wide[:, 2 * width :].isnan().all()
-    assert_as_exact(added, F.rms_norm(total, (width,), weight, EPS), exact_norm(total, weight))
+    assert_as_exact(added, F.rms_norm(total, (width,), near, EPS), exact_norm(total, weight))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (2, 1), (3, 1100)])
@@ -54,8 +59,30 @@ def test_silu_and_mul(rows: int, width: int, tmp_path: Path) -> None:
     assert_as_exact(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
 
 
-@pytest.mark.parametrize(("norms", "heads"), [("", 7), ("q", 7), ("k", 7), ("qk", 7), ("", 0)])
-def test_rope_and_cache(norms: str, heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_activations(activation: Activation, is_gated: bool, tmp_path: Path) -> None:
+    fresh_seed()
+    x = 4 * torch.randn(3, 1100)
+    gate, up = x.double().chunk(2, dim=-1) if is_gated else (x.double(), 1.0)
+    exact = {
+        "silu": gate / (1 + (-gate).exp()),
+        "gelu": gate * (1 + torch.erf(gate / 2**0.5)) / 2,
+        "gelu_tanh": gate * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) / 2,
+        "relu2": gate.relu() ** 2,
+    }[activation] * up
+    eager = activate(x, activation, is_gated=is_gated)
+    with kernel_module("mlp_activation", tmp_path) as module:
+        out = module.activate(x, activation, is_gated=is_gated)
+    assert_as_exact(eager, exact.float(), exact)
+    assert_as_exact(out, eager, exact)
+
+
+@pytest.mark.parametrize(
+    ("norms", "heads", "num_adjacent"),
+    [("", 7, 0), ("q", 7, 0), ("k", 7, 0), ("qk", 7, 0), ("", 0, 0), ("qk", 7, 5), ("", 7, 12)],
+)
+def test_rope_and_cache(norms: str, heads: int, num_adjacent: int, tmp_path: Path) -> None:
     fresh_seed()
     rows, kv_heads, dim, page_size, layers, layer, pages = 5, 2, 24, 8, 3, 1, 4
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
@@ -68,16 +95,15 @@ def test_rope_and_cache(norms: str, heads: int, tmp_path: Path) -> None:
     def run(pool: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
         return rope_and_cache_reference(
             qkv.to(wide), positions, cos_sin.to(wide), pool, layer, slots, heads, kv_heads,
-            q_norm, k_norm, EPS,
+            q_norm, k_norm, EPS, num_adjacent=num_adjacent,
         )  # fmt: skip
 
     eager_pool, exact_pool = pool.clone(), pool.double()
     eager = run(eager_pool, torch.float32)
     exact = run(exact_pool, torch.float64)
     with kernel_module("rope", tmp_path) as module:
-        q = module.rope_and_cache(
-            qkv, positions, cos_sin, pool, layer, slots, heads, q_norm, k_norm, EPS
-        )
+        rest = (layer, slots, heads, q_norm, k_norm, EPS)
+        q = module.rope_and_cache(qkv, positions, cos_sin, pool, *rest, num_adjacent=num_adjacent)
     assert_as_exact(q, eager, exact)
     written = ~exact_pool.isnan()
     assert torch.equal(written, ~pool.isnan())

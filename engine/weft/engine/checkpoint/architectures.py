@@ -24,11 +24,53 @@ _BUILT_IN = {
     "Qwen3ForCausalLM": ("weft.engine.model.archs.qwen3", "Qwen3ForCausalLM"),
     "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+_FAMILIES = {
+    "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
+    "CohereForCausalLM": ("cohere", "read_cohere"),
+    "DeepseekV2ForCausalLM": ("deepseek", "read_deepseek_v2"),
+    "DeepseekV3ForCausalLM": ("deepseek", "read_deepseek_v3"),
+    "Dots1ForCausalLM": ("glm4_moe", "read_dots1"),
+    "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "read_ernie_moe"),
+    "Ernie4_5ForCausalLM": ("llamas", "read_ernie"),
+    "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
+    "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
+    "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
+    "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
+    "Glm4ForCausalLM": ("glm4", "read_glm4"),
+    "Glm4MoeForCausalLM": ("glm4_moe", "read_glm4_moe"),
+    "Glm4MoeLiteForCausalLM": ("deepseek", "read_glm4_lite"),
+    "GlmForCausalLM": ("glm4", "read_glm"),
+    "GptOssForCausalLM": ("gpt_oss", "read_gpt_oss"),
+    "GraniteForCausalLM": ("granite", "read_granite"),
+    "GraniteMoeForCausalLM": ("granite", "read_granite_moe"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
+    "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
+    "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
+    "MinistralForCausalLM": ("llamas", "read_ministral"),
+    "Mistral3ForConditionalGeneration": ("llamas", "read_mistral3"),
+    "MixtralForCausalLM": ("mixtral", "read_mixtral"),
+    "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
+    "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
+    "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
+    "OlmoeForCausalLM": ("olmo", "read_olmoe"),
+    "Phi3ForCausalLM": ("phi3", "read_phi3"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
+    "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
+    "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
+    "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
+    "Starcoder2ForCausalLM": ("layer_normed", "read_starcoder2"),
+}
+"""Architectures made of `weft.engine.checkpoint.parts`: modules of
+`weft.engine.checkpoint.families`, and the functions that read their configurations.
+"""
+_OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Names that there are classes for, sorted."""
-    return tuple(sorted({*_BUILT_IN, *(point.name for point in _entry_points())}))
+    return tuple(sorted({*_BUILT_IN, *_FAMILIES, *(point.name for point in _entry_points())}))
 
 
 def check_architecture(architecture: str) -> None:
@@ -43,7 +85,8 @@ def load_class(architecture: str) -> Any:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if location := _BUILT_IN.get(architecture):
+    location = _OF_PARTS if architecture in _FAMILIES else _BUILT_IN.get(architecture)
+    if location is not None:
         module, name = location
         return getattr(import_module(module), name)
     for point in _entry_points():
@@ -53,13 +96,19 @@ def load_class(architecture: str) -> Any:
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
-    """What the class of another distribution reads config.json with; None: `ModelConfig` does.
+    """What an architecture's config.json is read with; None: `ModelConfig` does it.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
     if architecture in _BUILT_IN:
         return None
+    if architecture in _FAMILIES:
+        module, name = _FAMILIES[architecture]
+        found: Callable[..., Any] = getattr(
+            import_module(f"weft.engine.checkpoint.families.{module}"), name
+        )
+        return found
     reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
     return reader
 

@@ -15,14 +15,17 @@ from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.moe_config import MoEConfig, qwen_experts
+from weft.engine.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
+from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
 MAX_POSITIONS = 1 << 24
 """Most positions of a model: their rotations are a table."""
-_DEFAULT_ROPE_THETA = 10_000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
-_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization")
+_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names")
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
 
@@ -52,45 +55,6 @@ _FAMILIES = {
         qk_norm=True, has_experts=True, windows="all", has_window_switch=True
     ),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding over the whole head."""
-
-    theta: float
-    """Base of the rotary wavelengths."""
-    scaling: str = "none"
-    """Kind of scaling: none, linear or llama3."""
-    factor: float = 1.0
-    """Context extension; 1 for none."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_positions / this are stretched by `factor`."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_positions / this stay as they are."""
-    original_max_positions: int = 0
-    """llama3: context length before the extension; 0 where it plays no part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """A mixture of experts that replaces the MLP in some layers."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    """Number of experts that each token is routed to."""
-    intermediate_size: int
-    """Inner width of one expert."""
-    norm_topk_prob: bool
-    """Whether the weights of a token's experts are normalised to sum to 1."""
-    decoder_sparse_step: int
-    """Every layer whose number, counted from 1, is a multiple of this has experts."""
-    mlp_only_layers: tuple[int, ...]
-    """Layers, from 0, that have one MLP nevertheless."""
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +105,26 @@ class ModelConfig:
     bos_token_id: int | None
     quantization: Quantization | None = None
     """How the checkpoint's products are quantised; None: they are floats."""
+    decoder: DecoderConfig | None = None
+    """What layers are made of, where they are not as the fields above say; see
+    `weft.engine.checkpoint.parts`.
+    """
+    latent: LatentConfig | None = None
+    """Latent attention; None: heads have keys and values of their own."""
+    names: NamesConfig = NamesConfig()  # noqa: RUF009 - frozen
+    """What the checkpoint calls its parts."""
     num_added_tokens: int = 0
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that its rotations are made for."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def num_embeddings(self) -> int:
@@ -211,19 +193,19 @@ class ModelConfig:
             intermediate_size=fields.positive("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope_config(fields),
-            max_position_embeddings=_max_positions(fields),
+            max_position_embeddings=max_positions(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=attention_bias and family.qkv_bias is None,
             mlp_bias=fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
-            moe=_experts(fields) if family.has_experts else None,
+            moe=qwen_experts(fields) if family.has_experts else None,
             sliding_window=_sliding_window(fields, family),
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
         )
-        _check_shape(config, fields)
+        check_shape(config, fields)
         return config
 
     def window_of(self, layer: int) -> int | None:
@@ -240,10 +222,14 @@ class ModelConfig:
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of every field that changes hidden states, part of the model's digest."""
-        values = asdict(self)
+        values = {**asdict(self), "rope": rope_values(self.rope)}
         for name in _NOT_HIDDEN_STATES:
             del values[name]
-        for name in ("moe", "sliding_window"):
+        if self.moe is not None:
+            values["moe"] = self.moe.values()
+        if self.decoder is not None:
+            values["decoder"] = self.decoder.values()
+        for name in ("moe", "latent", "sliding_window", "decoder"):
             if values[name] is None:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
@@ -293,7 +279,8 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def _max_positions(fields: Fields) -> int:
+def max_positions(fields: Fields) -> int:
+    """The longest context of a model."""
     count = fields.positive("max_position_embeddings")
     if count > MAX_POSITIONS:
         raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
@@ -358,67 +345,8 @@ def _windowed_layers(fields: Fields, family: _Family, *, has_window: bool) -> tu
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def rope_config(fields: Fields) -> RopeConfig:
-    """Reads the rotary parameters of a config.json: transformers 5 writes `rope_parameters`, older
-    versions `rope_theta` and `rope_scaling`.
-
-    Raises:
-        ModelError: A rotation that is not supported; the message names the field.
-    """
-    names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
-    first, *others = [_rotation(fields, name) for name in names or ["rope_scaling"]]
-    # transformers lets the second win: whoever adds it to a newer file means it.
-    if any(replace(other, theta=first.theta) != first for other in others):
-        raise fields.error("rope_scaling", "is not what rope_parameters say; keep one of them")
-    return first
-
-
-def _rotation(fields: Fields, name: str) -> RopeConfig:
-    """The rotation that one section describes."""
-    rope = fields.section(name)
-    if any(isinstance(rope.get(key), dict) for key in rope):
-        raise fields.error(name, "different rotations per kind of layer are not supported")
-    theta = rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_ROPE_THETA))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise fields.error(f"{name}.partial_rotary_factor", "only 1.0 is supported")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=rope.number("factor"))
-    if kind == "llama3":
-        original = "original_max_position_embeddings"
-        default = rope.positive(original, fields.positive("max_position_embeddings"))
-        return RopeConfig(
-            theta=theta,
-            scaling="llama3",
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_positions=fields.positive(original, default),
-        )
-    raise fields.error(
-        f"{name}.rope_type", f"{kind!r} is not supported (default, linear and llama3 are)"
-    )
-
-
-def _experts(fields: Fields) -> MoEConfig:
-    """Number of experts; transformers 5 may call it `num_local_experts`."""
-    name = "num_experts" if "num_experts" in fields else "num_local_experts"
-    count, per_token = fields.positive(name), fields.positive("num_experts_per_tok")
-    if per_token > count:
-        raise fields.error("num_experts_per_tok", f"{per_token} of {count} experts")
-    return MoEConfig(
-        num_experts=count,
-        num_experts_per_tok=per_token,
-        intermediate_size=fields.positive("moe_intermediate_size"),
-        norm_topk_prob=fields.flag("norm_topk_prob", False),
-        decoder_sparse_step=fields.positive("decoder_sparse_step", 1),
-        mlp_only_layers=fields.indices("mlp_only_layers"),
-    )
-
-
-def _check_shape(config: ModelConfig, fields: Fields) -> None:
+def check_shape(config: ModelConfig, fields: Fields) -> None:
+    """Raises ModelError unless the sizes fit together."""
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
             "num_key_value_heads",

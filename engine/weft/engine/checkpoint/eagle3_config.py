@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.config import ModelConfig, RopeConfig, read_json_file, rope_config
+from weft.engine.checkpoint.config import ModelConfig, read_json_file
 from weft.engine.checkpoint.draft_config import ARCHITECTURE, check_layer, check_sizes, kind_of
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
 NUM_AUX_LAYERS = 3
 _AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
@@ -107,7 +108,8 @@ class Eagle3Config:
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of everything that changes drafts and their KV."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        values = {**asdict(self), "rope": rope_values(self.rope)}
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

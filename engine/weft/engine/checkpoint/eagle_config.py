@@ -9,9 +9,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.engine.checkpoint.config import ModelConfig, RopeConfig, read_json_file, rope_config
+from weft.engine.checkpoint.config import ModelConfig, read_json_file
 from weft.engine.checkpoint.draft_config import HeadKind, check_layer, check_sizes, kind_of
 from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class EagleConfig:
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of everything that changes drafts and their KV."""
-        fields = {"kind": "eagle", **asdict(self)}
+        fields = {"kind": "eagle", **asdict(self), "rope": rope_values(self.rope)}
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -25,13 +25,15 @@ AT_LOAD = ("int8", "fp8")
 """Formats that can be made at load from weights in floats."""
 ROUTERS = r"re:.*\.gate$"
 """Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
+_OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
+"""What other families call them, and the gate of a shared expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """The number format of a model's products."""
 
-    format: Literal["int8", "fp8"]
+    format: Literal["int8", "fp8", "mxfp4"]
     """Which scheme reads it (`weft.engine.model.weights.schemes`)."""
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has it, or it is made of floats at load."""
@@ -51,6 +53,8 @@ class Quantization:
 
     def ignores(self, module: str) -> bool:
         """Whether the weights of a module, by its full name, stay in floats."""
+        if self.source == "load" and module.endswith(_OTHER_ROUTERS):
+            return True
         return any(_matches(pattern, module) for pattern in self.ignore)
 
     def fingerprint(self) -> bytes:
@@ -99,6 +103,9 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return None
     section = fields.section("quantization_config")
     method = section.text("quant_method", "")
+    if method == "mxfp4":
+        # Only experts can be; what else is listed is in floats.
+        return Quantization(format="mxfp4", source="checkpoint")
     if method in FP8_METHODS:
         found = read_fp8(section, method)
     elif method == "compressed-tensors" and is_fp8(section):
@@ -106,7 +113,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     elif method == "compressed-tensors":
         found = _problem_of_compressed_tensors(section)
     else:
-        known = ", ".join(("compressed-tensors", *FP8_METHODS))
+        known = ", ".join(("compressed-tensors", "mxfp4", *FP8_METHODS))
         found = f"quant_method {method!r} is not supported ({known} are)"
     if isinstance(found, str) and found:
         raise fields.error("quantization_config", found)

@@ -41,6 +41,9 @@ def promise_determinism(
     Raises:
         ConfigError: Some operation would depend on what else a step holds.
     """
+    if loaded.config.latent is not None:
+        reason = "latent attention takes another order for other steps"
+        raise ConfigError(f"deterministic: {reason}", param="deterministic")
     if device.type == "cuda":
         return _promise_on_gpu(config, loaded, device)
     native, dim = native_cpu(), layout.plane.dim

@@ -482,6 +482,8 @@ def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
 
 
 def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
+    if config.latent is not None:
+        return False
     shape = (config.num_heads, config.head_dim)
     return gains_by_exact_lengths(*shape, *lengths, config.common_window)
 

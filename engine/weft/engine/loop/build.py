@@ -387,6 +387,7 @@ def _describe_engine(
         kv_heads=layout.plane.heads,
         draft=layout.plane.draft,
         head_dim=layout.plane.dim,
+        kv_parts=layout.plane.parts,
         transports=transport.transports,
         transport_detail=transport.describe(),
         versions=_versions(),

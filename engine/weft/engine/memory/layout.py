@@ -26,10 +26,11 @@ class PagedPlane:
     heads: int
     """KV heads over all ranks."""
     dim: int
-    """Elements per head of K and of V."""
+    """Elements per head of each part."""
     dtype: str
     """float32, float16 or bfloat16."""
     parts: tuple[str, ...] = ("k", "v")
+    """What is kept of each position and head: K and V, or one vector that is both."""
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
 

@@ -36,7 +36,7 @@ def gated_mlp(config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
 
 
 class DecoderOnlyLM:
-    """A `Model` of pre-norm layers; models differ in their attention, some in their MLPs."""
+    """A `Model` of layers over a stream; models differ in their attention, some in their MLPs."""
 
     def __init__(
         self,
@@ -46,12 +46,18 @@ class DecoderOnlyLM:
         mlp: BuildMLP = gated_mlp,
     ) -> None:
         """Reads all parameters, one layer after another."""
+        self._take(config, weights, _build_stack(config, weights.at("model"), attention, mlp))
+
+    def _take(
+        self, config: ModelConfig, weights: Weights, stack: Stack, head_name: str = "lm_head"
+    ) -> None:
+        """Takes a stack that was read, and reads the LM head."""
         self.config = config
         self.dtype = weights.dtype
-        self.model = _build_stack(config, weights.at("model"), attention, mlp)
+        self.model = stack
         head = self.model.embed_tokens
         if not config.tie_word_embeddings:
-            head = weights.vocabulary("lm_head", *_vocabulary_size(config))
+            head = weights.vocabulary(head_name, *vocabulary_size(config))
         self.lm_head = LMHead(weights.packed(head))
 
     def kv_layout(self, page_size: int) -> CacheLayout:
@@ -84,9 +90,13 @@ class DecoderOnlyLM:
             logits = self.lm_head(hidden, added)
         else:
             logits = replaced_linear(hidden, self.lm_head.weight, lora.heads, lora.segments, added)
+        self.scale_logits(logits)
         if self.config.num_added_tokens:
             hide_unknown_tokens(logits, self.config.vocab_size, lora)
         return logits
+
+    def scale_logits(self, logits: torch.Tensor) -> None:
+        """Does in place to logits what the model does behind its LM head: nothing."""
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
@@ -101,7 +111,7 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
-def _vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
+def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
     """Rows, columns and rows of zeros of the embedding and the LM head."""
     return config.vocab_size, config.hidden_size, config.num_added_tokens
 
@@ -111,7 +121,7 @@ def _build_stack(
 ) -> Stack:
     cos_sin = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
     cos_sin = cos_sin.to(weights.device)
-    embed_tokens = weights.vocabulary("embed_tokens", *_vocabulary_size(config))
+    embed_tokens = weights.vocabulary("embed_tokens", *vocabulary_size(config))
     size, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -94,7 +95,8 @@ def load_model(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
         if config.tie_word_embeddings:
-            checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
+            for body, head in product(config.names.bodies, config.names.heads):
+                checkpoint.check_alike(f"{body}.embed_tokens.weight", f"{head}.weight")
         model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
     try:
@@ -112,5 +114,6 @@ _FIXED = "fixed-3"
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
-    tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied_copy or is_rotary_buffer(name)
+    heads = [f"{head}.weight" for head in config.names.heads]
+    tied_copy = config.tie_word_embeddings and name in heads
+    return tied_copy or is_rotary_buffer(name) or config.names.is_left_out(name)

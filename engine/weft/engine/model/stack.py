@@ -1,4 +1,4 @@
-"""A stack of pre-norm decoder layers: embedding, runs of layers, final norm."""
+"""A stack of decoder layers: embedding, runs of layers, final norm."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import groupby
 
 import torch
 from weft.engine.model.layers.attention import Attention
-from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.layer import Form, Layer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.step import Step
 from weft.kernels.dense_run import DenseLayer, DenseRun
 from weft.kernels.lora import add_embedding_lora, addition_to
-from weft.kernels.norm import Norm
+from weft.kernels.norm import AnyNorm, Norm
 from weft.kernels.replaced import replace_embeddings
 from weft.kernels.stream import Stream, Taps, stream_of
 
@@ -40,8 +40,8 @@ class Run:
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
         """The same, never as one native operation."""
-        first, rows = self.layers[0], stream.rows
-        stream.begin_run(first.mixer.folds(rows, step.lora) and first.feed.folds(rows, step.lora))
+        rows = stream.rows
+        stream.begin_run(self.layers[0].folds(rows, step.lora))
         for layer in self.layers:
             stream.enter(layer.number)
             x = stream.normed(layer.input_norm)
@@ -77,25 +77,25 @@ def run_all(
 
 def runs_of(layers: Sequence[Layer]) -> tuple[Run, ...]:
     """Cuts layers into runs."""
-
-    def shape_key(layer: Layer) -> object:
-        return layer.mixer.shape_key(), layer.feed.shape_key()
-
-    return tuple(Run(tuple(same)) for _, same in groupby(layers, shape_key))
+    return tuple(Run(tuple(same)) for _, same in groupby(layers, Layer.shape_key))
 
 
 def _dense_layer(layer: Layer) -> DenseLayer | None:
     """The layer as `DenseRun` takes it; None if it is of another kind."""
-    mixer, feed = layer.mixer, layer.feed
-    if not (isinstance(mixer, Attention) and isinstance(feed, GatedMLP)):
+    mixer, feed, norms = layer.mixer, layer.feed, (layer.input_norm, layer.post_norm)
+    is_usual = isinstance(mixer, Attention) and mixer.is_usual and layer.form == Form()
+    if not (is_usual and isinstance(mixer, Attention) and isinstance(feed, GatedMLP)):
+        return None
+    input_norm, post_norm = norms
+    if not (isinstance(input_norm, Norm) and isinstance(post_norm, Norm)):
         return None
     return DenseLayer(
-        input_norm=layer.input_norm,
+        input_norm=input_norm,
         qkv=mixer.qkv_proj,
         q_norm=mixer.q_norm,
         k_norm=mixer.k_norm,
         o=mixer.o_proj,
-        post_norm=layer.post_norm,
+        post_norm=post_norm,
         gate_up=feed.gate_up_proj,
         down=feed.down_proj,
         cos_sin=mixer.cos_sin,
@@ -106,9 +106,18 @@ def _dense_layer(layer: Layer) -> DenseLayer | None:
 class Stack:
     """Embedding, layers and final norm."""
 
-    def __init__(self, embed_tokens: torch.Tensor, layers: Sequence[Layer], norm: Norm) -> None:
-        """Assembles the parts; `embed_tokens` is [vocab, hidden]."""
+    def __init__(
+        self,
+        embed_tokens: torch.Tensor,
+        layers: Sequence[Layer],
+        norm: AnyNorm,
+        multiplier: float = 1.0,
+    ) -> None:
+        """Assembles the parts; `embed_tokens` is [vocab, hidden], `multiplier` a factor on its
+        rows as they enter the stream, rounded to their dtype.
+        """
         self.embed_tokens = embed_tokens
+        self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm
         self.layers = tuple(layers)
         self._whole = runs_of(layers)
@@ -147,4 +156,4 @@ class Stack:
         added = addition_to(lora, "embed", 0)
         if added is not None:
             add_embedding_lora(hidden, step.token_ids, added)
-        return hidden
+        return hidden if self._multiplier is None else hidden.mul_(self._multiplier)

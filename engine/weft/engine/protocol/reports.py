@@ -97,6 +97,8 @@ class EngineInfo:
     versions: dict[str, str]
     notices: list[str]
     engine_pid: int
+    kv_parts: tuple[str, ...] = ("k", "v")
+    """What a page has of each position and head, `head_dim` elements each."""
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
     max_loras: int = 0

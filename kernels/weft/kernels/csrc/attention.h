@@ -158,6 +158,16 @@ INLINE float highest_score(const Task *t, int row, long begin, int count, float 
   return vf_highest(highest);
 }
 
+/* Bounds products of q and K, which are not scaled yet, and nor is `cap`: cap * tanh(score / cap). */
+static void cap_scores(float cap, int count, float *scores) {
+  for (int i = 0; i < count; i += VL) {
+    vf ratio = *(vf *)(scores + i) / cap;
+    vf small = vf_exp2_nonpositive(0, vf_max(ratio, -ratio) * -2.8853900817779268f);
+    vf bound = cap * (1.0f - small) / (1.0f + small);
+    *(vf *)(scores + i) = vf_select((vi)(ratio < 0), -bound, bound);
+  }
+}
+
 /* Raises the maxima of rows first_row .. last_row - 1 to those of their scores, which are powers of
  * two in units of `scale`; `shrink`: what becomes of sums so far. Many rows at once, for each one
  * alone would wait for its own results. */
@@ -223,6 +233,7 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
   for (int row = 0; row < (t->rows + VL - 1) / VL * VL; row++) {
     float *scores = scratch->scores + row * KV_BLOCK;
     const int sees = row >= first_row && row < last_row;
+    if (sees && a->softcap > 0) cap_scores(a->softcap / a->scale, count, scores);
     scratch->highest[row] = sees ? highest_score(t, row, begin, count, scores) : -INFINITY;
   }
   raise_maxima(scale, first_row, last_row, scratch);
@@ -267,8 +278,9 @@ INLINE void merge_row(float *total, float *total_max, float *total_weight, const
   *total_max = now;
 }
 
-INLINE void write_row(const Attention *a, const Pool *pool, const float *total, float weight,
-                      long token, long head) {
+INLINE void write_row(const Attention *a, const Pool *pool, const float *total, float highest,
+                      float weight, long token, long head) {
+  if (a->sinks != NULL) weight += exp2f(a->sinks[head] * 1.44269504088896341f - highest);
   if (weight == 0) weight = 1; /* it sees nothing: zeros */
   for (long d = 0; d < pool->dim; d += VL) {
     int n = at_most(pool->dim - d, VL);
@@ -291,8 +303,8 @@ static void store_job(const Attention *a, const Pool *pool, const Job *job, Scra
   for (int row = 0; row < t->rows; row++) {
     if (job->partial == NULL) {
       long token = job->first_token + row / t->group;
-      write_row(a, pool, scratch->total + row * padded_dim(pool), scratch->total_weight[row], token,
-                t->kv_head * t->group + row % t->group);
+      write_row(a, pool, scratch->total + row * padded_dim(pool), scratch->total_max[row],
+                scratch->total_weight[row], token, t->kv_head * t->group + row % t->group);
       continue;
     }
     float *partial = job->partial + row * (pool->dim + 2);
@@ -358,8 +370,8 @@ static void merge_segments(const Attention *a, const Pool *pool, const Plan *pla
       merge_row(total, total + pool->dim, total + pool->dim + 1, sum, sum[pool->dim],
                 sum[pool->dim + 1], pool->dim);
     }
-    write_row(a, pool, total, total[pool->dim + 1], a->cu_q_lens[request] + row / group,
-              kv_head * group + row % group);
+    write_row(a, pool, total, total[pool->dim], total[pool->dim + 1],
+              a->cu_q_lens[request] + row / group, kv_head * group + row % group);
   }
 }
 

@@ -30,6 +30,8 @@ typedef struct {
   int64_t window; /* positions that a row attends to at most, its own the last; 0: all */
   const int64_t *ancestors; /* [tokens], which rows of its tree each one sees; null: all before it */
   int64_t earlier_rows; /* of each tree: bit 0 is about the place so far before a request's rows */
+  const float *sinks; /* [heads], a logit of each head's sum that weighs nothing; null: none */
+  float softcap; /* bound of the scores, cap * tanh(score / cap); 0: none */
 } Attention;
 
 /* Rows are numbered in their tree. The last bit of a word stands for all rows from there on. */

@@ -112,12 +112,13 @@ int weft_moe(const Experts *experts) {
   return FINE;
 }
 
-void weft_rms_norm(int is_bf16, void *out, const void *x, void *residual, const void *weight,
-                   int64_t rows, int64_t n, float eps) {
+/* `is_fine`: the weight is float32 whatever x is. */
+void weft_rms_norm(int is_bf16, int is_fine, void *out, const void *x, void *residual,
+                   const void *weight, int64_t rows, int64_t n, float eps) {
 #pragma omp parallel if (rows * n > PARALLEL_WORK)
   {
     Member me = join_team(NULL);
-    norm_share(is_bf16, out, x, residual, weight, rows, n, eps, &me);
+    norm_share(is_bf16, is_fine, out, x, residual, weight, rows, n, eps, &me);
   }
 }
 
@@ -132,11 +133,12 @@ void weft_silu_and_mul(int is_bf16, void *out, const void *x, int64_t rows, int6
 /* A Status. */
 int weft_rope_and_cache(const Pool *pool, int64_t layer, const void *qkv, const int64_t *positions,
                         const int64_t *slots, const float *cos_sin, int64_t max_positions,
-                        const void *q_norm, const void *k_norm, float eps, int64_t rows,
-                        int64_t heads, void *q_out) {
+                        const void *q_norm, const void *k_norm, int has_fine_norms, float eps, int64_t rows,
+                        int64_t heads, int64_t adjacent, void *q_out) {
   Rope rope = {.qkv = qkv, .positions = positions, .slots = slots, .cos_sin = cos_sin,
                .q_norm = q_norm, .k_norm = k_norm, .q_out = q_out,
-               .max_positions = max_positions, .rows = rows, .heads = heads, .eps = eps};
+               .max_positions = max_positions, .rows = rows, .heads = heads, .eps = eps,
+               .adjacent = adjacent, .has_fine_norms = has_fine_norms};
   Status status = check_rope(&rope, pool);
   if (status != FINE) return status;
 #pragma omp parallel if (rows * heads * pool->dim > PARALLEL_WORK)
@@ -153,12 +155,12 @@ int weft_paged_attention(const Pool *pool, int64_t layer, const void *q, void *o
                          const int32_t *kv_lens, int64_t requests, int64_t max_pages,
                          int64_t table_stride, int64_t heads, int64_t tokens, float scale,
                          int64_t first_seen, int64_t window, const int64_t *ancestors,
-                         int64_t earlier_rows) {
+                         int64_t earlier_rows, const float *sinks, float softcap) {
   Attention attention = {.q = q, .out = out, .page_table = page_table, .cu_q_lens = cu_q_lens,
                          .kv_lens = kv_lens, .requests = requests, .max_pages = max_pages,
                          .table_stride = table_stride, .heads = heads, .scale = scale,
                          .first_seen = first_seen, .window = window, .ancestors = ancestors,
-                         .earlier_rows = earlier_rows};
+                         .earlier_rows = earlier_rows, .sinks = sinks, .softcap = softcap};
   Plan plan = {0};
   Status status = check_attention(&attention, pool, tokens);
   if (status == FINE) status = plan_attention(&attention, pool, &plan);

@@ -85,11 +85,11 @@ static void join_row(const DraftHead *head, int is_bf16, char *joined, int64_t t
   const long n = head->hidden, bytes = n * (is_bf16 ? 2 : 4);
   const char *embedded = (const char *)head->embedding + token * bytes;
   if (is_bf16) {
-    norm_row(1, joined, embedded, NULL, head->input_norm, 0, n, head->eps);
-    norm_row(1, joined + bytes, state, NULL, head->hidden_norm, 0, n, head->eps);
+    norm_row(1, 0, joined, embedded, NULL, head->input_norm, 0, n, head->eps);
+    norm_row(1, 0, joined + bytes, state, NULL, head->hidden_norm, 0, n, head->eps);
   } else {
-    norm_row(0, joined, embedded, NULL, head->input_norm, 0, n, head->eps);
-    norm_row(0, joined + bytes, state, NULL, head->hidden_norm, 0, n, head->eps);
+    norm_row(0, 0, joined, embedded, NULL, head->input_norm, 0, n, head->eps);
+    norm_row(0, 0, joined + bytes, state, NULL, head->hidden_norm, 0, n, head->eps);
   }
 }
 
@@ -229,13 +229,13 @@ static void chain_step(const DraftHead *head, const DraftChain *c, long step, co
   wait_for_all(me);
   plain_product(head->o, mixed, rows, to_state, d, DRAFT_O, me);
   wait_for_all(me);
-  norm_share(is_bf16, normed, state, NULL, head->post_norm, rows, n, head->eps, me);
+  norm_share(is_bf16, 0, normed, state, NULL, head->post_norm, rows, n, head->eps, me);
   wait_for_all(me);
   plain_product(head->gate_up, normed, rows, (Target){inner, NULL, is_bf16}, d, DRAFT_GATE_UP, me);
   wait_for_all(me);
   plain_product(head->down, inner, rows, to_state, d, DRAFT_DOWN, me);
   wait_for_all(me);
-  norm_share(is_bf16, normed, state, NULL, head->norm, rows, n, head->eps, me);
+  norm_share(is_bf16, 0, normed, state, NULL, head->norm, rows, n, head->eps, me);
   wait_for_all(me);
   plain_product(head->lm_head, normed, rows, (Target){c->logits, NULL, 0}, d, DRAFT_HEAD, me);
   wait_for_all(me);

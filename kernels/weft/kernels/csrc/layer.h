@@ -122,7 +122,7 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   attention.out = mixed;
   attention.window = layer->window;
 
-  norm_share(is_bf16, normed, hidden, NULL, layer->input_norm, rows, width, layer->eps, me);
+  norm_share(is_bf16, 0, normed, hidden, NULL, layer->input_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_qkv = {qkv, NULL, is_bf16};
   product_share(layer, TO_QKV, normed, to_qkv, batch, index, scratch, d, me);
@@ -134,7 +134,7 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   Target to_hidden = {hidden, hidden, is_bf16};
   product_share(layer, TO_O, mixed, to_hidden, batch, index, scratch, d, me);
   wait_for_all(me);
-  norm_share(is_bf16, normed, hidden, NULL, layer->post_norm, rows, width, layer->eps, me);
+  norm_share(is_bf16, 0, normed, hidden, NULL, layer->post_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_inner = {inner, NULL, is_bf16};
   product_share(layer, TO_GATE_UP, normed, to_inner, batch, index, scratch, d, me);

@@ -19,7 +19,8 @@ typedef struct {
   int64_t out_features;
   int64_t in_features;
   int32_t is_bf16;
-  int32_t gated; /* panels alternate 16 columns of gate and of up; the result is silu(gate) * up */
+  int32_t gated; /* panels alternate 16 columns of gate and of up, which `gated_values` makes one */
+  float alpha, limit, offset; /* 1, infinity and 0: silu(gate) * up */
 } Weight;
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
@@ -128,6 +129,15 @@ typedef struct {
   int out_bf16;
 } Target;
 
+/* gate * sigmoid(alpha * gate) * (up + offset), both limited before. */
+static vf gated_values(const Weight *w, vf gate, vf up) {
+  if (w->alpha == 1 && w->limit == INFINITY && w->offset == 0) return vf_silu(gate) * up;
+  const vf most = vf_splat(w->limit), alpha = vf_splat(w->alpha);
+  gate = -vf_max(-most, -gate); /* numbers that are none stay */
+  up = vf_max(-most, -vf_max(-most, -up));
+  return vf_silu(alpha * gate) / alpha * (up + vf_splat(w->offset));
+}
+
 /* Bias, activation, residual and rounding of one tile. */
 static void finish_tile(const Weight *w, const Target *to, const float *tile, long panel,
                         long first_row, int rows) {
@@ -143,7 +153,7 @@ static void finish_tile(const Weight *w, const Target *to, const float *tile, lo
       if (w->gated) {
         vf up = *(const vf *)(row + GATE + c);
         if (bias != NULL) up += *(const vf *)(bias + GATE + c);
-        value = vf_silu(value) * up;
+        value = gated_values(w, value, up);
       }
       if (to->residual != NULL) value += load_some(to->residual, w->is_bf16, offset, n);
       store_some(to->out, to->out_bf16, offset, n, value);

@@ -24,9 +24,11 @@ INLINE float inverse_rms(const int is_bf16, const void *x, long offset, long n, 
   return 1.0f / sqrtf(vf_sum(total) / (float)n + eps);
 }
 
-/* out = norm(x) * weight; with `residual`, residual += x first and its rounded value counts. */
-INLINE void norm_row(const int is_bf16, void *out, const void *x, void *residual,
+/* out = norm(x) * weight, which is of x's type unless it `is_fine`: float32; with `residual`,
+ * residual += x first and its rounded value counts. */
+INLINE void norm_row(const int is_bf16, const int is_fine, void *out, const void *x, void *residual,
                      const void *weight, long row, long n, float eps) {
+  const int of_weight = is_bf16 && !is_fine;
   const void *source = x;
   if (residual != NULL) {
     for (long i = 0; i < n; i += VL) {
@@ -41,18 +43,20 @@ INLINE void norm_row(const int is_bf16, void *out, const void *x, void *residual
   for (long i = 0; i < n; i += VL) {
     int some = at_most(n - i, VL);
     vf value = load_some(source, is_bf16, row * n + i, some) * scale;
-    store_some(out, is_bf16, row * n + i, some, value * load_some(weight, is_bf16, i, some));
+    store_some(out, is_bf16, row * n + i, some, value * load_some(weight, of_weight, i, some));
   }
 }
 
-static void norm_share(int is_bf16, void *out, const void *x, void *residual, const void *weight,
-                       long rows, long n, float eps, const Member *me) {
+static void norm_share(int is_bf16, int is_fine, void *out, const void *x, void *residual,
+                       const void *weight, long rows, long n, float eps, const Member *me) {
   Rows mine = rows_of(me, rows);
   for (long row = mine.first; row < mine.last; row++)
-    if (is_bf16)
-      norm_row(1, out, x, residual, weight, row, n, eps);
+    if (is_bf16 && is_fine)
+      norm_row(1, 1, out, x, residual, weight, row, n, eps);
+    else if (is_bf16)
+      norm_row(1, 0, out, x, residual, weight, row, n, eps);
     else
-      norm_row(0, out, x, residual, weight, row, n, eps);
+      norm_row(0, 0, out, x, residual, weight, row, n, eps);
 }
 
 /* out [rows, n] = silu(x[:, :n]) * x[:, n:] */
@@ -100,6 +104,8 @@ typedef struct {
   int64_t rows;
   int64_t heads;
   float eps;
+  int64_t adjacent; /* pairs, the last ones, whose elements are neighbours */
+  int32_t has_fine_norms; /* their weights are float32 whatever the rows are */
 } Rope;
 
 /* Whether all that is read and written exists. */
@@ -114,16 +120,26 @@ static Status check_rope(const Rope *rope, const Pool *pool) {
 
 /* Normalises (norm not null) and rotates one head. */
 INLINE void rotate_head(const int is_bf16, const void *x, long from, void *out, long to,
-                        const float *cos_sin, const void *norm, float eps, long dim) {
-  long half = dim / 2;
+                        const float *cos_sin, const void *norm, int norm_is_bf16, float eps,
+                        long dim, long adjacent) {
+  const long pairs = dim / 2, half = pairs - adjacent;
   float scale = norm == NULL ? 1.0f : inverse_rms(is_bf16, x, from, dim, eps);
+  for (long i = half; i < pairs; i++) {
+    float low = load_one(x, is_bf16, from + 2 * i), high = load_one(x, is_bf16, from + 2 * i + 1);
+    if (norm != NULL) {
+      low *= scale * load_one(norm, norm_is_bf16, 2 * i);
+      high *= scale * load_one(norm, norm_is_bf16, 2 * i + 1);
+    }
+    store_one(out, is_bf16, to + 2 * i, low * cos_sin[i] - high * cos_sin[pairs + i]);
+    store_one(out, is_bf16, to + 2 * i + 1, high * cos_sin[i] + low * cos_sin[pairs + i]);
+  }
   for (long i = 0; i < half; i += VL) {
     int n = at_most(half - i, VL);
     vf low = load_some(x, is_bf16, from + i, n), high = load_some(x, is_bf16, from + half + i, n);
-    vf cosine = load_some(cos_sin, 0, i, n), sine = load_some(cos_sin, 0, half + i, n);
+    vf cosine = load_some(cos_sin, 0, i, n), sine = load_some(cos_sin, 0, pairs + i, n);
     if (norm != NULL) {
-      low = low * scale * load_some(norm, is_bf16, i, n);
-      high = high * scale * load_some(norm, is_bf16, half + i, n);
+      low = low * scale * load_some(norm, norm_is_bf16, i, n);
+      high = high * scale * load_some(norm, norm_is_bf16, half + i, n);
     }
     store_some(out, is_bf16, to + i, n, vf_fma(low, cosine, -(high * sine)));
     store_some(out, is_bf16, to + half + i, n, vf_fma(high, cosine, low * sine));
@@ -132,17 +148,18 @@ INLINE void rotate_head(const int is_bf16, const void *x, long from, void *out, 
 
 INLINE void rope_row(const int is_bf16, const Rope *rope, const Pool *pool, long layer, long row) {
   long dim = pool->dim, size = is_bf16 ? 2 : 4;
+  const int of_norms = is_bf16 && !rope->has_fine_norms;
   long heads = rope->heads, kv_heads = pool->kv_heads;
   const float *cos_sin = rope->cos_sin + rope->positions[row] * dim;
   long page = rope->slots[row] / pool->page_size, offset = rope->slots[row] % pool->page_size;
   long from = row * (heads + 2 * kv_heads) * dim;
   for (long h = 0; h < heads; h++)
     rotate_head(is_bf16, rope->qkv, from + h * dim, rope->q_out, (row * heads + h) * dim, cos_sin,
-                rope->q_norm, rope->eps, dim);
+                rope->q_norm, of_norms, rope->eps, dim, rope->adjacent);
   for (long h = 0; h < kv_heads; h++) {
     long k = from + (heads + h) * dim, v = k + kv_heads * dim;
     rotate_head(is_bf16, rope->qkv, k, pool->data, pool_index(pool, layer, page, h, 0, offset),
-                cos_sin, rope->k_norm, rope->eps, dim);
+                cos_sin, rope->k_norm, of_norms, rope->eps, dim, rope->adjacent);
     memcpy((char *)pool->data + pool_index(pool, layer, page, h, 1, offset) * size,
            (const char *)rope->qkv + v * size, (size_t)(dim * size));
   }

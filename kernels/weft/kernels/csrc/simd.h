@@ -197,6 +197,17 @@ INLINE void store_some(void *p, int is_bf16, long offset, int n, vf x) {
   memcpy(target, part, (size_t)n * sizeof *part);
 }
 
+INLINE float load_one(const void *p, int is_bf16, long offset) {
+  return is_bf16 ? bf16_to_float(((const bf16 *)p)[offset]) : ((const float *)p)[offset];
+}
+
+INLINE void store_one(void *p, int is_bf16, long offset, float x) {
+  if (is_bf16)
+    ((bf16 *)p)[offset] = float_to_bf16(x);
+  else
+    ((float *)p)[offset] = x;
+}
+
 INLINE int at_most(long n, int limit) { return n < limit ? (int)n : limit; }
 
 #endif

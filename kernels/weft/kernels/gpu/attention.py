@@ -52,12 +52,14 @@ def paged_attention(
     tokens, heads, dim = q.shape
     page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
     scale, window, is_fixed, is_settled = spec.scale, spec.window, spec.is_fixed, step.is_settled
+    sinks, softcap = spec.sinks, spec.softcap or 0.0
     requests = page_table.shape[0]
     is_tree = ancestors is not None
     if is_tree and is_fixed and first_position == 0:
         raise ValueError("attention with fixed bits takes no ancestors: draft chains")
     sees_all = (window is None or window >= max_kv_len) and not is_tree
-    dense = own if sees_all else None
+    # Neither cuDNN's nor FlashAttention's softmax is asked for more than a scale.
+    dense = own if sees_all and sinks is None and not softcap else None
     prompts = None if dense is None else dense.prompts
     if (
         dense is not None
@@ -72,7 +74,7 @@ def paged_attention(
         flash_attention(out, q, dense, prompts, scale)
     if is_fixed and first_position == 0:
         lengths = (page_table, cu_q_lens, kv_lens)
-        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window)
+        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window, sinks, softcap)
         return out
     is_few = own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len, requests)
     if is_tree or is_few:
@@ -94,6 +96,8 @@ def paged_attention(
             ancestors=ancestors,
             earlier_rows=earlier_rows,
             is_settled=is_settled,
+            sinks=sinks,
+            softcap=softcap,
         )
         if max_q_len <= MAX_FEW_ROWS:
             return out
@@ -115,6 +119,8 @@ def paged_attention(
             first_position,
             window=window,
             least_rows=1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes,
+            sinks=sinks,
+            softcap=softcap,
         )
     if is_tree:
         return out
@@ -134,6 +140,8 @@ def paged_attention(
             first_position=first_position,
             window=window,
             is_settled=is_settled,
+            sinks=sinks,
+            softcap=softcap,
         )
     return out
 

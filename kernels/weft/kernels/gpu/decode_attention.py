@@ -16,6 +16,7 @@ import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
+from weft.kernels.gpu.softmax import capped, with_sink
 
 
 class DecodeLaunchShape(NamedTuple):
@@ -59,6 +60,8 @@ def decode_attention(
     ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
     is_settled: bool = False,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Writes the rows of `out` whose requests bring one row, or at most `max_rows`, and no others.
 
@@ -81,6 +84,8 @@ def decode_attention(
         earlier_rows: Earlier rows of each tree; 0 with a window.
         is_settled: `page_table`, `cu_q_lens`, `kv_lens` and what requests have in the pool before
             their rows in this step may be read before the last kernel has ended.
+        sinks: [Hq] float32 as in `AttentionSpec`, or None.
+        softcap: Bound of the scores, scaled; 0: none.
 
     Raises:
         ValueError: `first_position` or `earlier_rows` beside a window.
@@ -131,6 +136,7 @@ def decode_attention(
         cu_q_lens,
         kv_lens,
         ancestors,
+        sinks,
         scale * math.log2(math.e),
         layer,
         page_table.stride(0),
@@ -157,6 +163,7 @@ def decode_attention(
         TILE=tile,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
+        SOFTCAP=softcap / scale,
         num_warps=warps,
         num_stages=num_stages(programs, splits, q),
         **({"maxnreg": 128} if is_capped else {}),
@@ -171,6 +178,7 @@ def decode_attention(
             sums,
             cu_q_lens,
             kv_lens,
+            sinks,
             scale * math.log2(math.e),
             splits,
             heads,
@@ -275,6 +283,7 @@ def _decode_kernel(
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
     ancestors: tl.tensor,
+    sinks: tl.tensor,
     scale: float,
     layer: int,
     table_stride: int,
@@ -300,6 +309,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     if not IS_SETTLED:
@@ -380,7 +390,7 @@ def _decode_kernel(
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
             largest, total, mixed = _take_tile(
                 largest, total, mixed, query, keys, values, first, is_seen, scale, begin, last_seen,
-                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW,
+                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW, SOFTCAP,
             )  # fmt: skip
         begin += TILE
     for start in range(begin, end, TILE):
@@ -395,7 +405,7 @@ def _decode_kernel(
         values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
         largest, total, mixed = _take_tile(
             largest, total, mixed, query, keys, values, position, is_seen, scale, start, last_seen,
-            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW,
+            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW, SOFTCAP,
         )  # fmt: skip
 
     if IS_SPLIT:
@@ -407,6 +417,8 @@ def _decode_kernel(
         tl.store(sums + 2 * index, largest, mask=is_there)
         tl.store(sums + 2 * index + 1, total, mask=is_there)
     else:
+        if sinks is not None:
+            total = with_sink(total, largest, sinks, tl.where(is_there, head, 0), scale)
         # No context at all: zeros.
         mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
         if (ROWS > 1) & (FIRST_POSITION > 0):
@@ -472,6 +484,7 @@ def _take_tile(
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Each member's largest score, sum of weights and weighed sum of V, with one more tile."""
     if IS_SUMMED:
@@ -479,6 +492,7 @@ def _take_tile(
         scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
     else:
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    scores = capped(scores, SOFTCAP)
     if ROWS == 1:
         # As in _hide.
         hidden = float("-inf") if FIRST_POSITION == 0 else -1e30
@@ -542,6 +556,7 @@ def _merge_kernel(
     sums: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    sinks: tl.tensor,
     scale: float,
     splits: int,
     heads: int,
@@ -592,9 +607,12 @@ def _merge_kernel(
     part = tl.load(partial + index[:, None] * DIM + column[None, :], mask=mask, other=0.0)
     part_largest = tl.load(sums + 2 * index, mask=split < used, other=float("-inf"))
     part_total = tl.load(sums + 2 * index + 1, mask=split < used, other=0.0)
-    difference = part_largest - tl.max(part_largest, axis=0)
+    largest = tl.max(part_largest, axis=0)
+    difference = part_largest - largest
     weight = tl.where(split < used, tl.exp2(difference * scale), 0.0)
     total = tl.sum(part_total * weight, axis=0)
+    if sinks is not None:
+        total = with_sink(total, largest, sinks, head, scale)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     if (ROWS > 1) & (FIRST_POSITION > 0):
         mixed = tl.where(kv_len - q_len + member >= FIRST_POSITION, mixed, 0.0)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.softmax import capped, with_sink
 
 
 class PromptRows(NamedTuple):
@@ -64,6 +65,8 @@ def extend_attention(
     first_position: int = 0,
     window: int | None = None,
     least_rows: int = 2,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Writes the rows of `out` whose requests bring `least_rows` or more, and no others.
 
@@ -81,6 +84,8 @@ def extend_attention(
         first_position: Positions before it are not attended to; 0 with `own`.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
         least_rows: Fewest rows of a request.
+        sinks: [Hq] float32 as in `AttentionSpec`, or None.
+        softcap: Bound of the scores, scaled; 0: none.
 
     Raises:
         ValueError: `first_position` beside `own` or a window.
@@ -113,6 +118,7 @@ def extend_attention(
         page_table,
         cu_q_lens,
         kv_lens,
+        sinks,
         scale * math.log2(math.e),
         layer,
         page_table.stride(0),
@@ -131,6 +137,7 @@ def extend_attention(
         MIN_ROWS=least_rows,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
+        SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -164,6 +171,7 @@ def _extend_kernel(
     page_table: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    sinks: tl.tensor,
     scale: float,
     layer: int,
     table_stride: int,
@@ -183,6 +191,7 @@ def _extend_kernel(
     MIN_ROWS: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
@@ -231,7 +240,8 @@ def _extend_kernel(
             )  # fmt: skip
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                first, WINDOW, SOFTCAP,
             )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
@@ -241,7 +251,7 @@ def _extend_kernel(
         )  # fmt: skip
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
+            position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
         )  # fmt: skip
     for start in range(tail, end, TILE):
         position = start + tl.arange(0, TILE)
@@ -252,7 +262,7 @@ def _extend_kernel(
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-            first, WINDOW,
+            first, WINDOW, SOFTCAP,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
@@ -265,14 +275,15 @@ def _extend_kernel(
                 at = position.to(tl.int64)[:, None]
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                    position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                    position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                    first, WINDOW, SOFTCAP,
                 )  # fmt: skip
         # Before the diagonal, then across it.
         for start in range(full, begin, TILE):
             if k_tiles is not None:
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
-                scores = tl.dot(query, tl.trans(keys))
+                scores = capped(tl.dot(query, tl.trans(keys)), SOFTCAP)
                 largest, total, mixed = _mix(largest, total, mixed, scores, values, scale, IS_FUSED)
             else:
                 position = start + tl.arange(0, TILE)
@@ -280,14 +291,18 @@ def _extend_kernel(
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                     position, q_len, row, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
+                    SOFTCAP=SOFTCAP,
                 )  # fmt: skip
         for start in range(begin, tl.minimum(begin + ROWS, q_len), TILE):
             position = start + tl.arange(0, TILE)
             at = position.to(tl.int64)[:, None]
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
-                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                first, WINDOW, SOFTCAP,
             )  # fmt: skip
+    if sinks is not None:
+        total = with_sink(total, largest, sinks, head, scale)
     # By a window rows beyond a request's may see nothing.
     mixed = mixed / (tl.where(total > 0.0, total, 1.0) if WINDOW > 0 else total)[:, None]
     if FIRST_POSITION > 0:
@@ -366,6 +381,7 @@ def attend_tile(
     IS_FUSED: tl.constexpr,
     first: int = 0,
     WINDOW: tl.constexpr = 0,
+    SOFTCAP: tl.constexpr = 0.0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
@@ -384,6 +400,7 @@ def attend_tile(
         keys = tl.load(k_at, mask=in_dim, other=0.0)
         values = tl.load(v_at, mask=in_dim, other=0.0)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    scores = capped(scores, SOFTCAP)
     if IS_PARTIAL:
         is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
         if WINDOW > 0:

@@ -23,6 +23,7 @@ from weft.kernels.gpu.extend_attention import (
     window_of_rows,
 )
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
+from weft.kernels.gpu.softmax import with_sink
 
 SEGMENT = 1024
 """Positions; of all models and steps, for results depend on it. A multiple of every tile."""
@@ -43,6 +44,8 @@ def fixed_attention(
     scale: float,
     max_kv_len: int,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Writes the rows of `out` of all requests.
 
@@ -57,6 +60,8 @@ def fixed_attention(
         scale: Factor on the scores.
         max_kv_len: Bound of `kv_lens`; decides about the launches, not about the bits.
         window: Positions that a row attends to at most, or None.
+        sinks: [Hq] float32 as in `AttentionSpec`, or None.
+        softcap: Bound of the scores, scaled; 0: none.
     """
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
@@ -73,7 +78,7 @@ def fixed_attention(
         parts = (tokens, heads, segments)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
-    scale *= math.log2(math.e)
+    in_powers_of_two = scale * math.log2(math.e)
     _fixed_kernel[(kv_heads, tiles, segments if is_split else 1)](
         partial,
         sums,
@@ -82,7 +87,8 @@ def fixed_attention(
         page_table,
         cu_q_lens,
         kv_lens,
-        scale,
+        sinks,
+        in_powers_of_two,
         layer,
         page_table.stride(0),
         requests,
@@ -99,6 +105,7 @@ def fixed_attention(
         TILE=shape.tile,
         SEGMENT=SEGMENT,
         WINDOW=window or 0,
+        SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -109,7 +116,8 @@ def fixed_attention(
             out,
             partial,
             sums,
-            scale,
+            sinks,
+            in_powers_of_two,
             segments,
             DIM=dim,
             BLOCK_DIM=triton.next_power_of_2(dim),
@@ -127,6 +135,7 @@ def _fixed_kernel(
     page_table: tl.tensor,
     cu_q_lens: tl.tensor,
     kv_lens: tl.tensor,
+    sinks: tl.tensor,
     scale: float,
     layer: int,
     table_stride: int,
@@ -145,6 +154,7 @@ def _fixed_kernel(
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
     """A tile of one request's rows under the heads of one KV head, as [ROWS] of (row, head)."""
@@ -206,7 +216,7 @@ def _fixed_kernel(
                 )  # fmt: skip
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM, position, end,
-                    last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                    last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW, SOFTCAP,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
@@ -217,6 +227,7 @@ def _fixed_kernel(
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
+                SOFTCAP=SOFTCAP,
             )  # fmt: skip
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
             position = start + tl.arange(0, TILE)
@@ -226,7 +237,8 @@ def _fixed_kernel(
             )  # fmt: skip
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                first, WINDOW, SOFTCAP,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0
@@ -241,6 +253,9 @@ def _fixed_kernel(
         tl.store(sums + 2 * part_at, all_largest, mask=is_there)
         tl.store(sums + 2 * part_at + 1, all_total, mask=is_there)
     else:
+        if sinks is not None:
+            head = tl.where(is_there, kv_head * GROUP + member % GROUP, 0)
+            all_total = with_sink(all_total, all_largest, sinks, head, scale)
         # A padding request brings a row that sees nothing.
         mixed = all_mixed / tl.where(all_total > 0.0, all_total, 1.0)[:, None]
         at = out + place[:, None] * DIM + column[None, :]
@@ -252,6 +267,7 @@ def _merge_kernel(
     out: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
+    sinks: tl.tensor,
     scale: float,
     segments: int,
     IS_DEPENDENT: tl.constexpr,
@@ -277,6 +293,8 @@ def _merge_kernel(
         all_total = tl.fma(all_total, keep, tl.where(is_seen, total * share, 0.0))
         part = tl.where(is_seen, mixed * share, 0.0)
         all_mixed = tl.fma(all_mixed, tl.broadcast_to(keep, [BLOCK_DIM]), part)
+    if sinks is not None:
+        all_total = with_sink(all_total, all_largest, sinks, tl.program_id(1), scale)
     mixed = all_mixed / tl.where(all_total > 0.0, all_total, 1.0)
     tl.store(out + place * DIM + column, mixed.to(out.dtype.element_ty), mask=in_dim)
 

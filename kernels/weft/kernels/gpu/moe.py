@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from weft.kernels.activation import SILU
 from weft.kernels.gpu.dependent_launch import LaunchOptions, launch_options
 from weft.kernels.gpu.moe_combine import NormAfter, combine
 from weft.kernels.gpu.moe_direct import MAX_DIRECT_ROWS, direct_moe
@@ -26,12 +27,14 @@ from weft.kernels.gpu.moe_lora_tiles import (
     shrink_items,
     tokens_of,
 )
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts
 from weft.kernels.gpu.moe_products import multiply_sorted
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
 from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
+from weft.kernels.moe import SOFTMAX, RouterForm
 from weft.kernels.quantised import Fp8Experts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
@@ -96,6 +99,8 @@ def routed_moe(
     ranks: TokenRanks | None = None,
     *,
     renormalise: bool,
+    form: RouterForm = SOFTMAX,
+    more: ExpertParts = PLAIN_EXPERTS,
     is_fixed: bool = False,
 ) -> torch.Tensor:
     """Routing and `moe` of a layer, with what follows it, in as few launches as there may be.
@@ -110,6 +115,8 @@ def routed_moe(
         lora: The tokens' adapters, or None.
         ranks: From `begin_ranks` of the same arguments.
         renormalise: The shares of a row's experts add up to 1.
+        form: How logits become shares.
+        more: As in `moe`.
         is_fixed: As in `moe`.
 
     Returns:
@@ -118,15 +125,19 @@ def routed_moe(
     rows, (experts, hidden, width) = x.shape[0], w2.shape
     if rows <= MAX_DIRECT_ROWS or is_fixed:
         # Norms add squares in one order only if they are all one kernel's.
-        routed = route(logits, top_k, renormalise)
-        out = moe(x, *routed, w13, w2, None, lora, is_fixed=is_fixed)
+        routed = route(logits, top_k, renormalise, form)
+        out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
         return out if after is None else add_rms_norm(out, *after)[0]
     tiles, blocks = tiles_for(rows, top_k, experts, hidden, width), None
     if is_sorted_at_once(rows, experts):
-        ids, shares, blocks = route_and_sort(logits, top_k, tiles.rows, renormalise=renormalise)
+        ids, shares, blocks = route_and_sort(
+            logits, top_k, tiles.rows, renormalise=renormalise, form=form
+        )
     else:
-        ids, shares = route(logits, top_k, renormalise)
-    return sorted_moe(x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after)
+        ids, shares = route(logits, top_k, renormalise, form)
+    return sorted_moe(
+        x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more
+    )
 
 
 def moe(
@@ -137,6 +148,7 @@ def moe(
     w2: torch.Tensor | Fp8Experts,
     residual: torch.Tensor | None,
     lora: ExpertAddition | None = None,
+    more: ExpertParts = PLAIN_EXPERTS,
     *,
     is_fixed: bool = False,
 ) -> torch.Tensor:
@@ -149,17 +161,20 @@ def moe(
         w13: [E, 2 * I, H], rows of gate first.
         w2: [E, H, I].
         residual: [T, H] or None.
-        lora: The tokens' adapters, or None.
+        lora: The tokens' adapters, or None; not with other parts than the plain ones.
+        more: Biases, and how gate and up become one.
         is_fixed: A row's result does not depend on the other rows: each element is one chain of
             tensor core instructions over K, which is the same for all tiles, and a residual is
             added to the rounded sum, as by a norm that follows.
     """
     if x.shape[0] <= MAX_DIRECT_ROWS and not is_fixed:
-        return direct_moe(x, ids, shares, w13, w2, residual, lora)
+        return direct_moe(x, ids, shares, w13, w2, residual, lora, more)
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
     tiles = tiles_for(*ids.shape, *w2.shape)
-    return sorted_moe(x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed)
+    return sorted_moe(
+        x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
+    )
 
 
 def sorted_moe(
@@ -176,6 +191,7 @@ def sorted_moe(
     blocks: Blocks | None = None,
     after: NormAfter | None = None,
     is_fixed: bool = False,
+    more: ExpertParts = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """`moe` over pairs sorted by expert, cut as `tiles` says.
 
@@ -192,14 +208,17 @@ def sorted_moe(
         blocks: The pairs in blocks of `tiles.rows`, if they are sorted already.
         after: What follows, whose result this is then, or None; not with `residual`.
         is_fixed: As in `moe`.
+        more: As in `moe`.
     """
     rows, (experts, _, inner) = x.shape[0], w2.shape
     blocks = blocks or sort_pairs(ids, experts, tiles.rows)
     given = (x, ids, shares, w13, w2, tiles, blocks)
     if lora is not None and _is_paired(lora, rows, inner, is_fixed=is_fixed):
+        if more.biases is not None or more.gating != SILU:
+            raise ValueError("adapters of experts with biases or another gating are not supported")
         found = _paired(*given, lora, ranks)
     else:
-        found = _in_turn(*given, lora, is_fixed=is_fixed)
+        found = _in_turn(*given, lora, more, is_fixed=is_fixed)
     return combine(*found, ids.shape[1], residual, after, is_fixed=is_fixed)
 
 
@@ -212,6 +231,7 @@ def _in_turn(
     tiles: Tiles,
     blocks: Blocks,
     lora: ExpertAddition | None,
+    more: ExpertParts,
     *,
     is_fixed: bool,
 ) -> _Sorted:
@@ -222,13 +242,13 @@ def _in_turn(
     forked = launch_options(device, is_alone=is_forking(device))
     to_gate_up = to_down = added = added_down = None
     if lora is not None:
-        more, is_few = (experts, lora, forked), rows <= MAX_FORKED_ROWS
+        given, is_few = (experts, lora, forked), rows <= MAX_FORKED_ROWS
         items = None
         if not is_fixed and can_tile((*lora.w13, *lora.w2)):
             items = pairs_of(lora.token_slots, ids, experts, blocks, tiles.rows)
         to_gate_up = SideStreamWork(
             device,
-            lambda: gate_up_additions(x, ids, width, *more, items, is_fixed=is_fixed),
+            lambda: gate_up_additions(x, ids, width, *given, items, is_fixed=is_fixed),
             is_forked=is_few,
         )
     inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
@@ -236,16 +256,20 @@ def _in_turn(
     joined = options if lora is None else forked
     if to_gate_up is not None:
         added = to_gate_up.join()
-    multiply_sorted(inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True)
+    multiply_sorted(
+        inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True, more=more
+    )
     if lora is not None:
         to_down = SideStreamWork(
             device,
             lambda: down_additions(
-                inner, ids, shares, hidden, *more, items=items, is_fixed=is_fixed
+                inner, ids, shares, hidden, *given, items=items, is_fixed=is_fixed
             ),
             is_forked=is_few,
         )
-    multiply_sorted(products, inner, w2, shares, blocks, None, tiles, 1, options, is_gated=False)
+    multiply_sorted(
+        products, inner, w2, shares, blocks, None, tiles, 1, options, is_gated=False, more=more
+    )
     if to_down is not None:
         added_down = to_down.join()
     return _Sorted(products, added_down, None, joined)

@@ -20,6 +20,7 @@ from weft.kernels.gpu.fp8_weights import (
     summed_row,
 )
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.lora import ExpertAddition
 from weft.kernels.quantised import Fp8Experts
@@ -50,6 +51,7 @@ def direct_moe(
     w2: torch.Tensor | Fp8Experts,
     residual: torch.Tensor | None,
     lora: ExpertAddition | None,
+    more: ExpertParts = PLAIN_EXPERTS,
 ) -> torch.Tensor:
     """`weft.kernels.gpu.moe.moe` of at most MAX_DIRECT_ROWS rows, in two launches."""
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
@@ -66,14 +68,14 @@ def direct_moe(
         parts = min(width, max(1, programs // pairs))
     data, scaling = _scaled(w13)
     _direct_inner_kernel[(pairs, parts)](
-        inner, x, data, ids, added, width, K=hidden, TOP_K=top_k,
-        TILE=tile, num_warps=warps, **scaling, **options,
+        inner, x, data, ids, added, more.gate_up_bias, width, K=hidden, TOP_K=top_k, TILE=tile,
+        num_warps=warps, **more.gating_arguments(), **scaling, **options,
     )  # fmt: skip
     tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
     data, scaling = _scaled(w2)
     _direct_out_kernel[(rows, triton.cdiv(hidden, _OUT_COLUMNS))](
-        out, inner, data, ids, shares, residual, hidden, K=width, TOP_K=top_k,
+        out, inner, data, ids, shares, residual, more.down_bias, hidden, K=width, TOP_K=top_k,
         BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
         TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **scaling, **options,
     )  # fmt: skip
@@ -94,15 +96,19 @@ def _direct_inner_kernel(
     w13: tl.tensor,
     ids: tl.tensor,
     added: tl.tensor,
+    bias: tl.tensor,
     width: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """inner[pair] = silu(gate of x[row]) * up of x[row], some columns of it.
+    """inner[pair] = gate of x[row] and up of x[row] made one, some columns of it.
 
     While a column is summed the weights of the next one are on their way. They are read once: the
     cache is to keep what is read again.
@@ -116,6 +122,8 @@ def _direct_inner_kernel(
     gate_at = w13 + expert * 2 * width * K
     of_expert = scales_of_expert(scales, expert, 2 * width, K, SCALE_ROWS)
     up_at = gate_at + tl.cast(width, tl.int64) * K
+    if bias is not None:
+        bias += expert * 2 * width
     row = x + pair // TOP_K * K
     begin = tl.program_id(1)
     step = tl.num_programs(1)
@@ -131,7 +139,9 @@ def _direct_inner_kernel(
             is_next = part < tl.minimum(K, (width - later) * K)
             gate = _once(gate_at + later * K + part, is_next)
             up = _once(up_at + later * K + part, is_next)
-            _store_inner(inner, gate_sum, up_sum, added, pair, column, width)
+            _store_inner(
+                inner, gate_sum, up_sum, added, bias, pair, column, width, ALPHA, LIMIT, OFFSET
+            )
     else:
         for column in range(begin, width, step):
             gate_total = tl.zeros([TILE], tl.float32)
@@ -144,7 +154,9 @@ def _direct_inner_kernel(
                 gate_total += values * scaled(gate, of_expert, column, at, K, SCALE_ROWS)
                 up_total += values * scaled(up, of_expert, column + width, at, K, SCALE_ROWS)
             gate_sum, up_sum = tl.sum(gate_total, axis=0), tl.sum(up_total, axis=0)
-            _store_inner(inner, gate_sum, up_sum, added, pair, column, width)
+            _store_inner(
+                inner, gate_sum, up_sum, added, bias, pair, column, width, ALPHA, LIMIT, OFFSET
+            )
 
 
 @triton.jit
@@ -159,15 +171,22 @@ def _store_inner(
     gate: tl.tensor,
     up: tl.tensor,
     added: tl.tensor,
+    bias: tl.tensor,
     pair: tl.tensor,
     column: tl.tensor,
     width: int,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
+    if bias is not None:
+        gate += tl.load(bias + column).to(tl.float32)
+        up += tl.load(bias + width + column).to(tl.float32)
     if added is not None:
         added_at = added + pair * 2 * width + column
         gate += tl.load(added_at).to(tl.float32)
         up += tl.load(added_at + width).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    product = gated(gate, up, ALPHA, LIMIT, OFFSET)
     tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
 
 
@@ -179,6 +198,7 @@ def _direct_out_kernel(
     ids: tl.tensor,
     shares: tl.tensor,
     residual: tl.tensor,
+    bias: tl.tensor,
     hidden: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
@@ -230,6 +250,11 @@ def _direct_out_kernel(
                 total += (values * share)[None, :] * wide
     result = tl.sum(total, axis=1)
     mask = column < hidden
+    if bias is not None:
+        for place in range(TOP_K):
+            its_bias = bias + tl.load(ids + row * TOP_K + place).to(tl.int64) * hidden
+            given = tl.load(its_bias + column, mask=mask, other=0.0).to(tl.float32)
+            result += tl.load(shares + row * TOP_K + place) * given
     if residual is not None:
         result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, result.to(out.dtype.element_ty), mask=mask)

@@ -11,6 +11,7 @@ import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.gpu.moe_tiles import Tiles
 from weft.kernels.quantised import FP8_GROUP, Fp8Experts
@@ -36,6 +37,7 @@ def multiply_sorted(
     *,
     is_gated: bool,
     is_raw: bool = False,
+    more: ExpertParts = PLAIN_EXPERTS,
 ) -> None:
     """Multiplies sorted pairs with their experts' weights.
 
@@ -49,8 +51,9 @@ def multiply_sorted(
         tiles: How pairs and columns are cut.
         top_k: Pairs of each row of `x`.
         options: Launch options.
-        is_gated: Gate and up: silu(gate) * up is written.
-        is_raw: Gate and up are written as they are, side by side.
+        is_gated: Gate and up: what both become is written.
+        is_raw: Gate and up are written as they are, side by side; without biases.
+        more: Biases, and how gate and up become one.
     """
     experts, columns, depth = weight.shape
     columns = columns // 2 if is_gated else columns
@@ -69,7 +72,9 @@ def multiply_sorted(
         weight_tiles = copied_tiles(flat, tile.columns, inner)
     # Programs that run together share a block's rows and an expert's weights in the cache.
     _sorted_kernel[(triton.cdiv(columns, tile.columns), blocks.expert.shape[0])](
-        out, x, data, weight_tiles, shares, *blocks, added, columns, experts, K=depth, **scaling,
+        out, x, data, weight_tiles, shares, *blocks, added,
+        more.gate_up_bias if is_gated else more.down_bias, columns, experts, K=depth, **scaling,
+        **more.gating_arguments(),
         TOP_K=top_k, IS_GATED=is_gated, IS_RAW=is_raw, ROWS=tiles.rows,
         HALF_ROWS=tiles.rows // 2 if tiles.rows >= MIN_HALVED_ROWS else 0, COLUMNS=tile.columns,
         TILE=inner, IS_EXACT=x.dtype == torch.float32,
@@ -89,12 +94,16 @@ def _sorted_kernel(
     block_begin: tl.tensor,
     block_end: tl.tensor,
     added: tl.tensor,
+    bias: tl.tensor,
     columns: int,
     experts: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -107,7 +116,7 @@ def _sorted_kernel(
 ) -> None:
     """Multiplies one block of pairs by one tile of columns; pair p reads row p // TOP_K of x.
 
-    Raw: gate and up, side by side; gated: silu(gate) * up; else the product times the pair's share.
+    Raw: gate and up, side by side; gated: both made one; else the product times the pair's share.
     """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
@@ -120,15 +129,15 @@ def _sorted_kernel(
     # An expert's last block is multiplied as half of one if it has no more pairs.
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
-            out, x, weight, weight_tiles, shares, order, added, columns, expert, begin, end,
-            scales, IS_NATIVE, SCALE_ROWS, K, TOP_K, IS_GATED, IS_RAW, HALF_ROWS, COLUMNS, TILE,
-            IS_EXACT,
+            out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
+            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, K, TOP_K, IS_GATED, IS_RAW,
+            HALF_ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
-            out, x, weight, weight_tiles, shares, order, added, columns, expert, begin, end,
-            scales, IS_NATIVE, SCALE_ROWS, K, TOP_K, IS_GATED, IS_RAW, ROWS, COLUMNS, TILE,
-            IS_EXACT,
+            out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
+            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, K, TOP_K, IS_GATED, IS_RAW,
+            ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
 
 
@@ -141,6 +150,7 @@ def _multiply_block(
     shares: tl.tensor,
     order: tl.tensor,
     added: tl.tensor,
+    bias: tl.tensor,
     columns: int,
     expert: tl.tensor,
     begin_place: tl.tensor,
@@ -148,6 +158,9 @@ def _multiply_block(
     scales: tl.tensor,
     IS_NATIVE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -216,6 +229,11 @@ def _multiply_block(
             up *= tl.load(of_columns + columns)[None, :]
     mask = is_pair[:, None] & in_out[None, :]
     out_width = columns
+    if bias is not None:
+        of_expert_bias = bias + expert * weight_rows + tl.minimum(column, columns - 1)
+        product += tl.load(of_expert_bias)[None, :].to(tl.float32)
+        if IS_GATED:
+            up += tl.load(of_expert_bias + columns)[None, :].to(tl.float32)
     if IS_RAW:
         out_width = 2 * columns
         at = pair[:, None] * out_width + column[None, :] + columns
@@ -225,7 +243,7 @@ def _multiply_block(
             added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
             product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
-        product = product / (1.0 + tl.exp(-product)) * up
+        product = gated(product, up, ALPHA, LIMIT, OFFSET)
     else:
         product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
     at = pair[:, None] * out_width + column[None, :]

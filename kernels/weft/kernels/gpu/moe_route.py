@@ -3,17 +3,22 @@ few rows the pairs sorted by expert as well."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.moe_sort import Blocks, num_blocks
+from weft.kernels.moe import SOFTMAX, RouterForm
 
 _MAX_AT_ONCE = 1 << 13
 """Rows times experts that one program holds."""
 
 
-def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, top_k: int, renormalise: bool, form: RouterForm = SOFTMAX
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.moe.route` for CUDA tensors: ids [T, k] int32 and shares [T, k] float32."""
     rows, experts = logits.shape
     if logits.dtype != torch.float32 or not logits.is_contiguous() or not 1 <= top_k <= experts:
@@ -25,9 +30,11 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
             ids,
             shares,
             logits,
+            form.correction,
             experts,
             TOP_K=top_k,
             RENORMALISE=renormalise,
+            **_described(form, experts),
             BLOCK=triton.next_power_of_2(experts),
             num_warps=1 if experts <= 256 else 4,
             **launch_options(logits.device),
@@ -35,15 +42,38 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
     return ids, shares
 
 
+def _described(form: RouterForm, experts: int) -> dict[str, Any]:
+    """The form's constants; those of `choose` alone if it is plain."""
+    return {
+        "IS_PLAIN": form.is_plain,
+        "IS_SIGMOID": form.is_sigmoid,
+        "GROUPS": form.groups,
+        "GROUP_SIZE": experts // form.groups,
+        "KEPT_GROUPS": form.kept_groups,
+        "SUMMED": form.summed,
+        "LEAST_SUM": form.least_sum,
+        "SCALE": form.scale,
+    }
+
+
 @triton.jit
 def _route_kernel(
     ids: tl.tensor,
     shares: tl.tensor,
     logits: tl.tensor,
+    correction: tl.tensor,
     experts: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
@@ -52,7 +82,13 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK)[None, :]
     exists = expert < experts
     values = tl.load(logits + row * experts + expert, mask=exists, other=float("-inf"))
-    share, place = choose(values, exists, TOP_K, RENORMALISE)
+    if IS_PLAIN:
+        share, place = choose(values, exists, TOP_K, RENORMALISE)
+    else:
+        share, place = choose_by_score(
+            values, exists, correction, TOP_K, RENORMALISE, IS_SIGMOID, GROUPS, GROUP_SIZE,
+            KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
+        )  # fmt: skip
     tl.store(ids + row * TOP_K + place, expert, mask=place >= 0)
     tl.store(shares + row * TOP_K + place, share, mask=place >= 0)
 
@@ -64,6 +100,17 @@ def choose(
     """Of logits [R, B] of rows the experts' shares, and each chosen one's place among the chosen of
     its row in ascending order, else -1. A logit that is no number makes its row's shares none.
     """
+    chosen = best(values, exists, TOP_K)
+    is_chosen = chosen == 1
+    power = tl.exp(values - tl.max(tl.where(is_chosen, values, float("-inf")), axis=1)[:, None])
+    counted = tl.where(is_chosen, power, 0.0) if RENORMALISE else power
+    share = power / tl.sum(counted, axis=1)[:, None]
+    return share, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
+
+
+@triton.jit
+def best(values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr) -> tl.tensor:
+    """1 where a row [R, B] of numbers has its largest, else 0; of equal ones the first."""
     expert = tl.arange(0, values.shape[1])[None, :]
     # As whole numbers in the order of the logits, the largest of which a warp finds with one
     # instruction. Numbers that are none come first: left out, they would go unnoticed.
@@ -76,11 +123,63 @@ def choose(
         first = tl.min(tl.where(is_best, expert, 0x7FFFFFFF), axis=1)[:, None]
         chosen = tl.where(expert == first, 1, chosen)
         left = tl.where(expert == first, -0x80000000, left)
+    return chosen
+
+
+@triton.jit
+def choose_by_score(
+    values: tl.tensor,
+    exists: tl.tensor,
+    correction: tl.tensor,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`choose` where a `RouterForm` says by which scores."""
+    expert = tl.arange(0, values.shape[1])[None, :]
+    if IS_SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-values))
+    else:
+        power = tl.exp(values - tl.max(values, axis=1)[:, None])
+        score = power / tl.sum(power, axis=1)[:, None]
+    by = score
+    if correction is not None:
+        is_expert = expert < GROUPS * GROUP_SIZE
+        by += tl.load(correction + expert, mask=is_expert, other=0.0)
+    can_be = exists
+    if GROUPS > 1:
+        least = float("-inf")
+        worth = tl.where(by == by, by, float("inf"))
+        of_group = tl.zeros_like(by)
+        for group in tl.static_range(GROUPS):
+            is_its = exists & (expert // GROUP_SIZE == group)
+            its = tl.where(is_its, worth, least)
+            first = tl.max(its, axis=1)[:, None]
+            if SUMMED == 2:
+                is_first = is_its & (its == first)
+                at = tl.min(tl.where(is_first, expert, 0x7FFFFFFF), axis=1)[:, None]
+                first += tl.max(tl.where(expert == at, least, its), axis=1)[:, None]
+            of_group = tl.where(is_its, first, of_group)
+        # A group is chosen by its first expert.
+        kept = best(of_group, exists & (expert % GROUP_SIZE == 0), KEPT_GROUPS)
+        can_be = tl.zeros_like(of_group) > 0.0
+        for group in tl.static_range(GROUPS):
+            is_kept = tl.sum(tl.where(expert == group * GROUP_SIZE, kept, 0), axis=1)[:, None] == 1
+            can_be = can_be | (is_kept & (expert // GROUP_SIZE == group))
+        can_be = can_be & exists
+    chosen = best(by, can_be, TOP_K)
     is_chosen = chosen == 1
-    power = tl.exp(values - tl.max(tl.where(is_chosen, values, float("-inf")), axis=1)[:, None])
-    counted = tl.where(is_chosen, power, 0.0) if RENORMALISE else power
-    share = power / tl.sum(counted, axis=1)[:, None]
-    return share, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
+    share = score
+    if RENORMALISE:
+        total = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)[:, None]
+        share = score / tl.where(total < LEAST_SUM, LEAST_SUM, total)
+    return share * SCALE, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
 
 
 def is_sorted_at_once(rows: int, experts: int) -> bool:
@@ -90,7 +189,12 @@ def is_sorted_at_once(rows: int, experts: int) -> bool:
 
 
 def route_and_sort(
-    logits: torch.Tensor, top_k: int, block: int, *, renormalise: bool
+    logits: torch.Tensor,
+    top_k: int,
+    block: int,
+    *,
+    renormalise: bool,
+    form: RouterForm = SOFTMAX,
 ) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
     """`route`, and `weft.kernels.gpu.moe_sort.sort_pairs` of its pairs, in one launch.
 
@@ -99,6 +203,7 @@ def route_and_sort(
         top_k: 1 to E.
         block: Pairs of a block.
         renormalise: The shares of a row's experts add up to 1.
+        form: How logits become scores and shares.
     """
     rows, experts = logits.shape
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
@@ -113,11 +218,13 @@ def route_and_sort(
         order,
         table,
         logits,
+        form.correction,
         rows,
         experts,
         bound,
         TOP_K=top_k,
         RENORMALISE=renormalise,
+        **_described(form, experts),
         ROWS=padded,
         BINS=triton.next_power_of_2(experts),
         BLOCK=block,
@@ -135,12 +242,21 @@ def _route_and_sort_kernel(
     order: tl.tensor,
     table: tl.tensor,
     logits: tl.tensor,
+    correction: tl.tensor,
     rows: int,
     experts: int,
     bound: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -155,7 +271,14 @@ def _route_and_sort_kernel(
     at = row[:, None] * experts + expert[None, :]
     values = tl.load(logits + at, mask=is_row & exists, other=float("-inf"))
     values = tl.where(is_row, values, 0.0)
-    share, place_of = choose(values, exists & (row >= 0)[:, None], TOP_K, RENORMALISE)
+    if IS_PLAIN:
+        share, place_of = choose(values, exists & (row >= 0)[:, None], TOP_K, RENORMALISE)
+    else:
+        values = tl.where(exists, values, float("-inf"))
+        share, place_of = choose_by_score(
+            values, exists & (row >= 0)[:, None], correction, TOP_K, RENORMALISE, IS_SIGMOID,
+            GROUPS, GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
+        )  # fmt: skip
     is_chosen = is_row & (place_of >= 0)
     pair = row[:, None] * TOP_K + place_of
     tl.store(ids + pair, tl.broadcast_to(expert[None, :], [ROWS, BINS]), mask=is_chosen)

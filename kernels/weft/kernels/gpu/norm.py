@@ -47,7 +47,8 @@ def _launch(
     tap: torch.Tensor | None = None,
 ) -> None:
     rows, width = x.shape
-    if weight.shape != (width,) or weight.dtype != x.dtype or not x.is_contiguous():
+    is_typed = weight.dtype in (x.dtype, torch.float32)
+    if weight.shape != (width,) or not is_typed or not x.is_contiguous():
         raise ValueError(
             f"weight {tuple(weight.shape)} {weight.dtype} does not fit x {tuple(x.shape)} "
             f"{x.dtype} contiguous={x.is_contiguous()}"

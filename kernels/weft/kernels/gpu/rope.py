@@ -23,6 +23,7 @@ def rope_and_cache(
     eps: float,
     k_out: torch.Tensor | None = None,
     *,
+    num_adjacent: int = 0,
     is_settled: bool = False,
 ) -> torch.Tensor:
     """`weft.kernels.rope.rope_and_cache` for CUDA tensors, whose arguments are checked.
@@ -55,6 +56,7 @@ def rope_and_cache(
         PAGE_SIZE=page_size,
         PAGE_STRIDE=pool.stride(0),
         HALF=dim // 2,
+        NUM_ADJACENT=num_adjacent,
         BLOCK_HALF=triton.next_power_of_2(dim // 2),
         BLOCK_HEADS=_BLOCK_HEADS,
         num_warps=4,
@@ -84,6 +86,7 @@ def _rope_and_cache_kernel(
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     HALF: tl.constexpr,
+    NUM_ADJACENT: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ) -> None:
@@ -104,22 +107,29 @@ def _rope_and_cache_kernel(
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
 
-    at = (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * (2 * HALF) + column[None, :]
-    low = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(qkv + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    # Where the two elements of each pair are in a head.
+    first = column
+    second = HALF + column
+    if NUM_ADJACENT > 0:
+        is_apart = column < HALF - NUM_ADJACENT
+        first = tl.where(is_apart, column, 2 * column)
+        second = tl.where(is_apart, HALF - NUM_ADJACENT + column, 2 * column + 1)
+    at = (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * (2 * HALF)
+    low = tl.load(qkv + at + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(qkv + at + second[None, :], mask=mask, other=0.0).to(tl.float32)
 
     scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
     normed_low = low
     normed_high = high
     if q_norm is not None:
-        gain = tl.load(q_norm + column, mask=in_half, other=0.0).to(tl.float32)
+        gain = tl.load(q_norm + first, mask=in_half, other=0.0).to(tl.float32)
         normed_low = tl.where(is_q[:, None], low * scale[:, None] * gain[None, :], normed_low)
-        gain = tl.load(q_norm + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+        gain = tl.load(q_norm + second, mask=in_half, other=0.0).to(tl.float32)
         normed_high = tl.where(is_q[:, None], high * scale[:, None] * gain[None, :], normed_high)
     if k_norm is not None:
-        gain = tl.load(k_norm + column, mask=in_half, other=0.0).to(tl.float32)
+        gain = tl.load(k_norm + first, mask=in_half, other=0.0).to(tl.float32)
         normed_low = tl.where(is_q[:, None], normed_low, low * scale[:, None] * gain[None, :])
-        gain = tl.load(k_norm + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+        gain = tl.load(k_norm + second, mask=in_half, other=0.0).to(tl.float32)
         normed_high = tl.where(is_q[:, None], normed_high, high * scale[:, None] * gain[None, :])
 
     # V passes through: neither norm nor rotation.
@@ -128,17 +138,17 @@ def _rope_and_cache_kernel(
     low = low.to(q_out.dtype.element_ty)
     high = high.to(q_out.dtype.element_ty)
 
-    q_at = q_out + (row * NUM_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
-    tl.store(q_at, low, mask=mask & is_q[:, None])
-    tl.store(q_at + HALF, high, mask=mask & is_q[:, None])
+    q_at = q_out + (row * NUM_HEADS + head)[:, None] * (2 * HALF)
+    tl.store(q_at + first[None, :], low, mask=mask & is_q[:, None])
+    tl.store(q_at + second[None, :], high, mask=mask & is_q[:, None])
 
     kv_head = head - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
     kv_row = ((kv_head * LAYERS + layer) * 2 + is_v.to(tl.int32)) * PAGE_SIZE + slot % PAGE_SIZE
-    kv_at = pool + slot // PAGE_SIZE * PAGE_STRIDE + kv_row[:, None] * (2 * HALF) + column[None, :]
-    tl.store(kv_at, low, mask=mask & (is_q[:, None] == 0))
-    tl.store(kv_at + HALF, high, mask=mask & (is_q[:, None] == 0))
+    kv_at = pool + slot // PAGE_SIZE * PAGE_STRIDE + kv_row[:, None] * (2 * HALF)
+    tl.store(kv_at + first[None, :], low, mask=mask & (is_q[:, None] == 0))
+    tl.store(kv_at + second[None, :], high, mask=mask & (is_q[:, None] == 0))
     if k_out is not None:
-        k_at = k_out + (row * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + column[None, :]
+        k_at = k_out + (row * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF)
         is_k = (is_q == 0) & (is_v == 0)
-        tl.store(k_at, low, mask=mask & is_k[:, None])
-        tl.store(k_at + HALF, high, mask=mask & is_k[:, None])
+        tl.store(k_at + first[None, :], low, mask=mask & is_k[:, None])
+        tl.store(k_at + second[None, :], high, mask=mask & is_k[:, None])

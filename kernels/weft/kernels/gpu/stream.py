@@ -16,11 +16,22 @@ from weft.kernels.gpu.linear import (
 from weft.kernels.gpu.lora_fold import MAX_FOLDED_ROWS, Folded
 from weft.kernels.gpu.moe import begin_ranks, routed_moe
 from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_parts import ExpertParts
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
-from weft.kernels.norm import Norm
-from weft.kernels.stream import Combine, GatedSum, Normed, Pending, Stream, Sum, Taps
+from weft.kernels.norm import AnyNorm, Norm
+from weft.kernels.stream import (
+    Combine,
+    Computed,
+    GatedSum,
+    Normed,
+    Pending,
+    SharedCombine,
+    Stream,
+    Sum,
+    Taps,
+)
 
 
 class GpuStream(Stream):
@@ -40,7 +51,7 @@ class GpuStream(Stream):
             raise ValueError("hidden states must be contiguous")
         super().__init__(value, taps)
         self._folds = False
-        self._pending: Pending | None = None
+        self._pending: Sum | GatedSum | Combine | Computed | None = None
         self._entered: int | None = None
 
     def begin_run(self, folds: bool) -> None:
@@ -53,8 +64,12 @@ class GpuStream(Stream):
         """See `Stream.enter`; it is tapped with the norm behind."""
         self._entered = layer
 
-    def normed(self, norm: Norm) -> Normed:
+    def normed(self, norm: AnyNorm | None) -> Normed:
         """See `Stream.normed`."""
+        if not isinstance(norm, Norm):
+            value = self.settle()
+            self._take(None)
+            return Normed(value if norm is None else norm(value))
         pending, self._pending = self._pending, None
         tap = None if pending is None or isinstance(pending, Combine) else self._tap()
         if self._folds:
@@ -70,8 +85,21 @@ class GpuStream(Stream):
 
     def add(self, pending: Pending) -> None:
         """See `Stream.add`."""
-        assert self._pending is None, "a norm is read between two additions"
+        if self._pending is not None:
+            self.settle()
+        if isinstance(pending, SharedCombine):
+            # Its rows are a norm's result, which later additions do not change.
+            self._value = pending.shared_sum().added_to(self._value)
+            pending = pending.routed
         self._pending = pending
+
+    def computed(self, pending: Pending) -> torch.Tensor:
+        """See `Stream.computed`."""
+        if isinstance(pending, SharedCombine):
+            return pending.shared_sum().added_to(_combine(pending.routed, None))
+        if isinstance(pending, Combine):
+            return _combine(pending, None)
+        return super().computed(pending)
 
     def settle(self) -> torch.Tensor:
         """See `Stream.settle`; no norm follows in this run."""
@@ -129,15 +157,20 @@ def can_fold(
     return is_plain and takes_norm(rows, first, to_first) and adds_within(rows, last, to_last)
 
 
-def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
+def _add_within(
+    value: torch.Tensor, pending: Sum | GatedSum | Combine | Computed, tap: torch.Tensor | None
+) -> None:
     """Adds to the stream, of few rows, by the product itself."""
-    assert not isinstance(pending, Combine)
+    assert isinstance(pending, Sum | GatedSum)
     x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
     add_product(value, x, w, lora, tap)
 
 
 def _add_and_norm(
-    value: torch.Tensor, pending: Pending, norm: Norm, tap: torch.Tensor | None
+    value: torch.Tensor,
+    pending: Sum | GatedSum | Combine | Computed,
+    norm: Norm,
+    tap: torch.Tensor | None,
 ) -> torch.Tensor:
     """Adds to the stream by the kernel of the norm that follows, whose result this is.
 
@@ -145,6 +178,8 @@ def _add_and_norm(
     """
     if isinstance(pending, Combine):
         return _combine(pending, NormAfter(value, *norm))
+    if isinstance(pending, Computed):
+        return add_rms_norm(pending.value, value, *norm, None, tap)[0]
     out, added = _product(pending) if isinstance(pending, Sum) else _gated(pending)
     return add_rms_norm(out, value, *norm, added, tap)[0]
 
@@ -193,5 +228,7 @@ def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
         to_experts,
         ranks,
         renormalise=w.renormalise,
+        form=w.form,
+        more=ExpertParts(experts.gating, experts.biases),
         is_fixed=is_fixed,
     )

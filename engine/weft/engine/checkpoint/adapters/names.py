@@ -48,6 +48,9 @@ _MLP: Mapping[str, tuple[str, ...]] = {
     "up_proj": ("up",),
     "gate_up_proj": ("gate", "up"),
     "down_proj": ("down",),
+    # StarCoder2's.
+    "c_fc": ("up",),
+    "c_proj": ("down",),
 }
 _ROUTER: Mapping[str, tuple[str, ...]] = {"gate": (ROUTER,)}
 # Mixtral's letters: w1 and w3 are gate and up, w2 is down.

@@ -35,6 +35,7 @@ _EMBEDDING_HALVES = ("embedding_A", "embedding_B")
 _SAVED = ("weight", "copy", "frozen", "tokens")
 _SOME_EXPERT = -1
 _MLP_KINDS = ("gate", "up", "down")
+_QKV_KINDS = ("q", "k", "v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tupl
         "lm_head": config.vocab_size,
         ROUTER: config.moe.num_experts if config.moe is not None else 0,
     }.get(kind, hidden)
-    width = {"o": q_size, "down": inner, "embed_tokens": config.vocab_size}.get(kind, hidden)
+    o_width = config.num_heads * config.value_dim
+    width = {"o": o_width, "down": inner, "embed_tokens": config.vocab_size}.get(kind, hidden)
     return width, out
 
 
@@ -242,8 +244,8 @@ class _Planner:
         """Why a module's tensors cannot be applied; empty if they can."""
         config, moe = self.config, self.config.moe
         is_vocabulary, is_router = module.rest in VOCABULARY, module.kinds == (ROUTER,)
-        if not module.kinds:
-            return "the model has no such projection"
+        if not module.kinds or (config.latent is not None and module.kinds[0] in _QKV_KINDS):
+            return "the model has no such projection, or adapters cannot change it"
         if module.layer >= config.num_layers:
             return f"the model has {config.num_layers} layers"
         is_sparse = moe is not None and module.layer >= 0 and moe.is_sparse(module.layer)

@@ -100,12 +100,16 @@ def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
         "q": ("qkv", hidden, q_size, 0),
         "k": ("qkv", hidden, kv_size, q_size),
         "v": ("qkv", hidden, kv_size, q_size + kv_size),
-        "o": ("o", q_size, hidden, 0),
     }
+    if model.latent is not None:
+        shapes.clear()
+    shapes["o"] = ("o", model.num_heads * model.value_dim, hidden, 0)
     moe = model.moe
     if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
-        shapes["gate"] = ("gate_up", hidden, inner, 0)
-        shapes["up"] = ("gate_up", hidden, inner, inner)
+        is_gated = model.decoder is None or model.decoder.mlp.is_gated
+        if is_gated:
+            shapes["gate"] = ("gate_up", hidden, inner, 0)
+        shapes["up"] = ("gate_up", hidden, inner, inner if is_gated else 0)
         shapes["down"] = ("down", inner, hidden, 0)
     return {
         kind: (
@@ -157,7 +161,7 @@ def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
 
 def _experts(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     moe = model.moe
-    if moe is None:
+    if moe is None or moe.gating is not None or moe.has_expert_bias:
         return {}
     hidden, inner = model.hidden_size, moe.intermediate_size
     shapes = {

@@ -31,7 +31,7 @@ def load_drafted(
     Raises:
         ModelError: The head cannot be used, or not with this model.
     """
-    if not isinstance(loaded.model, DecoderOnlyLM):
+    if not isinstance(loaded.model, DecoderOnlyLM) or loaded.config.latent is not None:
         raise ModelError(
             f"draft_dir = {draft_dir}: models of {loaded.config.architecture} do not "
             "support draft heads",

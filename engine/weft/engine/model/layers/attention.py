@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
@@ -18,7 +19,13 @@ from weft.kernels.stream import Normed, Sum, can_fold
 
 
 def qkv_spec(
-    in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool = False
+    in_features: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    bias: bool = False,
+    fused: str | None = None,
 ) -> LinearSpec:
     """The projections of q, k and v of all heads."""
     return LinearSpec(
@@ -28,13 +35,16 @@ def qkv_spec(
         split="out",
         unit=head_dim,
         bias=bias,
+        fused=fused,
     )
 
 
-def o_spec(hidden: int, num_heads: int, head_dim: int, *, bias: bool = False) -> LinearSpec:
+def o_spec(
+    hidden: int, num_heads: int, head_dim: int, *, bias: bool = False, name: str = "o_proj"
+) -> LinearSpec:
     """The projection of all heads back to the hidden size."""
     return LinearSpec(
-        names=("o_proj",),
+        names=(name,),
         in_features=num_heads * head_dim,
         rows=(hidden,),
         split="in",
@@ -65,25 +75,47 @@ class Attention:
         o_proj: LinearWeight,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
+        num_adjacent: int = 0,
+        change: HeadChange | None = None,
+        q_scales: torch.Tensor | None = None,
     ) -> None:
         """Assembles the layer from its parts.
 
         Args:
             spec: The layer's constants, from `attention_spec`.
             layer: The layer's index in the pool.
-            cos_sin: [max_positions, head_dim] float32, shared by all layers.
+            cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike; of one
+                row: heads are not rotated.
             qkv_proj: [hidden] -> q, k and v of all heads.
             o_proj: All heads -> [hidden].
             q_norm: Norm of each head of q before the rotation, or None.
             k_norm: The same for k; of both one epsilon is used.
+            num_adjacent: See `rope_and_cache`.
+            change: What else becomes of q and k before the rotation, or None.
+            q_scales: [max_positions] float32: factors on q by its position, or None.
         """
         self.layer = layer
         self.cos_sin = cos_sin
+        self.num_adjacent = num_adjacent
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.change = change
+        self.q_scales = q_scales
         self.spec = spec._replace(is_fixed=qkv_proj.is_fixed)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether `DenseRun` knows all that becomes of the heads."""
+        has_extras = self.change is not None or self.q_scales is not None
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        are_typed = all(norm.weight.dtype == self.qkv_proj.dtype for norm in norms)
+        return self._is_rotated and not self.num_adjacent and not has_extras and are_typed
+
+    @property
+    def _is_rotated(self) -> bool:
+        return self.cos_sin.shape[0] > 1
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`: on a GPU the layer's page group is settled."""
@@ -101,10 +133,17 @@ class Attention:
         """Writes K and V of all rows."""
         group, spec = step.groups[self.group], self.spec
         qkv = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer))
+        positions = step.positions
+        if self.change is not None:
+            qkv = self.change(qkv, positions, spec.heads * spec.dim)
+        is_settled = group.is_settled
+        if not self._is_rotated:
+            # Made just now: nothing may read them ahead.
+            positions, is_settled = torch.zeros_like(positions), False
         own, norm = own_kv(qkv, spec, group), self.q_norm or self.k_norm
         q = rope_and_cache(
             qkv,
-            step.positions,
+            positions,
             self.cos_sin,
             pool,
             self.layer,
@@ -115,8 +154,11 @@ class Attention:
             None if self.k_norm is None else self.k_norm.weight,
             1e-6 if norm is None else norm.eps,
             None if own is None else own.k,
-            is_settled=group.is_settled,
+            num_adjacent=self.num_adjacent,
+            is_settled=is_settled,
         )
+        if self.q_scales is not None:
+            q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
         return Query(q, own)
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
@@ -132,4 +174,5 @@ class Attention:
 
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
-        return Attention, self.group, shape_of(self.qkv_proj), shape_of(self.o_proj)
+        products = shape_of(self.qkv_proj), shape_of(self.o_proj)
+        return Attention, self.group, products, id(self.cos_sin), self.is_usual

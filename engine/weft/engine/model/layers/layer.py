@@ -8,8 +8,8 @@ import torch
 from weft.engine.model.step import Step
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
-from weft.kernels.norm import Norm
-from weft.kernels.stream import Normed, Pending, Stream
+from weft.kernels.norm import AnyNorm, Norm
+from weft.kernels.stream import Computed, Normed, Pending, Stream
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.extend_attention import OwnKv
@@ -69,6 +69,21 @@ class FeedForward(Protocol):
         """See `Mixer.shape_key`."""
 
 
+class Form(NamedTuple):
+    """What a layer does besides the usual: to normalise before each block, and to add what it
+    makes.
+    """
+
+    mixer_post: AnyNorm | None = None
+    """Norm of what the mixer adds, or None."""
+    feed_post: AnyNorm | None = None
+    """The same of the feed-forward block."""
+    multiplier: float = 1.0
+    """Factor on what both add."""
+    is_parallel: bool = False
+    """Both blocks read the stream as it enters the layer; their norms are the same."""
+
+
 class Layer(NamedTuple):
     """Two blocks, each normalised before and added to the residual stream after.
 
@@ -77,15 +92,47 @@ class Layer(NamedTuple):
 
     number: int
     """Its index in the pool."""
-    input_norm: Norm
+    input_norm: AnyNorm | None
+    """None: the mixer reads the stream as it is."""
     mixer: Mixer
-    post_norm: Norm
+    post_norm: AnyNorm | None
     feed: FeedForward
+    form: Form = Form()
 
     def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
         """The rest of the layer once the mixer has written."""
-        stream.add(self.mixer.attend(query, step, pool))
-        stream.add(self.feed(stream.normed(self.post_norm), step))
+        form = self.form
+        mixed = self.mixer.attend(query, step, pool)
+        if form.is_parallel:
+            made = self._made(stream, self.feed(stream.normed(self.post_norm), step), None)
+            stream.add(self._made(stream, mixed, None))
+            stream.add(made)
+            return
+        stream.add(self._made(stream, mixed, form.mixer_post))
+        fed = self.feed(stream.normed(self.post_norm), step)
+        stream.add(self._made(stream, fed, form.feed_post))
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """Whether a step of so many rows needs no launches for norms and additions."""
+        is_usual = self.form == Form() and all(
+            isinstance(norm, Norm) for norm in (self.input_norm, self.post_norm)
+        )
+        return is_usual and self.mixer.folds(rows, lora) and self.feed.folds(rows, lora)
+
+    def shape_key(self) -> object:
+        """Equal for layers that can be in one run."""
+        form = self.form
+        kinds = [type(norm) for norm in (self.input_norm, self.post_norm, *form[:2])]
+        return self.mixer.shape_key(), self.feed.shape_key(), kinds, form[2:]
+
+    def _made(self, stream: Stream, pending: Pending, norm: AnyNorm | None) -> Pending:
+        """What a block adds, after the norm behind it and the factor on it."""
+        form = self.form
+        if norm is None and form.multiplier == 1.0 and not form.is_parallel:
+            return pending
+        value = stream.computed(pending)
+        value = value if norm is None else norm(value)
+        return Computed(value if form.multiplier == 1.0 else value * form.multiplier)
 
 
 def shape_of(w: LinearWeight) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""The gated feed-forward part of a decoder layer."""
+"""The feed-forward part of a decoder layer, gated or plain."""
 
 from __future__ import annotations
 
@@ -7,28 +7,43 @@ from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.activation import Activation, activate
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
-from weft.kernels.stream import GatedSum, Normed, can_fold
+from weft.kernels.stream import GatedSum, Normed, Sum, can_fold
 
 
-def gate_up_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
-    """The gate and what it gates, of a gated MLP."""
+def gate_up_spec(
+    hidden: int,
+    inner: int,
+    *,
+    bias: bool = False,
+    names: tuple[str, str] = ("gate_proj", "up_proj"),
+    fused: str | None = None,
+    is_gated: bool = True,
+) -> LinearSpec:
+    """The gate and what it gates, of a gated MLP; `is_gated`: computed with SiLU."""
     return LinearSpec(
-        names=("gate_proj", "up_proj"),
+        names=names,
         in_features=hidden,
         rows=(inner, inner),
         split="out",
         bias=bias,
-        is_gated=True,
+        is_gated=is_gated,
+        fused=fused,
     )
 
 
-def down_spec(hidden: int, inner: int, *, bias: bool = False) -> LinearSpec:
-    """The projection of a gated MLP back to the hidden size."""
-    return LinearSpec(
-        names=("down_proj",), in_features=inner, rows=(hidden,), split="in", bias=bias
-    )
+def up_spec(hidden: int, inner: int, *, bias: bool = False, name: str = "up_proj") -> LinearSpec:
+    """The first projection of an MLP without gate."""
+    return LinearSpec(names=(name,), in_features=hidden, rows=(inner,), split="out", bias=bias)
+
+
+def down_spec(
+    hidden: int, inner: int, *, bias: bool = False, name: str = "down_proj"
+) -> LinearSpec:
+    """The projection of an MLP back to the hidden size."""
+    return LinearSpec(names=(name,), in_features=inner, rows=(hidden,), split="in", bias=bias)
 
 
 class GatedMLP:
@@ -43,7 +58,14 @@ class GatedMLP:
     @classmethod
     def read(cls, config: ModelConfig, layer: int, weights: Weights) -> GatedMLP:
         """Reads the projections below one prefix of the names."""
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        sizes = (config.hidden_size, config.intermediate_size)
+        return cls.of_size(layer, *sizes, weights, bias=config.mlp_bias)
+
+    @classmethod
+    def of_size(
+        cls, layer: int, hidden: int, inner: int, weights: Weights, *, bias: bool = False
+    ) -> GatedMLP:
+        """The same of another inner width than the configuration's."""
         gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias))
         return cls(layer, gate_up_proj, weights.linear(down_spec(hidden, inner, bias=bias)))
 
@@ -53,6 +75,10 @@ class GatedMLP:
         to_down = addition_to(step.lora, "down", self.layer)
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
+    def unchanged(self, x: Normed) -> GatedSum:
+        """The same where no adapter changes it."""
+        return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
+
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""
         to_gate_up, to_down = (addition_to(lora, name, self.layer) for name in ("gate_up", "down"))
@@ -61,3 +87,40 @@ class GatedMLP:
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
         return GatedMLP, shape_of(self.gate_up_proj), shape_of(self.down_proj)
+
+
+class PlainMLP:
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where the activation is not
+    computed with the product: a `FeedForward`.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        up_proj: LinearWeight,
+        down_proj: LinearWeight,
+        activation: Activation,
+        *,
+        is_gated: bool,
+    ) -> None:
+        """Assembles the block of a layer (its index); a gate is the first half of `up_proj`."""
+        self.layer = layer
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self.activation = activation
+        self.is_gated = is_gated
+
+    def __call__(self, x: Normed, step: Step) -> Sum:
+        """See `FeedForward`."""
+        inner = x.linear(self.up_proj, addition_to(step.lora, "gate_up", self.layer))
+        inner = activate(inner, self.activation, is_gated=self.is_gated)
+        return Sum(inner, self.down_proj, addition_to(step.lora, "down", self.layer))
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        products = shape_of(self.up_proj), shape_of(self.down_proj)
+        return PlainMLP, products, self.activation, self.is_gated

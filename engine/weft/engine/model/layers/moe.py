@@ -1,53 +1,102 @@
-"""The sparse feed-forward part of a decoder layer: a router and its experts."""
+"""The sparse feed-forward part of a decoder layer: a router, its experts and shared ones."""
 
 from __future__ import annotations
 
-from weft.engine.checkpoint.config import MoEConfig
+import torch
+from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.model.layers.layer import shape_of
-from weft.engine.model.layers.mlp import down_spec, gate_up_spec
+from weft.engine.model.layers.mlp import GatedMLP, down_spec, gate_up_spec
 from weft.engine.model.step import Step
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.activation import SILU, Gating
+from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
-from weft.kernels.moe import SparseMlpWeight
-from weft.kernels.stream import Combine, Normed
+from weft.kernels.moe import RouterForm, SparseMlpWeight
+from weft.kernels.stream import Combine, Normed, SharedCombine
 
 
 class SparseMLP:
     """A mixture of experts, routed gated MLPs weighted by the router: a `FeedForward`."""
 
-    def __init__(self, layer: int, weight: SparseMlpWeight) -> None:
-        """Takes all parameters of the block of a layer (its index)."""
+    def __init__(
+        self,
+        layer: int,
+        weight: SparseMlpWeight,
+        shared: GatedMLP | None = None,
+        shared_gate: LinearWeight | None = None,
+    ) -> None:
+        """Assembles the block of a layer (its index) from its parts.
+
+        Args:
+            layer: The layer's index.
+            weight: Router and experts.
+            shared: The experts that every row has, as one MLP; None: there are none.
+            shared_gate: [1, H]: `shared` is times its sigmoid; None: it is added as it is.
+        """
         self.layer = layer
         self.weight = weight
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     @classmethod
-    def read(cls, config: MoEConfig, layer: int, hidden: int, weights: Weights) -> SparseMLP:
+    def read(
+        cls,
+        config: MoEConfig,
+        layer: int,
+        hidden: int,
+        weights: Weights,
+        names: MoENamesConfig = MoENamesConfig(),  # noqa: B008 - frozen
+    ) -> SparseMLP:
         """Reads the router and all experts.
 
         Args:
-            config: Counts and sizes.
+            config: Counts, sizes and forms.
             layer: The layer's index.
             hidden: Width of the stream.
-            weights: Parameters of the block: `gate` and `experts`.
+            weights: Parameters of the block.
+            names: What they are called.
         """
-        router = LinearSpec(names=("gate",), in_features=hidden, rows=(config.num_experts,))
+        router = LinearSpec(
+            names=(names.router,),
+            in_features=hidden,
+            rows=(config.num_experts,),
+            bias=config.router.has_bias,
+        )
+        gate_up = gate_up_spec(hidden, config.intermediate_size, names=names.gate_up)
+        given = config.gating
         experts = ExpertSpec(
             num_experts=config.num_experts,
-            gate_up=gate_up_spec(hidden, config.intermediate_size),
-            down=down_spec(hidden, config.intermediate_size),
+            gate_up=gate_up,
+            down=down_spec(hidden, config.intermediate_size, name=names.down),
+            stacked=names.stacked,
+            is_transposed=names.is_transposed,
+            is_interleaved=names.is_interleaved,
+            bias=config.has_expert_bias,
+            gating=SILU if given is None else Gating(given.alpha, given.limit, given.offset),
         )
         weight = SparseMlpWeight(
             weights.linear(router),
-            weights.at("experts").experts(experts),
+            (weights.at(names.experts) if names.experts else weights).experts(experts),
             config.num_experts_per_tok,
             config.norm_topk_prob,
+            _router_form(config, weights, names),
         )
-        return cls(layer, weight)
+        if not config.shared_size:
+            return cls(layer, weight)
+        shared = GatedMLP.of_size(layer, hidden, config.shared_size, weights.at(names.shared))
+        if not config.has_shared_gate:
+            return cls(layer, weight, shared)
+        gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,))
+        return cls(layer, weight, shared, weights.linear(gate))
 
-    def __call__(self, x: Normed, step: Step) -> Combine:
+    def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:
         """See `FeedForward`."""
-        return Combine(x, self.weight, step.lora, self.layer)
+        routed = Combine(x, self.weight, step.lora, self.layer)
+        if self.shared is None:
+            return routed
+        return SharedCombine(self.shared.unchanged(x), self.shared_gate, routed)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`: the router needs the norm's result."""
@@ -56,4 +105,22 @@ class SparseMLP:
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
         w, experts = self.weight, self.weight.experts
-        return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k
+        shared = None if self.shared is None else self.shared.shape_key()
+        return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared
+
+
+def _router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
+    router, correction = config.router, None
+    if router.has_correction:
+        axes = (1,) * names.correction_axes
+        part = TensorSlice(names.correction, (*axes, config.num_experts))
+        correction = weights.tensor(part, torch.float32).view(config.num_experts)
+    return RouterForm(
+        is_sigmoid=router.scores == "sigmoid",
+        correction=correction,
+        groups=router.groups,
+        kept_groups=router.kept_groups,
+        summed=router.summed,
+        least_sum=router.least_sum,
+        scale=router.scale,
+    )

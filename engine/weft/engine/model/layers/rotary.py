@@ -3,23 +3,68 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
-from weft.engine.checkpoint.config import RopeConfig
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.rope import RopeConfig
+
+
+class Rotary(NamedTuple):
+    """How a layer rotates its heads."""
+
+    cos_sin: torch.Tensor
+    """[max_positions, D] float32, from `cos_sin_table`; of one row: heads are not rotated."""
+    num_adjacent: int = 0
+    """See `weft.kernels.rope.rope_and_cache`."""
+
+
+class Rotaries:
+    """The rotations of a model's layers; those that are equal share a table."""
+
+    def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
+        self._size = (head_dim, max_positions)
+        self._device = device
+        self._made: dict[RopeConfig | None, Rotary] = {}
+
+    def of(self, rope: RopeConfig | None) -> Rotary:
+        """The rotation that a configuration describes; None: heads are not rotated."""
+        if rope not in self._made:
+            dim, positions = self._size
+            if rope is None:
+                rotary = Rotary(cos_sin_table(RopeConfig(theta=1.0), dim, 1))
+            else:
+                rotary = Rotary(cos_sin_table(rope, dim, positions), rope.num_adjacent(dim))
+            self._made[rope] = rotary._replace(cos_sin=rotary.cos_sin.to(self._device))
+        return self._made[rope]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians a position for each pair of elements.
+    """Radians a position for each pair of elements that is rotated.
 
     Returns:
-        [head_dim / 2] float32.
+        [rotary_dim / 2] float32.
+
+    Raises:
+        ModelError: LongRoPE has not as many factors.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    if rope.scaling == "longrope":
+        factors = torch.tensor(rope.wavelength_factors, dtype=torch.float32)
+        if len(factors) != len(exponents):
+            raise ModelError(f"{len(factors)} factors of LongRoPE for {len(exponents)} pairs")
+        return 1.0 / (factors * rope.theta**exponents)
     frequencies = 1.0 / rope.theta**exponents
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "llama3":
         return _stretch_low(frequencies, rope)
+    if rope.scaling == "yarn":
+        return _stretch_by_turns(frequencies, rope, dim)
+    if rope.scaling == "proportional":
+        frequencies[int(rope.partial * dim // 2) :] = 0.0
+        return frequencies / rope.factor
     return frequencies
 
 
@@ -27,12 +72,17 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.
     """Table of the cosines and sines of every position.
 
     Returns:
-        [max_positions, head_dim] float32: the cosines of the head_dim / 2 frequencies, then the
-        sines.
+        [max_positions, head_dim] float32: the cosines of head_dim / 2 pairs, then the sines; pairs
+        that are not rotated are the last ones.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    rest = head_dim // 2 - angles.shape[1]
+    if rest:
+        cos = torch.cat((cos, cos.new_ones(max_positions, rest)), dim=-1)
+        sin = torch.cat((sin, sin.new_zeros(max_positions, rest)), dim=-1)
+    return torch.cat((cos, sin), dim=-1)
 
 
 def _stretch_low(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
@@ -43,3 +93,19 @@ def _stretch_low(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / rope.factor)
+
+
+def _stretch_by_turns(frequencies: torch.Tensor, rope: RopeConfig, dim: int) -> torch.Tensor:
+    """YaRN's (arXiv 2309.00071, section 3.2): the same with a ramp over the number of the pair."""
+
+    def pair_of(turns: float) -> float:
+        wavelengths = rope.original_max_positions / (turns * 2 * math.pi)
+        return dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (max(high - low, 0.001))
+    stretched = ramp.clamp(0.0, 1.0)
+    return frequencies / rope.factor * stretched + frequencies * (1.0 - stretched)

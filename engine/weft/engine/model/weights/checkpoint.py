@@ -16,7 +16,7 @@ from weft.engine.model.weights.reader import TensorSlice
 
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _FLOATS = tuple(_DTYPE_BYTES)
-_WHOLE_NUMBERS = ("I64", "I32", "I8", "BOOL")
+_WHOLE_NUMBERS = ("I64", "I32", "I8", "U8", "BOOL")
 _NAMES_SHOWN = 8
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
+from weft.kernels.activation import SILU, Gating
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +64,71 @@ class LinearSpec:
     """Whether each projection has a bias."""
     is_gated: bool = False
     """Whether it is a gate and what it gates, computed with the activation."""
+    fused: str | None = None
+    """Submodule that has the rows of all projections, one after another, where the checkpoint keeps
+    them so.
+    """
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Submodules as the checkpoint has them."""
+        return self.names if self.fused is None else (self.fused,)
 
     def last(self, count: int) -> LinearSpec:
         """The product of the last `count` projections alone."""
+        assert self.fused is None, "parts of a fused tensor have no names"
         return replace(self, names=self.names[-count:], rows=self.rows[-count:])
 
     def weights(self, shard: Shard) -> list[TensorSlice]:
         """A shard of each projection's weight, [rows, columns]."""
-        columns, names = self._columns(shard), zip(self.names, self.rows, strict=True)
+        columns = self._columns(shard)
         return [
-            TensorSlice(
-                f"{name}.weight", (rows, self.in_features), (self._rows(rows, shard), columns)
-            )
-            for name, rows in names
+            TensorSlice(f"{name}.weight", (rows, self.in_features), (own, columns))
+            for name, rows, own in self._parts(shard)
         ]
 
     def biases(self, shard: Shard) -> list[TensorSlice]:
         """A shard of each projection's bias, [rows]."""
-        names = zip(self.names, self.rows, strict=True)
-        return [TensorSlice(f"{name}.bias", (n,), (self._rows(n, shard),)) for name, n in names]
+        return [TensorSlice(f"{name}.bias", (n,), (own,)) for name, n, own in self._parts(shard)]
 
     def channel_scales(self, shard: Shard) -> list[TensorSlice]:
         """A shard of each projection's scales, one a row of its weight, [rows, 1]."""
-        names = zip(self.names, self.rows, strict=True)
         return [
-            TensorSlice(f"{name}.weight_scale", (rows, 1), (self._rows(rows, shard),))
-            for name, rows in names
+            TensorSlice(f"{name}.weight_scale", (rows, 1), (own,))
+            for name, rows, own in self._parts(shard)
         ]
 
     def stacked_weights(self, name: str, index: int, count: int, shard: Shard) -> list[TensorSlice]:
         """Like `weights`, where one tensor [count, all rows, columns] holds this at `index`."""
         shape, columns = (count, sum(self.rows), self.in_features), self._columns(shard)
+        return [TensorSlice(name, shape, (index, own, columns)) for own in self._stacked(shard)]
+
+    def _parts(self, shard: Shard) -> list[tuple[str, int, slice]]:
+        """The module of each projection, its rows in the checkpoint, and the share of them."""
+        if self.fused is not None:
+            rows = sum(self.rows)
+            return [(self.fused, rows, own) for own in self._stacked(shard)]
+        return [
+            (name, rows, self._rows(rows, shard))
+            for name, rows in zip(self.names, self.rows, strict=True)
+        ]
+
+    def _stacked(self, shard: Shard) -> list[slice]:
+        """A shard of each projection's rows, where they follow one another."""
         shares = [self._rows(rows, shard) for rows in self.rows]
         begins = accumulate(self.rows[:-1], initial=0)
         return [
-            TensorSlice(name, shape, (index, slice(at + own.start, at + own.stop), columns))
-            for at, own in zip(begins, shares, strict=True)
+            slice(at + own.start, at + own.stop) for at, own in zip(begins, shares, strict=True)
         ]
+
+    def share_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """A shard of the product's matrix [all rows, columns]."""
+        return self.rows_of(whole, shard)[:, self._columns(shard)].contiguous()
+
+    def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+        """A shard of the rows, [all rows, ...], of each projection."""
+        parts = torch.split(whole, list(self.rows))
+        return torch.cat([part[self._rows(part.shape[0], shard)] for part in parts])
 
     def _rows(self, rows: int, shard: Shard) -> slice:
         if self.split != "out":
@@ -122,3 +152,11 @@ class ExpertSpec:
     """Of each expert."""
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     """What tensors of all experts are called, in checkpoints that keep them so."""
+    is_transposed: bool = False
+    """Stacked tensors are [experts, columns, rows]."""
+    is_interleaved: bool = False
+    """In stacked tensors rows of gate and up alternate."""
+    bias: bool = False
+    """Whether products have biases, `<stacked>_bias`, [experts, rows]."""
+    gating: Gating = SILU
+    """How gate and up become the input of the down projection."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, weight_rows
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import ExpertWeights
 
@@ -91,6 +91,13 @@ class Weights:
     def experts(self, spec: ExpertSpec) -> ExpertWeights:
         """All experts of a layer, packed."""
         return self._scheme.experts(spec, self)
+
+    def matrix(self, spec: LinearSpec) -> torch.Tensor:
+        """The shard of a product's weight as one matrix of the model's dtype, [rows, columns]."""
+        loose = copy(self)
+        loose.arena = WeightArena(0)
+        packed = self._scheme.linear(spec, loose)
+        return weight_rows(packed, torch.arange(packed.out_features, device=self.device))
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """The weight [size] of the norm `name`."""

@@ -153,7 +153,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         info = self._info
         parts = [
-            kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype) for name in ("k", "v")
+            kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype)
+            for name in info.kv_parts
         ]
         plane = kv_pb2.Plane(
             name="target",

@@ -30,9 +30,13 @@ def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         is_fixed: bool = False,
         ancestors: torch.Tensor | None = None,
         is_settled: bool = False,
+        sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        spec = AttentionSpec(q.shape[1], pool.shape[1], q.shape[2], scale, window, is_fixed)
+        spec = AttentionSpec(
+            *(q.shape[1], pool.shape[1], q.shape[2], scale, window, is_fixed, sinks, softcap)
+        )
         step = GroupStep(
             page_table=page_table,
             places=torch.empty(0, dtype=torch.int64),
@@ -170,7 +174,13 @@ def eager_attention(case: Case, first_position: int = 0, window: int | None = No
     )
 
 
-def exact_attention(case: Case, first_position: int = 0, window: int | None = None) -> torch.Tensor:
+def exact_attention(
+    case: Case,
+    first_position: int = 0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """The definition in float64: [T, Hq * D]; a row that sees nothing is zero."""
     heads = case.q.shape[1]
     out = torch.empty_like(case.q, dtype=torch.float64)
@@ -186,7 +196,13 @@ def exact_attention(case: Case, first_position: int = 0, window: int | None = No
         is_hidden = (positions > last_seen.unsqueeze(1)) | (positions < first_position)
         if window is not None:
             is_hidden |= positions <= last_seen.unsqueeze(1) - window
-        weights = scores.masked_fill(is_hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(is_hidden, float("-inf"))
+        if sinks is not None:
+            of_rows = sinks.double()[:, None, None].expand(-1, end - first, 1)
+            scores = torch.cat((scores, of_rows), dim=-1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[1]]
         out[first:end] = torch.einsum("htn,hnd->thd", weights, v)
     return out.flatten(1)
 

@@ -28,6 +28,7 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
+from weft.kernels.activation import Gating
 from weft.kernels.attention import MAX_TREE_ROWS, AttentionSpec, GroupStep
 from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
 from weft.kernels.draft_head import (
@@ -42,6 +43,7 @@ from weft.kernels.gpu import (
     dependent_launch,
     fp8_linear,
     greedy,
+    latent_attention,
     page_digest,
     page_ops,
     replaced,
@@ -53,9 +55,12 @@ from weft.kernels.gpu import (
     tree_rows,
 )
 from weft.kernels.gpu import linear as gpu_linear
+from weft.kernels.gpu.moe import routed_moe
+from weft.kernels.gpu.moe_parts import ExpertParts
+from weft.kernels.latent_attention import LatentSpec
 from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
 from weft.kernels.lora import LoraStep
-from weft.kernels.moe import ExpertWeights, Routing, SparseMlpWeight, moe
+from weft.kernels.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
 from weft.kernels.norm import Norm
 from weft.kernels.quantised import (
     FP8,
@@ -189,6 +194,25 @@ def compile_experts() -> None:
     """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
     for q_lens in ([1], [1] * 12, [900]):
         run_layers((1024, 768, 16, 128), q_lens, experts=8)
+    form = RouterForm(is_sigmoid=True, correction=torch.zeros(8), groups=2, summed=2, scale=2.5)
+    biases = torch.zeros(8, 1536, dtype=BF16), torch.zeros(8, 1024, dtype=BF16)
+    more = ExpertParts(Gating(1.702, 7.0, 1.0), biases)
+    w13, w2 = torch.zeros(8, 1536, 1024, dtype=BF16), torch.zeros(8, 1024, 768, dtype=BF16)
+    for rows in (1, 12, 2000):
+        x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
+        routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
+
+
+def compile_latents() -> None:
+    """Attention to latents: of few rows with long contexts, and of many."""
+    for q_lens, heads in (([1, 1], 16), ([100], 128)):
+        group = make_step(q_lens).groups[0]
+        pages = len(q_lens) * MAX_CONTEXT // PAGE_SIZE
+        pool = torch.zeros(pages, 1, 2, 1, PAGE_SIZE, 576, dtype=BF16)
+        q = torch.zeros(sum(q_lens), heads, 576, dtype=BF16)
+        for words in (None, torch.full((sum(q_lens),), -1)):
+            step = group._replace(ancestors=words)
+            latent_attention.latent_attention(q, pool, 0, LatentSpec(heads, 512, 0.1), step)
 
 
 def compile_fixed() -> None:
@@ -379,6 +403,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "layers": partial(compile_layers, is_full),
         "experts": compile_experts,
         "fixed": compile_fixed,
+        "latents": compile_latents,
         "fp8": partial(compile_fp8, is_full),
         "adapters": partial(compile_adapters, is_full),
         "adapters of experts": compile_expert_adapters,

@@ -70,7 +70,7 @@ _BY_TENSORS = ("autofp8", "modelopt", "tensor")
 
 def is_rounded(name: str) -> bool:
     """Whether a tensor is the weight of a product in FP8."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def round_weight(weight: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,7 +95,7 @@ def tiny_draft_config(target: dict[str, Any], **overrides: Any) -> dict[str, Any
         # Other query heads than the target's; K and V must be as there.
         "num_attention_heads": 2 * target["num_key_value_heads"],
         "num_key_value_heads": target["num_key_value_heads"],
-        "head_dim": target["head_dim"],
+        "head_dim": target.get("head_dim", hidden // target["num_attention_heads"]),
         "intermediate_size": 104,
         "vocab_size": target["vocab_size"],
         "draft_vocab_size": 150,

@@ -9,11 +9,16 @@ import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.reader import TensorSlice
-from weft.engine.model.weights.schemes.plain import PlainScheme, read_bias, read_experts
+from weft.engine.model.weights.schemes.plain import (
+    PlainScheme,
+    packed_experts,
+    read_bias,
+    read_experts,
+)
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
-from weft.kernels.moe import ExpertWeights, pack_experts
+from weft.kernels.moe import ExpertWeights
 from weft.kernels.quantised import (
     FP8,
     FP8_GROUP,
@@ -45,7 +50,7 @@ class Fp8Scheme:
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
-        if self._ignores(weights, *spec.names):
+        if self._ignores(weights, *spec.modules):
             return self._plain.linear(spec, weights)
         pack = pack_gate_up if spec.is_gated else pack_linear
         matrix = self._matrix(spec, weights)
@@ -53,8 +58,7 @@ class Fp8Scheme:
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        experts = self._experts(spec, weights)
-        return pack_experts(experts, spec.num_experts, weights.arena, weights.dtype)
+        return packed_experts(self._experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""
@@ -68,7 +72,7 @@ class Fp8Scheme:
         if _has_nan(data):
             raise ModelError(f"{_listing(spec, weights)}: a weight is not a number")
         if self._quantization.has_input_scale:
-            for name in spec.names:
+            for name in spec.modules:
                 self._one_scale(f"{name}.input_scale", weights)
         if self._quantization.scales == "blocks":
             return self._blocks(spec, parts, data, weights)
@@ -185,4 +189,4 @@ def _has_nan(data: torch.Tensor) -> bool:
 
 
 def _listing(spec: LinearSpec, weights: Weights) -> str:
-    return ", ".join(weights.full_name(name) for name in spec.names)
+    return ", ".join(weights.full_name(name) for name in spec.modules)

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.quantization import Quantization
-from weft.engine.model.weights.schemes.plain import PlainScheme, read_bias, read_experts
+from weft.engine.model.weights.schemes.plain import (
+    PlainScheme,
+    packed_experts,
+    read_bias,
+    read_experts,
+)
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
-from weft.kernels.moe import ExpertWeights, pack_experts
+from weft.kernels.moe import ExpertWeights
 from weft.kernels.quantised import Int8Channels, quantise_channels
 
 
@@ -33,7 +38,7 @@ class Int8Scheme:
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
-        if self._ignores(weights, *spec.names):
+        if self._ignores(weights, *spec.modules):
             return self._plain.linear(spec, weights)
         pack = pack_gate_up if spec.is_gated else pack_linear
         matrix = self._matrix(spec, weights)
@@ -41,9 +46,7 @@ class Int8Scheme:
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        return pack_experts(
-            self._experts(spec, weights), spec.num_experts, weights.arena, weights.dtype
-        )
+        return packed_experts(self._experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""
@@ -59,7 +62,7 @@ class Int8Scheme:
         data = weights.read(parts, dtype=torch.int8)
         scales = weights.read(spec.channel_scales(weights.shard), dtype=torch.float32)[:, 0]
         if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
-            names = ", ".join(weights.full_name(name) for name in spec.names)
+            names = ", ".join(weights.full_name(name) for name in spec.modules)
             raise ModelError(f"{names}: a weight_scale is negative or not finite")
         return Int8Channels(data, scales)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
 from weft.kernels.moe import ExpertWeights, pack_experts
+from weft.kernels.quantised import QuantisedMatrix
 
 
 class PlainScheme:
@@ -25,7 +27,7 @@ class PlainScheme:
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
         """See `Scheme.experts`."""
-        return pack_experts(read_experts(spec, weights), spec.num_experts, weights.arena)
+        return packed_experts(read_experts(spec, weights), spec, weights)
 
     def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
         """See `Scheme.head`."""
@@ -46,19 +48,67 @@ def read_bias(spec: LinearSpec, weights: Weights) -> torch.Tensor | None:
     return bias
 
 
+def packed_experts(
+    experts: Iterable[tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]],
+    spec: ExpertSpec,
+    weights: Weights,
+) -> ExpertWeights:
+    """Packs experts as a spec says, with the biases that it has."""
+    return pack_experts(
+        experts,
+        spec.num_experts,
+        weights.arena,
+        weights.dtype,
+        gating=spec.gating,
+        biases=_read_biases(spec, weights) if spec.bias else None,
+    )
+
+
 def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The shard of each expert's weights, gate with up projection and down projection."""
-    count, shard, (gate_up, down) = spec.num_experts, weights.shard, spec.stacked
-    is_stacked = weights.has(gate_up)
-    for number in range(count):
+    gate_up, down = spec.stacked
+    is_stacked, own = weights.has(gate_up), weights.shard
+    for number in range(spec.num_experts):
         if is_stacked:
             yield (
-                weights.read(spec.gate_up.stacked_weights(gate_up, number, count, shard)),
-                weights.read(spec.down.stacked_weights(down, number, count, shard)),
+                _of_stack(gate_up, spec.gate_up, number, spec, weights),
+                _of_stack(down, spec.down, number, spec, weights),
             )
         else:
             expert = weights.at(number)
-            yield (
-                expert.read(spec.gate_up.weights(shard)),
-                expert.read(spec.down.weights(shard)),
-            )
+            yield expert.read(spec.gate_up.weights(own)), expert.read(spec.down.weights(own))
+
+
+def _of_stack(
+    name: str, product: LinearSpec, number: int, spec: ExpertSpec, weights: Weights
+) -> torch.Tensor:
+    """The shard of one expert's product, of a tensor of all experts: [rows, columns]."""
+    count = spec.num_experts
+    if not (spec.is_transposed or spec.is_interleaved):
+        return weights.read(product.stacked_weights(name, number, count, weights.shard))
+    size = (sum(product.rows), product.in_features)
+    size = (size[1], size[0]) if spec.is_transposed else size
+    whole = weights.tensor(TensorSlice(name, (count, *size), (number,)), weights.dtype)
+    whole = whole.t() if spec.is_transposed else whole
+    return product.share_of(apart(whole, spec, product), weights.shard)
+
+
+def apart(rows: torch.Tensor, spec: ExpertSpec, product: LinearSpec) -> torch.Tensor:
+    """Rows (the first axis) of a product with those of gate before those of up."""
+    if not (spec.is_interleaved and product.is_gated):
+        return rows.contiguous()
+    return torch.cat((rows[0::2], rows[1::2]))
+
+
+def _read_biases(spec: ExpertSpec, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shard of all experts' biases, [experts, rows] each."""
+    found = []
+    for name, product in zip(spec.stacked, (spec.gate_up, spec.down), strict=True):
+        shape = (spec.num_experts, sum(product.rows))
+        whole = weights.tensor(TensorSlice(f"{name}_bias", shape), weights.dtype)
+        ordered = apart(whole.t(), spec, product)
+        own = product.rows_of(ordered, weights.shard).t().contiguous()
+        if product.split == "in" and weights.shard.rank > 0:
+            own.zero_()  # Results of all ranks are added up.
+        found.append(own)
+    return found[0], found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
+from weft.engine.model.weights.schemes.mxfp4 import Mxfp4Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
 
@@ -15,4 +16,6 @@ def scheme_of(quantization: Quantization | None) -> Scheme:
         return PlainScheme()
     if quantization.format == "fp8":
         return Fp8Scheme(quantization)
+    if quantization.format == "mxfp4":
+        return Mxfp4Scheme(quantization)
     return Int8Scheme(quantization)

@@ -1,0 +1,74 @@
+"""DeepSeek V2 and V3, and models of their shape: latent attention, routed and shared experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.experts import deepseek_v2_experts, deepseek_v3_experts
+from weft.engine.checkpoint.families.family import Family, behind, same
+from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.moe_config import MoEConfig
+from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+
+
+def read_deepseek_v2(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """DeepSeek V2 and V2-Lite (arXiv 2405.04434)."""
+    family = Family(raw, generation, where)
+    return _config(family, deepseek_v2_experts(family.fields), eps=1e-6)
+
+
+def read_deepseek_v3(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """DeepSeek V3, R1 and V3.1 (arXiv 2412.19437), and Kimi K2 (arXiv 2507.20534)."""
+    family = Family(raw, generation, where)
+    return _config(family, deepseek_v3_experts(family.fields, num_dense=3), eps=1e-6)
+
+
+def read_glm4_lite(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """GLM-4.7-Flash."""
+    family = Family(raw, generation, where)
+    return _config(family, deepseek_v3_experts(family.fields, num_dense=1), eps=1e-5)
+
+
+def _config(family: Family, moe: MoEConfig, eps: float) -> ModelConfig:
+    fields, norm = family.fields, family.rms(eps=eps)
+    family.only("attention_bias", False)
+    latent = LatentConfig(
+        q_rank=fields.positive("q_lora_rank") if "q_lora_rank" in fields else None,
+        kv_rank=fields.positive("kv_lora_rank"),
+        nope_dim=fields.positive("qk_nope_head_dim"),
+        rope_dim=fields.positive("qk_rope_head_dim"),
+        value_dim=fields.positive("v_head_dim"),
+    )
+    dim = latent.nope_dim + latent.rope_dim
+    layer = AttentionConfig(
+        rope=family.rope(is_interleaved=fields.flag("rope_interleave", True)),
+        scale=dim**-0.5 * _score_factor(family),
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    names = NamesConfig(left_out=behind(family.num_layers))
+    return family.config(decoder, head_dim=dim, names=names, moe=moe, latent=latent)
+
+
+def _score_factor(family: Family) -> float:
+    """YaRN's correction of scores, squared, as these models apply it."""
+    name = "rope_parameters" if family.fields.get("rope_parameters") else "rope_scaling"
+    rope = family.fields.section(name)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.number("factor")
+    steepness = 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0
+    return 1.0 if factor <= 1.0 else steepness**2

@@ -1,0 +1,183 @@
+"""What the configurations of families say of their mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.moe_config import GatingConfig, MoEConfig, RouterConfig, counts
+
+
+def qwen2_experts(config: Fields) -> MoEConfig:
+    """Qwen2-MoE's: a shared expert with a gate."""
+    if not config.flag("qkv_bias", True):
+        raise config.error("qkv_bias", "only true is supported")
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    return MoEConfig(
+        **counts(config, name),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", False),
+        decoder_sparse_step=config.positive("decoder_sparse_step", 1),
+        mlp_only_layers=config.indices("mlp_only_layers"),
+        shared_size=config.positive("shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+
+
+def mixtral_experts(config: Fields) -> MoEConfig:
+    """Mixtral's: the softmax is over the chosen experts."""
+    return MoEConfig(
+        **counts(config, "num_local_experts"),
+        intermediate_size=config.positive("intermediate_size"),
+        norm_topk_prob=True,
+    )
+
+
+def olmoe_experts(config: Fields) -> MoEConfig:
+    """OLMoE's."""
+    return MoEConfig(
+        **counts(config, "num_experts"),
+        intermediate_size=config.positive("intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", False),
+    )
+
+
+def minimax_experts(config: Fields) -> MoEConfig:
+    """MiniMax M2's: sigmoids with a correction."""
+    if config.text("scoring_func", "sigmoid") != "sigmoid":
+        raise config.error("scoring_func", "only sigmoid is supported")
+    if not config.flag("use_routing_bias", True):
+        raise config.error("use_routing_bias", "only true is supported")
+    if config.count("shared_intermediate_size", 0):
+        raise config.error("shared_intermediate_size", "shared experts are not supported")
+    return MoEConfig(
+        **counts(config, "num_local_experts"),
+        intermediate_size=config.positive("intermediate_size"),
+        norm_topk_prob=True,
+        router=RouterConfig(scores="sigmoid", has_correction=True),
+    )
+
+
+def gpt_oss_experts(config: Fields) -> MoEConfig:
+    """gpt-oss's: biases everywhere, and a limited gate."""
+    gating = GatingConfig(
+        alpha=config.number("swiglu_alpha", 1.702),
+        limit=config.number("swiglu_limit", 7.0),
+        offset=1.0,
+    )
+    return MoEConfig(
+        **counts(config, "num_local_experts"),
+        intermediate_size=config.positive("intermediate_size"),
+        norm_topk_prob=True,
+        router=RouterConfig(has_bias=True),
+        gating=gating,
+        has_expert_bias=True,
+    )
+
+
+def hunyuan_experts(config: Fields) -> MoEConfig:
+    """Hunyuan's: a shared expert of an expert's width."""
+    return MoEConfig(
+        **counts(config, "num_experts", "moe_topk"),
+        intermediate_size=config.positive("intermediate_size"),
+        norm_topk_prob=True,
+        shared_size=config.positive("intermediate_size"),
+    )
+
+
+def ernie_experts(config: Fields) -> MoEConfig:
+    """ERNIE 4.5's: softmaxes with a correction, shared experts, dense layers at both ends."""
+    layers = config.positive("num_hidden_layers")
+    interval = config.positive("moe_layer_interval", 1)
+    first, last = config.count("moe_layer_start_index", 1), config.get("moe_layer_end_index")
+    if not isinstance(last, int) or last < 0:
+        last = layers - 1
+    inner = config.positive("moe_intermediate_size")
+    return MoEConfig(
+        **counts(config, "moe_num_experts", "moe_k"),
+        intermediate_size=inner,
+        norm_topk_prob=True,
+        decoder_sparse_step=interval,
+        mlp_only_layers=tuple(n for n in range(layers) if not first <= n <= last),
+        router=RouterConfig(has_correction=True, least_sum=config.number("moe_norm_min", 1e-12)),
+        shared_size=inner * config.count("moe_num_shared_experts", 2),
+    )
+
+
+def deepseek_v2_experts(config: Fields) -> MoEConfig:
+    """DeepSeek V2's: a softmax, whose best experts' groups may limit the choice."""
+    method = config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.error("topk_method", f"{method!r} is not supported for this architecture")
+    if config.flag("norm_topk_prob", False):
+        raise config.error("norm_topk_prob", "only false is supported for this architecture")
+    _check_scoring(config, "softmax")
+    groups = _groups(config) if method == "group_limited_greedy" else {}
+    return _deepseek(config, 0, False, scale=config.number("routed_scaling_factor", 1.0), **groups)
+
+
+def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = True) -> MoEConfig:
+    """DeepSeek V3's, and those of GLM-4.5 and dots: sigmoids with a correction, and groups that are
+    as good as their two best experts.
+
+    Args:
+        config: The configuration.
+        num_dense: First layers without experts, where it does not say.
+        renormalises: Whether shares add up to 1, where it does not say.
+    """
+    method = config.text("topk_method", "noaux_tc")
+    if method != "noaux_tc":
+        raise config.error("topk_method", f"{method!r} is not supported for this architecture")
+    _check_scoring(config, "sigmoid")
+    return _deepseek(
+        config,
+        num_dense,
+        config.flag("norm_topk_prob", renormalises),
+        scores="sigmoid",
+        has_correction=True,
+        summed=2,
+        scale=config.number("routed_scaling_factor", 1.0),
+        **_groups(config),
+    )
+
+
+def _deepseek(config: Fields, num_dense: int, renormalise: bool, **router: Any) -> MoEConfig:
+    if config.positive("moe_layer_freq", 1) != 1:
+        raise config.error("moe_layer_freq", "only 1 is supported")
+    inner = config.positive("moe_intermediate_size")
+    name = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
+    return MoEConfig(
+        **counts(config, name),
+        intermediate_size=inner,
+        norm_topk_prob=renormalise,
+        mlp_only_layers=_dense_layers(config, num_dense),
+        router=RouterConfig(**router),
+        shared_size=inner * config.count("n_shared_experts", 0),
+    )
+
+
+def _dense_layers(config: Fields, default: int) -> tuple[int, ...]:
+    """The first layers, or, as newer configurations list them, those that are dense."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return tuple(range(config.count("first_k_dense_replace", default)))
+    layers = config.positive("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise config.error("mlp_layer_types", f"expected {layers} times dense or sparse")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+def _check_scoring(config: Fields, only: str) -> None:
+    if config.text("scoring_func", only) != only:
+        raise config.error("scoring_func", f"only {only} is supported for this architecture")
+
+
+def _groups(config: Fields) -> dict[str, int]:
+    groups, kept = config.positive("n_group", 1), config.positive("topk_group", 1)
+    name = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
+    count, chosen = config.positive(name), config.positive("num_experts_per_tok")
+    if count % groups or not kept <= groups:
+        raise config.error("n_group", f"{count} experts in {groups} groups, of which {kept} count")
+    if kept * (count // groups) < chosen:
+        raise config.error("topk_group", f"{kept} groups have fewer than {chosen} experts")
+    return {"groups": groups, "kept_groups": kept} if groups > 1 else {}

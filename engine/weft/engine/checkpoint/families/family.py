@@ -1,0 +1,197 @@
+"""What readers of families have in common. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from weft.engine.base.end_tokens import end_token_ids
+from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shape, max_positions
+from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.moe_config import MoEConfig
+from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, NamesConfig, NormConfig
+from weft.engine.checkpoint.quantization import read_quantization
+from weft.engine.checkpoint.rope import RopeConfig, rope_config
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_TOWERS = ("vision_tower", "multi_modal_projector")
+VISION = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
+"""Prefixes of what is left out of models that see images too."""
+
+_MOST_BEHIND = 8
+
+_ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu2"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+class Family:
+    """A config.json as the reader of one family sees it.
+
+    Args:
+        raw: Content of config.json.
+        generation: Content of generation_config.json.
+        where: What messages call the source.
+        section: Object of the text model, where the file describes other parts too.
+    """
+
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        where: str,
+        section: str | None = None,
+    ) -> None:
+        self._raw, self._generation, self._where = raw, generation, where
+        self.whole = Fields(raw, where)
+        """Fields of the file."""
+        self.fields = self.whole if section is None else self.whole.section(section)
+        """Fields of the text model."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.fields.positive("num_hidden_layers")
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.fields.positive("num_attention_heads")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the stream."""
+        return self.fields.positive("hidden_size")
+
+    def head_dim(self, default: int | None = None) -> int:
+        """Size of a head; by default the stream's width over the heads."""
+        hidden, heads = self.hidden_size, self.num_heads
+        if default is None and hidden % heads == 0:
+            default = hidden // heads
+        return self.fields.positive("head_dim", default)
+
+    def rms(self, *, adds_one: bool = False, eps: float = 1e-6) -> NormConfig:
+        """The stream's RMS norm."""
+        return NormConfig(eps=self.fields.number("rms_norm_eps", eps), adds_one=adds_one)
+
+    def activation(
+        self, default: str = "silu", name: str = "hidden_act"
+    ) -> Literal["silu", "gelu", "gelu_tanh", "relu2"]:
+        """The MLP's activation."""
+        found = self.fields.text(name, default)
+        if found not in _ACTIVATIONS:
+            known = ", ".join(sorted(_ACTIVATIONS))
+            raise self.fields.error(name, f"{found!r} is not supported ({known} are)")
+        return _ACTIVATIONS[found]
+
+    def only(self, name: str, value: object, default: object = None) -> None:
+        """Raises ModelError unless a field has the one value that is supported, or is absent."""
+        found = self.fields.get(name)
+        if found is not None and found != value and found != default:
+            raise self.fields.error(name, f"only {value!r} is supported, not {found!r}")
+
+    def rope(self, kind: str | None = None, **options: Any) -> RopeConfig:
+        """The rotation, of one kind of layers if there are several; see `rope_config`."""
+        return rope_config(self.fields, kind=kind, **options)
+
+    def kinds(self, default: Callable[[int], str]) -> tuple[str, ...]:
+        """Whether each layer's attention is full or has a window.
+
+        Args:
+            default: Says so of a layer, from 0, where the file has no list.
+        """
+        listed, count = self.fields.get("layer_types"), self.num_layers
+        if listed is None:
+            return tuple(default(layer) for layer in range(count))
+        if not isinstance(listed, list) or len(listed) != count:
+            raise self.fields.error("layer_types", f"expected a list of {count} kinds of attention")
+        other = next((kind for kind in listed if kind not in (FULL, SLIDING)), None)
+        if other is not None:
+            raise self.fields.error("layer_types", f"{other!r} is not supported")
+        return tuple(listed)
+
+    def window(self, kinds: Sequence[str], default: int | None = None) -> SlidingWindow | None:
+        """The window of the layers that have one; None also where no context is longer."""
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+        if not layers:
+            return None
+        length = self.fields.positive("sliding_window", default)
+        if length >= self.fields.positive("max_position_embeddings"):
+            return None
+        return SlidingWindow(length=length, layers=layers)
+
+    def config(
+        self,
+        decoder: DecoderConfig,
+        *,
+        head_dim: int | None = None,
+        window: SlidingWindow | None = None,
+        names: NamesConfig | None = None,
+        is_tied: bool = False,
+        kv_heads: int | None = None,
+        moe: MoEConfig | None = None,
+        latent: LatentConfig | None = None,
+    ) -> ModelConfig:
+        """The model's configuration.
+
+        Args:
+            decoder: What its layers are made of.
+            head_dim: Size of a head.
+            window: Layers with a sliding window.
+            names: What the checkpoint calls its parts.
+            is_tied: Whether the embedding is the LM head too where the file does not say.
+            kv_heads: K and V heads where the file does not say; None: as many as query heads.
+            moe: Experts of some layers.
+            latent: Sizes of latent attention.
+        """
+        fields, whole = self.fields, self.whole
+        if moe is not None and decoder.mlp.activation != "silu":
+            raise fields.error("hidden_act", "experts are supported with silu alone")
+        rotated = [layer.rope for layer in decoder.layers if layer.rope is not None]
+        # Other sections may leave it to the whole file, or the other way round.
+        tied = fields.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", is_tied))
+        config = ModelConfig(
+            architecture=whole.get("architectures")[0],
+            model_type=whole.text("model_type", ""),
+            vocab_size=fields.positive("vocab_size"),
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=fields.positive("num_key_value_heads", kv_heads or self.num_heads),
+            head_dim=self.head_dim() if head_dim is None else head_dim,
+            intermediate_size=fields.positive("intermediate_size"),
+            rms_norm_eps=decoder.norm.eps,
+            rope=rotated[0] if rotated else RopeConfig(theta=1.0),
+            max_position_embeddings=max_positions(fields),
+            tie_word_embeddings=tied,
+            qkv_bias=decoder.layers[0].qkv_bias,
+            o_bias=decoder.layers[0].o_bias,
+            mlp_bias=decoder.mlp.bias,
+            qk_norm=decoder.layers[0].head_norm is not None,
+            moe=moe,
+            latent=latent,
+            sliding_window=window,
+            eos_token_ids=end_token_ids(self._raw, self._generation, self._where),
+            bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+            quantization=read_quantization(whole),
+            decoder=decoder,
+            names=names or NamesConfig(),
+        )
+        check_shape(config, fields)
+        return config
+
+
+def behind(num_layers: int) -> tuple[str, ...]:
+    """Prefixes of the layers behind those that a model has: they predict further tokens."""
+    return tuple(f"model.layers.{num_layers + number}." for number in range(_MOST_BEHIND))
+
+
+def same(layer: AttentionConfig, count: int) -> tuple[AttentionConfig, ...]:
+    """Layers that are all alike."""
+    return (layer,) * count

@@ -1,0 +1,110 @@
+"""Gemma 2 and 3: norms around both blocks, GELU, scaled embeddings; windows in most layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.family import FULL, SLIDING, VISION, Family
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
+from weft.engine.checkpoint.rope import RopeConfig, rope_config
+
+_NORMS = {"feed_norm": "pre_feedforward_layernorm"}
+_VISION = tuple(
+    f"{m}{p}." for m in ("", "model.") for p in ("vision_tower", "multi_modal_projector")
+)
+
+
+def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Gemma 2 (arXiv 2408.00118): soft caps of scores and logits, windows in every other layer."""
+    family = Family(raw, generation, where)
+    kinds = family.kinds(lambda layer: FULL if layer % 2 else SLIDING)
+    layer = AttentionConfig(
+        rope=family.rope(),
+        scale=_scale(family),
+        qkv_bias=family.fields.flag("attention_bias", False),
+        o_bias=family.fields.flag("attention_bias", False),
+        softcap=_cap(family, "attn_logit_softcapping", 50.0),
+    )
+    decoder = _decoder(family, (layer,) * len(kinds), _cap(family, "final_logit_softcapping", 30.0))
+    names = NamesConfig(**_NORMS)
+    window = family.window(kinds, 4096)
+    return family.config(
+        decoder, head_dim=family.head_dim(256), window=window, names=names, is_tied=True, kv_heads=4
+    )
+
+
+def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Gemma 3 (arXiv 2503.19786), text: normalised heads; layers with a window rotate by a base of
+    their own.
+    """
+    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    family.only("use_bidirectional_attention", False)
+    pattern = family.fields.positive("sliding_window_pattern", 6)
+    kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
+    norm = HeadNormConfig(norm=family.rms(adds_one=True))
+    ropes = {kind: _gemma3_rope(family, kind) for kind in (FULL, SLIDING)}
+    bias = family.fields.flag("attention_bias", False)
+    layers = tuple(
+        AttentionConfig(
+            rope=ropes[kind],
+            scale=_scale(family),
+            qkv_bias=bias,
+            o_bias=bias,
+            head_norm=norm,
+            softcap=_cap(family, "attn_logit_softcapping"),
+        )
+        for kind in kinds
+    )
+    names = NamesConfig(
+        bodies=("model.language_model", "language_model.model", "model"), left_out=VISION, **_NORMS
+    )
+    return family.config(
+        _decoder(family, layers, _cap(family, "final_logit_softcapping")),
+        head_dim=family.head_dim(256),
+        window=family.window(kinds, 4096),
+        names=names,
+        is_tied=True,
+        kv_heads=4,
+    )
+
+
+def _gemma3_rope(family: Family, kind: str) -> RopeConfig:
+    """Older files have a base for each kind of layers, and a scaling of those without a window."""
+    fields = family.fields
+    if fields.get("rope_parameters") is not None:
+        return rope_config(fields, kind=kind, theta=1e6 if kind == FULL else 1e4)
+    if kind == FULL:
+        return rope_config(fields, theta=1e6)
+    return RopeConfig(theta=fields.number("rope_local_base_freq", 1e4))
+
+
+def _decoder(
+    family: Family, layers: tuple[AttentionConfig, ...], softcap: float | None
+) -> DecoderConfig:
+    return DecoderConfig(
+        norm=family.rms(adds_one=True),
+        layers=layers,
+        mlp=MlpConfig(activation=family.activation("gelu_pytorch_tanh", "hidden_activation")),
+        order="around",
+        embedding_multiplier=family.hidden_size**0.5,
+        logit_softcap=softcap,
+    )
+
+
+def _scale(family: Family) -> float:
+    return float(family.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
+
+
+def _cap(family: Family, name: str, default: float | None = None) -> float | None:
+    """A bound; a field that is null means none, one that is absent its default."""
+    if name in list(family.fields) and family.fields.get(name) is None:
+        return None
+    return default if name not in family.fields else family.fields.number(name)

@@ -1,0 +1,61 @@
+"""GLM-4.5 to 4.7, and dots.llm1: grouped-query attention with DeepSeek V3's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.experts import deepseek_v3_experts
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, behind, same
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
+
+
+def read_glm4_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): half of each head is rotated."""
+    family = Family(raw, generation, where)
+    dim, norm = family.head_dim(), family.rms(eps=1e-5)
+    has_norms = family.fields.flag("use_qk_norm", False)
+    layer = AttentionConfig(
+        rope=family.rope(partial=0.5),
+        scale=dim**-0.5,
+        qkv_bias=family.fields.flag("attention_bias", False),
+        head_norm=HeadNormConfig(norm=norm) if has_norms else None,
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    names = NamesConfig(left_out=behind(family.num_layers))
+    moe = deepseek_v3_experts(family.fields, num_dense=1)
+    return family.config(decoder, head_dim=dim, names=names, moe=moe, kv_heads=8)
+
+
+def read_dots1(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """dots.llm1 (arXiv 2506.05767): normalised heads."""
+    family = Family(raw, generation, where)
+    fields, dim, norm = family.fields, family.head_dim(), family.rms()
+    bias, first = fields.flag("attention_bias", False), fields.count("max_window_layers", 62)
+    has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
+    kinds = family.kinds(lambda layer: SLIDING if has_window and layer >= first else FULL)
+    layer = AttentionConfig(
+        rope=family.rope(),
+        scale=dim**-0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+        head_norm=HeadNormConfig(norm=norm),
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    moe = deepseek_v3_experts(fields, num_dense=0, renormalises=False)
+    return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), moe=moe)

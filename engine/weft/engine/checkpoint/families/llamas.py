@@ -1,0 +1,143 @@
+"""Families whose layers are Llama's but for some numbers: Seed-OSS, ERNIE 4.5, InternLM3, SmolLM3,
+Ministral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
+from weft.engine.checkpoint.families.family import FULL, SLIDING, VISION, Family, same
+from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
+from weft.engine.checkpoint.rope import RopeConfig
+
+
+def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Seed-OSS: biases of q, k and v alone."""
+    family = Family(raw, generation, where)
+    biases = {
+        "qkv_bias": family.fields.flag("attention_bias", True),
+        "o_bias": family.fields.flag("attention_out_bias", False),
+    }
+    bias = family.fields.flag("mlp_bias", False)
+    return _alike(family, family.head_dim(128), family.rope(), biases, mlp_bias=bias, kv_heads=8)
+
+
+def read_ernie(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """ERNIE 4.5, dense: rotates adjacent pairs."""
+    family = Family(raw, generation, where)
+    bias = family.fields.flag("use_bias", False)
+    rope = family.rope(theta=500_000.0, is_interleaved=True)
+    biases = {"qkv_bias": bias, "o_bias": bias}
+    dim = family.head_dim(128)
+    return _alike(family, dim, rope, biases, mlp_bias=bias, eps=1e-5, is_tied=True, kv_heads=2)
+
+
+def read_internlm3(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """InternLM3."""
+    family = Family(raw, generation, where)
+    bias = family.fields.flag("bias", family.fields.flag("mlp_bias", False))
+    qkv_bias = family.fields.flag("qkv_bias", family.fields.flag("attention_bias", False))
+    biases = {"qkv_bias": qkv_bias, "o_bias": bias}
+    dim = family.head_dim(128)
+    return _alike(family, dim, family.rope(), biases, mlp_bias=bias, eps=1e-5, kv_heads=2)
+
+
+def read_smollm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """SmolLM3: every fourth layer does not rotate."""
+    family = Family(raw, generation, where)
+    fields, count = family.fields, family.num_layers
+    interval = fields.positive("no_rope_layer_interval", 4)
+    rotates = fields.get("no_rope_layers")
+    if rotates is None:
+        rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
+    if not isinstance(rotates, list) or len(rotates) != count or set(rotates) - {0, 1}:
+        raise fields.error("no_rope_layers", f"expected {count} times 0 or 1")
+    has_window = fields.flag("use_sliding_window", False) and "sliding_window" in fields
+    kinds = family.kinds(lambda layer: SLIDING if has_window and not rotates[layer] else FULL)
+    bias, dim = fields.flag("attention_bias", False), family.head_dim()
+    rope = family.rope(theta=2_000_000.0)
+    layers = tuple(
+        AttentionConfig(
+            rope=rope if is_rotated else None, scale=dim**-0.5, qkv_bias=bias, o_bias=bias
+        )
+        for is_rotated in rotates
+    )
+    decoder = DecoderConfig(
+        norm=family.rms(),
+        layers=layers,
+        mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
+    )
+    window = family.window(kinds) if has_window else None
+    return family.config(decoder, head_dim=dim, window=window, is_tied=True, kv_heads=4)
+
+
+def read_ministral(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Ministral (8B, 2410): windows by layer."""
+    family = Family(raw, generation, where)
+    fields = family.fields
+    has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
+    kinds = family.kinds(lambda layer: SLIDING if has_window else FULL)
+    window = family.window(kinds, 4096)
+    return _alike(family, family.head_dim(), family.rope(), window=window, kv_heads=8)
+
+
+_VISION = tuple(
+    f"{m}{p}." for m in ("", "model.") for p in ("vision_tower", "multi_modal_projector")
+)
+
+
+def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Mistral Small 3.1 and 3.2, and Ministral 3, text: in the newer ones q grows with the position
+    behind the original context.
+    """
+    section = "text_config" if "text_config" in raw else None
+    family = Family(raw, generation, where, section)
+    fields = family.fields
+    if fields.text("model_type", "mistral") not in ("mistral", "ministral3"):
+        raise fields.error("model_type", f"{fields.get('model_type')!r} is not supported")
+    rope, values = family.rope(theta=1e6), fields.section("rope_parameters")
+    growth = None
+    if values.get("llama_4_scaling_beta") is not None:
+        original = values.positive("original_max_position_embeddings")
+        growth = (values.number("llama_4_scaling_beta"), original)
+    kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
+    names = NamesConfig(
+        bodies=("model.language_model", "language_model.model", "model"),
+        heads=("lm_head", "language_model.lm_head"),
+        left_out=VISION,
+    )
+    dim = family.head_dim(128 if section is not None else None)
+    return _alike(
+        family, dim, rope, {"q_growth": growth}, window=family.window(kinds), names=names, eps=1e-5,
+        kv_heads=8, is_tied=False,
+    )  # fmt: skip
+
+
+def _alike(
+    family: Family,
+    dim: int,
+    rope: RopeConfig,
+    attention: Mapping[str, Any] | None = None,
+    *,
+    mlp_bias: bool = False,
+    eps: float = 1e-6,
+    window: SlidingWindow | None = None,
+    names: NamesConfig | None = None,
+    is_tied: bool = False,
+    kv_heads: int | None = None,
+) -> ModelConfig:
+    layer = AttentionConfig(rope=rope, scale=dim**-0.5, **(attention or {}))
+    decoder = DecoderConfig(
+        norm=family.rms(eps=eps),
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation(), bias=mlp_bias),
+    )
+    return family.config(
+        decoder, head_dim=dim, window=window, names=names, is_tied=is_tied, kv_heads=kv_heads
+    )

@@ -1,0 +1,74 @@
+"""OLMo 2 and 3: norms behind the blocks alone, and of q and k over all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.experts import olmoe_experts
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family
+from weft.engine.checkpoint.moe_config import MoEConfig
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NormConfig,
+)
+from weft.engine.checkpoint.rope import RopeConfig, rope_config
+
+
+def read_olmo2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """OLMo 2 (arXiv 2501.00656)."""
+    family = Family(raw, generation, where)
+    rope = family.rope()
+    return _config(family, {FULL: rope}, (FULL,) * family.num_layers)
+
+
+def read_olmo3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """OLMo 3: windows in three of four layers, which are not scaled where the others are."""
+    family = Family(raw, generation, where)
+    kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+    return _config(family, {kind: _olmo3_rope(family, kind) for kind in set(kinds)}, kinds)
+
+
+def read_olmoe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """OLMoE (arXiv 2409.02060): experts in every layer, norms before the blocks."""
+    family = Family(raw, generation, where)
+    family.only("clip_qkv", None)
+    kinds = (FULL,) * family.num_layers
+    moe = olmoe_experts(family.fields)
+    return _config(family, {FULL: family.rope()}, kinds, order="before", moe=moe)
+
+
+def _olmo3_rope(family: Family, kind: str) -> RopeConfig:
+    fields, theta = family.fields, 500_000.0
+    if kind == SLIDING and fields.get("rope_parameters") is None:
+        return RopeConfig(theta=fields.number("rope_theta", theta))
+    return rope_config(fields, kind=kind, theta=theta)
+
+
+def _config(
+    family: Family,
+    ropes: Mapping[str, RopeConfig],
+    kinds: tuple[str, ...],
+    *,
+    order: Literal["before", "after"] = "after",
+    moe: MoEConfig | None = None,
+) -> ModelConfig:
+    dim, bias = family.head_dim(), family.fields.flag("attention_bias", False)
+    norm = NormConfig(eps=family.rms(eps=1e-5).eps)
+    layers = tuple(
+        AttentionConfig(
+            rope=ropes[kind],
+            scale=dim**-0.5,
+            qkv_bias=bias,
+            o_bias=bias,
+            head_norm=HeadNormConfig(norm=norm, over="width"),
+        )
+        for kind in kinds
+    )
+    mlp = MlpConfig(activation=family.activation())
+    decoder = DecoderConfig(norm=norm, layers=layers, mlp=mlp, order=order)
+    return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096), moe=moe)

@@ -1,0 +1,118 @@
+"""Mixtures of experts as configurations say them.
+
+Pure Python, as `weft.engine.checkpoint.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from weft.engine.checkpoint.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How a router's logits become experts and shares (`weft.kernels.moe.RouterForm`)."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_correction: bool = False
+    """Whether scores are corrected where experts are chosen, by the checkpoint's numbers."""
+    has_bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    summed: int = 1
+    """A group is as good as the sum of so many of its best experts."""
+    least_sum: float = 1e-20
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatingConfig:
+    """gate * sigmoid(alpha * gate) * (up + offset), both limited before."""
+
+    alpha: float
+    limit: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoENamesConfig:
+    """What a checkpoint calls the parameters of a mixture, below a layer's feed-forward block."""
+
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    correction_axes: int = 0
+    """Axes that its tensor has before that of the experts, each of size 1."""
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    """Of each expert."""
+    down: str = "down_proj"
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
+    """Of all experts, in checkpoints that keep them so."""
+    is_transposed: bool = False
+    """Stacked tensors are [experts, columns, rows]."""
+    is_interleaved: bool = False
+    """In stacked tensors rows of gate and up alternate."""
+    experts: str = "experts"
+    """Module of the experts; empty: stacked tensors lie beside the router."""
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts that replaces the MLP in some layers."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    """Number of experts that each token is routed to."""
+    intermediate_size: int
+    """Inner width of one expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts are normalised to sum to 1."""
+    decoder_sparse_step: int = 1
+    """Every layer whose number, counted from 1, is a multiple of this has experts."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers, from 0, that have one MLP nevertheless."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    shared_size: int = 0
+    """Inner width of the experts that every token has besides; 0: none."""
+    has_shared_gate: bool = False
+    """Whether the shared experts' result is weighed by the sigmoid of a projection."""
+    gating: GatingConfig | None = None
+    """Of each expert; None: silu(gate) * up."""
+    has_expert_bias: bool = False
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def values(self) -> Mapping[str, Any]:
+        """The fields for a fingerprint: those that families differ in only where they do."""
+        first, values = 6, asdict(self)
+        for known in fields(self)[first:]:
+            default = RouterConfig() if known.name == "router" else known.default
+            if getattr(self, known.name) == default:
+                del values[known.name]
+        return values
+
+
+def qwen_experts(config: Fields) -> MoEConfig:
+    """Qwen3-MoE's."""
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    return MoEConfig(
+        **counts(config, name),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", False),
+        decoder_sparse_step=config.positive("decoder_sparse_step", 1),
+        mlp_only_layers=config.indices("mlp_only_layers"),
+    )
+
+
+def counts(config: Fields, name: str, chosen: str = "num_experts_per_tok") -> dict[str, int]:
+    """Experts, and how many of them a token is routed to, by the names of their fields."""
+    count, per_token = config.positive(name), config.positive(chosen)
+    if per_token > count:
+        raise config.error(chosen, f"{per_token} of {count} experts")
+    return {"num_experts": count, "num_experts_per_tok": per_token}

@@ -1,0 +1,196 @@
+"""Layers made of the parts that a family's configuration lists."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    NormConfig,
+)
+from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.decoder_only import DecoderOnlyLM, vocabulary_size
+from weft.engine.model.layers.attention import Attention, attention_spec, o_spec, qkv_spec
+from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
+from weft.engine.model.layers.latent import LatentAttention, latent_layout
+from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
+from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.rotary import Rotaries
+from weft.engine.model.stack import Stack
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.norm import AnyNorm, LayerNorm, Norm
+
+
+class Decoder(DecoderOnlyLM):
+    """A decoder of parts with its LM head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        """Reads all parameters, one layer after another."""
+        names, parts = config.names, config.decoder
+        assert parts is not None, "its configuration is read by a family"
+        self._multiplier, self._softcap = parts.logit_multiplier, parts.logit_softcap
+        body = next(
+            (name for name in names.bodies if weights.at(name).has("embed_tokens.weight")),
+            names.bodies[-1],
+        )
+        head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
+        self._take(config, weights, _build_stack(config, parts, weights.at(body)), head)
+
+    def kv_layout(self, page_size: int) -> CacheLayout:
+        """See `Model.kv_layout`."""
+        if self.config.latent is None:
+            return super().kv_layout(page_size)
+        return latent_layout(self.config.latent, self.config.num_layers, self.dtype, page_size)
+
+    def scale_logits(self, logits: torch.Tensor) -> None:
+        """See `DecoderOnlyLM.scale_logits`."""
+        if self._multiplier != 1.0:
+            logits.mul_(self._multiplier)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _build_stack(config: ModelConfig, parts: DecoderConfig, weights: Weights) -> Stack:
+    embed_tokens = weights.vocabulary("embed_tokens", *vocabulary_size(config))
+    rotaries = Rotaries(config.rotary_dim, config.max_position_embeddings, weights.device)
+    layers = [
+        _layer(config, parts, index, weights.at("layers").at(index), rotaries)
+        for index in range(config.num_layers)
+    ]
+    last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
+    return Stack(embed_tokens, layers, last, parts.embedding_multiplier)
+
+
+def _layer(
+    config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
+) -> Layer:
+    names, order = config.names, parts.order
+
+    def norm(name: str) -> AnyNorm:
+        return read_norm(parts.norm, weights, name, config.hidden_size)
+
+    before = None if order == "after" else norm(names.input_norm)
+    mixer = _mixer(config, parts.layers[index], index, weights.at("self_attn"), rotaries)
+    between = norm(names.feed_norm) if order in ("before", "around") else before
+    is_behind = order in ("after", "around")
+    form = Form(
+        norm(names.mixer_post) if is_behind else None,
+        norm(names.feed_post) if is_behind else None,
+        parts.residual_multiplier,
+        order == "parallel",
+    )
+    return Layer(index, before, mixer, between, _feed(config, parts, index, weights), form)
+
+
+def _mixer(
+    config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
+) -> Mixer:
+    if config.latent is not None:
+        rotary = rotaries.of(layer.rope)
+        return LatentAttention.read(config, config.latent, layer, index, weights, rotary)
+    return _attention(config, layer, index, weights, rotaries)
+
+
+def _attention(
+    config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
+) -> Attention:
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    rotary, change, norms = rotaries.of(layer.rope), None, (None, None)
+    if layer.head_norm is not None:
+        norms, change = _head_norms(config, layer.head_norm, weights)
+        if layer.head_norm.is_after_rotation:
+            change, rotary = Rotation(rotary), rotaries.of(None)
+    spec = attention_spec(config, index)._replace(scale=layer.scale, softcap=layer.softcap)
+    if layer.has_sinks:
+        sinks = weights.read([TensorSlice("sinks", heads[:1])], dtype=torch.float32)
+        spec = spec._replace(sinks=sinks)
+    hidden, names = config.hidden_size, config.names
+    return Attention(
+        spec,
+        index,
+        rotary.cos_sin,
+        qkv_proj=weights.linear(qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv)),
+        o_proj=weights.linear(
+            o_spec(hidden, config.num_heads, config.head_dim, bias=layer.o_bias, name=names.o)
+        ),
+        q_norm=norms[0],
+        k_norm=norms[1],
+        num_adjacent=rotary.num_adjacent,
+        change=change,
+        q_scales=None if layer.q_growth is None else _q_scales(config, *layer.q_growth, weights),
+    )
+
+
+def _head_norms(
+    config: ModelConfig, head_norm: HeadNormConfig, weights: Weights
+) -> tuple[tuple[Norm | None, Norm | None], HeadChange | None]:
+    """Norms that the rotation's kernel takes along, or another change of the heads."""
+    norm, dim = head_norm.norm, config.head_dim
+    of_heads = [(head_norm.q_name, config.num_heads), (head_norm.k_name, config.num_kv_heads)]
+    if head_norm.over == "head":
+        q, k = (_rms(norm, weights, name, dim) for name, _ in of_heads)
+        return (q, k), None
+    if head_norm.over == "width":
+        q, k = (_rms(norm, weights, name, heads * dim) for name, heads in of_heads)
+        return (None, None), WidthNorms(q, k)
+    parts = [part for name, heads in of_heads for part in _by_head(weights, name, heads, dim)]
+    return (None, None), LayerNorms(weights.read(parts).view(-1, dim), norm.eps)
+
+
+def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSlice]:
+    """The weights of each head's norm: a tensor of all, or one of each."""
+    if weights.has(f"{name}.0.weight"):
+        return [TensorSlice(f"{name}.{head}.weight", (dim,)) for head in range(heads)]
+    whole = TensorSlice(f"{name}.weight", (heads, dim))
+    return [whole._replace(slices=(head,)) for head in range(heads)]
+
+
+def _q_scales(config: ModelConfig, growth: float, original: int, weights: Weights) -> torch.Tensor:
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    scales = 1.0 + growth * torch.log1p(torch.floor(positions / original))
+    return scales.to(weights.device)
+
+
+def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
+    names, moe = config.names, config.moe
+    if moe is None or not moe.is_sparse(index):
+        return _mlp(config, parts, index, weights.at(names.feeds[-1]))
+    feeds = [weights.at(name) for name in names.feeds]
+    router = f"{names.moe.router}.weight"
+    found = next((feed for feed in feeds if feed.has(router)), feeds[0])
+    return SparseMLP.read(moe, index, config.hidden_size, found, names.moe)
+
+
+def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
+    mlp, names = parts.mlp, config.names
+    hidden, inner = config.hidden_size, config.intermediate_size
+    down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
+    if not mlp.is_gated:
+        up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
+        return PlainMLP(index, up, down, mlp.activation, is_gated=False)
+    has_silu = mlp.activation == "silu"
+    spec = gate_up_spec(hidden, inner, bias=mlp.bias, fused=names.gate_up, is_gated=has_silu)
+    both = weights.linear(spec)
+    if has_silu:
+        return GatedMLP(index, both, down)
+    return PlainMLP(index, both, down, mlp.activation, is_gated=True)
+
+
+def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:
+    """Reads a norm of the stream."""
+    if norm.kind == "rms":
+        return _rms(norm, weights, name, size)
+    weight = weights.norm(name, size)
+    bias = weights.read([TensorSlice(f"{name}.bias", (size,))]) if norm.has_bias else None
+    return LayerNorm(weight + 1.0 if norm.adds_one else weight, bias, norm.eps)
+
+
+def _rms(norm: NormConfig, weights: Weights, name: str, size: int) -> Norm:
+    if not norm.adds_one:
+        return Norm(weights.norm(name, size), norm.eps)
+    weight = weights.read([TensorSlice(f"{name}.weight", (size,))], dtype=torch.float32)
+    return Norm(weight + 1.0, norm.eps)

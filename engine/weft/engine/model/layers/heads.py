@@ -1,0 +1,80 @@
+"""What layers do to the heads of q and k that the rotation's kernel does not, operation by
+operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from weft.engine.model.layers.rotary import Rotary
+from weft.kernels.norm import Norm
+from weft.kernels.rope import rotated
+
+
+class HeadChange(Protocol):
+    """A change of q and k before they are rotated and stored."""
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """Changes q and k.
+
+        Args:
+            qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
+            positions: [T] int64.
+            q_size: Hq * D.
+
+        Returns:
+            Like `qkv`, contiguous, with V as it was.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class WidthNorms:
+    """RMS norms of q and of k, each over all of its heads together: OLMo 2's."""
+
+    q: Norm
+    """Weight [Hq * D]."""
+    k: Norm
+    """Weight [Hkv * D]."""
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """See `HeadChange`."""
+        kv_size = (qkv.shape[1] - q_size) // 2
+        q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
+        return torch.cat((self.q(q.contiguous()), self.k(k.contiguous()), v), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Layer norms of each head of q and k by a weight of its own, without bias: Cohere's, and
+    StableLM's.
+    """
+
+    weight: torch.Tensor
+    """[Hq + Hkv, D]."""
+    eps: float
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """See `HeadChange`."""
+        heads, dim = self.weight.shape
+        both, v = qkv[:, : heads * dim], qkv[:, heads * dim :]
+        wide = both.unflatten(1, (heads, dim)).float()
+        variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+        normed = (wide - mean) * torch.rsqrt(variance + self.eps) * self.weight.float()
+        return torch.cat((normed.flatten(1).to(qkv.dtype), v), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation itself, for layers whose norms of heads come after it: Hunyuan's."""
+
+    rotary: Rotary
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """See `HeadChange`."""
+        dim, kv_size = self.rotary.cos_sin.shape[1], (qkv.shape[1] - q_size) // 2
+        both, v = qkv[:, : q_size + kv_size], qkv[:, q_size + kv_size :]
+        turns = self.rotary.cos_sin[positions]
+        turned = rotated(both.unflatten(1, (-1, dim)), turns, self.rotary.num_adjacent)
+        return torch.cat((turned.flatten(1), v), dim=1)

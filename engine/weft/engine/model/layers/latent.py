@@ -1,0 +1,191 @@
+"""Multi-head latent attention over the paged pool, with its projections."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.parts import AttentionConfig
+from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.engine.model.layers.attention import o_spec
+from weft.engine.model.layers.layer import Query, shape_of
+from weft.engine.model.layers.rotary import Rotary
+from weft.engine.model.step import Step
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.latent_attention import LatentSpec, latent_attention, write_latents
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.norm import Norm
+from weft.kernels.rope import rotated
+from weft.kernels.stream import Normed, Sum
+
+_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever the configuration's."""
+
+
+class _Absorbed(NamedTuple):
+    """The projection of latents to keys and values of all heads, as two matrices a head."""
+
+    to_keys: torch.Tensor
+    """[H, nope, rank]."""
+    to_values: torch.Tensor
+    """[H, rank, value]."""
+
+
+class LatentAttention:
+    """Attention of one layer to one latent a position: a `Mixer`.
+
+    Queries take in the projection of latents to keys, so that neither keys nor values of the heads
+    are ever computed.
+    """
+
+    group = 0
+    """Which of a step's page groups the layer's latents are in."""
+
+    def __init__(
+        self,
+        config: LatentConfig,
+        layer: int,
+        rotary: Rotary,
+        scale: float,
+        *,
+        down_proj: LinearWeight,
+        q_norm: Norm | None,
+        q_proj: LinearWeight | None,
+        kv_norm: Norm,
+        absorbed: tuple[torch.Tensor, torch.Tensor],
+        o_proj: LinearWeight,
+    ) -> None:
+        """Assembles the layer from its parts.
+
+        Args:
+            config: Sizes.
+            layer: The layer's index in the pool.
+            rotary: Of `rope_dim` elements.
+            scale: Factor on the scores.
+            down_proj: [hidden] -> the queries' latent, or all queries, then latent and shared key.
+            q_norm: Norm of the queries' latent; None: there is none.
+            q_proj: The queries' latent -> all queries; None: there is none.
+            kv_norm: Norm of the latent.
+            absorbed: What makes keys, [H, nope, rank], and values, [H, rank, value], of latents.
+            o_proj: Values of all heads -> [hidden].
+        """
+        self.config = config
+        self.layer = layer
+        self.rotary = rotary
+        self.down_proj = down_proj
+        self.q_norm = q_norm
+        self.q_proj = q_proj
+        self.kv_norm = kv_norm
+        self.o_proj = o_proj
+        self._absorbed = _Absorbed(*absorbed)
+        self.spec = LatentSpec(self._absorbed.to_keys.shape[0], config.kv_rank, scale)
+
+    @classmethod
+    def read(
+        cls,
+        config: ModelConfig,
+        sizes: LatentConfig,
+        attention: AttentionConfig,
+        layer: int,
+        weights: Weights,
+        rotary: Rotary,
+    ) -> LatentAttention:
+        """Reads the parameters below one prefix of the names; other arguments as above."""
+        head_dim, of_head = sizes.nope_dim + sizes.rope_dim, sizes.nope_dim + sizes.value_dim
+        q_name, q_rows, q_norm, q_proj = "q_proj", config.num_heads * head_dim, None, None
+        if sizes.q_rank is not None:
+            q_name, q_rows = "q_a_proj", sizes.q_rank
+            q_norm = Norm(weights.norm("q_a_layernorm", sizes.q_rank), _EPS)
+            q_proj = weights.linear(
+                LinearSpec(
+                    names=("q_b_proj",),
+                    in_features=sizes.q_rank,
+                    rows=(config.num_heads * head_dim,),
+                    split="out",
+                    unit=head_dim,
+                )
+            )
+        down = LinearSpec(
+            names=(q_name, "kv_a_proj_with_mqa"),
+            in_features=config.hidden_size,
+            rows=(q_rows, sizes.kv_rank + sizes.rope_dim),
+        )
+        up = LinearSpec(
+            names=("kv_b_proj",),
+            in_features=sizes.kv_rank,
+            rows=(config.num_heads * of_head,),
+            split="out",
+            unit=of_head,
+        )
+        of_heads = weights.matrix(up).unflatten(0, (-1, of_head))
+        to_keys, to_values = of_heads.split([sizes.nope_dim, sizes.value_dim], dim=1)
+        return cls(
+            sizes,
+            layer,
+            rotary,
+            attention.scale,
+            down_proj=weights.linear(down),
+            q_norm=q_norm,
+            q_proj=q_proj,
+            kv_norm=Norm(weights.norm("kv_a_layernorm", sizes.kv_rank), _EPS),
+            absorbed=(to_keys.contiguous(), to_values.transpose(1, 2).contiguous()),
+            o_proj=weights.linear(
+                o_spec(config.hidden_size, config.num_heads, sizes.value_dim, bias=False)
+            ),
+        )
+
+    def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
+        """See `Mixer.prepare`."""
+        return step
+
+    def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
+        """Writes the latents and shared keys of all rows."""
+        sizes, group, heads = self.config, step.groups[self.group], self.spec.heads
+        found = x.linear(self.down_proj, None)
+        low, latent, key = found.split(
+            [found.shape[1] - sizes.kv_rank - sizes.rope_dim, sizes.kv_rank, sizes.rope_dim], dim=1
+        )
+        turns, adjacent = self.rotary.cos_sin[step.positions], self.rotary.num_adjacent
+        key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
+        latent = self.kv_norm(latent.contiguous())
+        write_latents(torch.cat((latent, key), dim=1), pool, self.layer, group.places)
+        if self.q_proj is not None and self.q_norm is not None:
+            low = linear(self.q_norm(low.contiguous()), self.q_proj)
+        own, turned = low.unflatten(1, (heads, -1)).split([sizes.nope_dim, sizes.rope_dim], dim=2)
+        absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
+        turned = rotated(turned, turns, adjacent)
+        return Query(torch.cat((absorbed, turned), dim=2))
+
+    def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
+        """Attention to the latents, and the projections of what it finds."""
+        group = step.groups[self.group]
+        mixed = latent_attention(query.q, pool, self.layer, self.spec, group)
+        values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
+        lora = addition_to(step.lora, "o", self.layer)
+        return Sum(values.transpose(0, 1).flatten(1).contiguous(), self.o_proj, lora)
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return LatentAttention, shape_of(self.down_proj), shape_of(self.o_proj)
+
+
+def latent_layout(
+    sizes: LatentConfig, num_layers: int, dtype: torch.dtype, page_size: int
+) -> CacheLayout:
+    """Pages of latents: of each position one vector, the latent and then the shared key."""
+    plane = PagedPlane(
+        layers=num_layers,
+        heads=1,
+        dim=sizes.kv_rank + sizes.rope_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        parts=("latent",),
+    )
+    return CacheLayout.of_plane(plane, page_size)

@@ -1,0 +1,76 @@
+"""Experts in MXFP4, as gpt-oss has them; all else is in floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.quantization import Quantization
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_experts
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight
+from weft.kernels.moe import ExpertWeights
+from weft.kernels.mxfp4 import GROUP, dequantised
+
+
+class Mxfp4Scheme:
+    """A `Scheme` of experts in MXFP4, which become floats at load.
+
+    Checkpoints have `<product>_blocks` [experts, rows, columns / 32, 16] and `<product>_scales`
+    [experts, rows, columns / 32], uint8.
+    """
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+        self._plain = PlainScheme()
+
+    def fingerprint(self) -> bytes:
+        """See `Scheme.fingerprint`."""
+        return self._quantization.fingerprint()
+
+    def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
+        """See `Scheme.linear`."""
+        return self._plain.linear(spec, weights)
+
+    def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
+        """See `Scheme.experts`."""
+        return packed_experts(self._experts(spec, weights), spec, weights)
+
+    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
+        """See `Scheme.head`."""
+        return self._plain.head(matrix, weights)
+
+    def _experts(
+        self, spec: ExpertSpec, weights: Weights
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        gate_up, down = spec.stacked
+        for number in range(spec.num_experts):
+            yield (
+                self._matrix(gate_up, spec.gate_up, number, spec, weights),
+                self._matrix(down, spec.down, number, spec, weights),
+            )
+
+    def _matrix(
+        self, name: str, product: LinearSpec, number: int, spec: ExpertSpec, weights: Weights
+    ) -> torch.Tensor:
+        """The shard of one expert's product, [rows, columns]."""
+        if product.in_features % GROUP:
+            raise ModelError(
+                f"{weights.full_name(name)}: {product.in_features} columns are no multiple of "
+                f"{GROUP}, which MXFP4 needs"
+            )
+        shape = (spec.num_experts, sum(product.rows), product.in_features // GROUP)
+        blocks = TensorSlice(f"{name}_blocks", (*shape, GROUP // 2), (number,))
+        scales = TensorSlice(f"{name}_scales", shape, (number,))
+        try:
+            whole = dequantised(
+                weights.tensor(blocks, torch.uint8),
+                weights.tensor(scales, torch.uint8),
+                weights.dtype,
+            )
+        except ValueError as error:
+            raise ModelError(f"{weights.full_name(name)}: expert {number}: {error}") from error
+        return product.share_of(apart(whole, spec, product), weights.shard)

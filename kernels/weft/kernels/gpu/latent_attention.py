@@ -1,0 +1,210 @@
+"""Attention over paged latents on a GPU.
+
+A program takes some heads of one row and a part of the positions that it sees; all heads read the
+same vectors, of which the first elements are values as well. Rows with long contexts have several
+parts, which a second launch merges by their sums of exponentials (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.attention import GroupStep
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.multiprocessors import num_multiprocessors
+from weft.kernels.latent_attention import LatentSpec
+
+_MAX_PARTS = 32
+_MIN_PART = 128
+"""Positions of a part at least."""
+_MANY_ROWS = 64
+"""Rows from which on a program takes more heads: what it loads of the pool is read once for all."""
+_REQUESTS_AT_ONCE = 256
+
+
+def latent_attention(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> torch.Tensor:
+    """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
+    rows, heads, dim = q.shape
+    width, device = spec.value_dim, q.device
+    out = torch.empty((rows, heads, width), dtype=q.dtype, device=device)
+    if rows == 0:
+        return out
+    at_once = min(64 if rows >= _MANY_ROWS else 16, max(16, triton.next_power_of_2(heads)))
+    if q.dtype == torch.float32:
+        at_once = 16
+    blocks = triton.cdiv(heads, at_once)
+    wanted = triton.cdiv(2 * num_multiprocessors(device), rows * blocks)
+    parts = max(1, min(_MAX_PARTS, wanted, triton.cdiv(step.max_kv_len, _MIN_PART)))
+    rest = dim - width
+    partial = lse = None
+    if parts > 1:
+        partial = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=device)
+        lse = torch.empty((rows, heads, parts), dtype=torch.float32, device=device)
+    options = launch_options(device)
+    requests, _ = step.page_table.shape
+    _latent_kernel[(rows, blocks, parts)](
+        out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
+        requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0),
+        PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
+        BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
+        BLOCK_REST=max(16, triton.next_power_of_2(rest)),
+        HEADS=at_once, POSITIONS=16 if q.dtype == torch.float32 else 32, PARTS=parts,
+        REQUESTS=min(_REQUESTS_AT_ONCE, triton.next_power_of_2(requests)),
+        IS_EXACT=q.dtype == torch.float32, num_warps=8 if at_once > 16 else 4, num_stages=2,
+        **options,
+    )  # fmt: skip
+    if parts > 1:
+        _merge_latents_kernel[(rows, heads)](
+            out, partial, lse, heads, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts),
+            WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4, **options,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["requests", "table_stride", "layer"])
+def _latent_kernel(
+    out: tl.tensor,
+    partial: tl.tensor,
+    lse: tl.tensor,
+    q: tl.tensor,
+    pool: tl.tensor,
+    page_table: tl.tensor,
+    cu_q_lens: tl.tensor,
+    kv_lens: tl.tensor,
+    ancestors: tl.tensor,
+    requests: int,
+    table_stride: int,
+    heads: int,
+    layer: int,
+    scale: float,
+    page_stride: int,
+    IS_DEPENDENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HEADS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+) -> None:
+    """One row, HEADS of its heads, one of PARTS parts of the positions that it sees."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0)
+    request = tl.zeros([], tl.int32)
+    for start in range(0, requests, REQUESTS):
+        number = start + tl.arange(0, REQUESTS)
+        end_row = tl.load(cu_q_lens + 1 + number, mask=number < requests, other=0x7FFFFFFF)
+        request += tl.sum((end_row <= row).to(tl.int32), axis=0)
+    # Of rows that no request has the last one's pages are read.
+    request = tl.minimum(request, requests - 1)
+    first_row = tl.load(cu_q_lens + request)
+    root = tl.load(kv_lens + request) - (tl.load(cu_q_lens + request + 1) - first_row)
+    seen = root + (row - first_row) + 1
+    word = tl.full([], -1, tl.int64)
+    if ancestors is not None:
+        word = tl.load(ancestors + row)
+    part_size = tl.cdiv(tl.cdiv(seen, PARTS), POSITIONS) * POSITIONS
+    begin = tl.program_id(2) * part_size
+    end = tl.minimum(seen, begin + part_size)
+
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < heads
+    column = tl.arange(0, BLOCK_WIDTH)
+    other = tl.arange(0, BLOCK_REST)
+    at = q + (row.to(tl.int64) * heads + head)[:, None] * DIM
+    is_value = column < WIDTH
+    is_rest = other < REST
+    asked = tl.load(at + column[None, :], mask=is_head[:, None] & is_value[None, :], other=0)
+    asked_rest = tl.load(
+        at + WIDTH + other[None, :], mask=is_head[:, None] & is_rest[None, :], other=0
+    )
+
+    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    mixed = tl.zeros([HEADS, BLOCK_WIDTH], tl.float32)
+    table = page_table + request.to(tl.int64) * table_stride
+    place = tl.arange(0, POSITIONS)
+    for start in range(begin, end, POSITIONS):
+        position = start + place
+        exists = position < end
+        page = tl.load(table + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+        vector = pool + page * page_stride + (layer * PAGE_SIZE + position % PAGE_SIZE) * DIM
+        its = vector[:, None]
+        in_values = exists[:, None] & is_value[None, :]
+        values = tl.load(its + column[None, :], mask=in_values, other=0)
+        in_rest = exists[:, None] & is_rest[None, :]
+        rest = tl.load(its + WIDTH + other[None, :], mask=in_rest, other=0)
+        if IS_EXACT:
+            scores = tl.dot(asked, tl.trans(values), input_precision="ieee")
+            scores = tl.dot(asked_rest, tl.trans(rest), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(asked, tl.trans(values))
+            scores = tl.dot(asked_rest, tl.trans(rest), scores)
+        is_seen = exists
+        if ancestors is not None:
+            own = position - root
+            bit = (word >> tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)) & 1
+            is_seen = exists & ((own < 0) | (bit == 1))
+        scores = tl.where(is_seen[None, :], scores * scale, float("-inf"))
+        now = tl.maximum(highest, tl.max(scores, axis=1))
+        # A part may have nothing but rows that this one does not see.
+        level = tl.where(now == float("-inf"), 0.0, now)
+        shrunk = tl.exp(highest - level)
+        power = tl.exp(scores - level[:, None])
+        total = total * shrunk + tl.sum(power, axis=1)
+        mixed = mixed * shrunk[:, None]
+        if IS_EXACT:
+            mixed = tl.dot(power, values, mixed, input_precision="ieee")
+        else:
+            mixed = tl.dot(power.to(values.dtype), values, mixed)
+        highest = now
+    mask = is_head[:, None] & is_value[None, :]
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    of_row = row.to(tl.int64) * heads + head
+    if PARTS == 1:
+        at = out + of_row[:, None] * WIDTH + column[None, :]
+        tl.store(at, mixed.to(out.dtype.element_ty), mask=mask)
+    else:
+        of_part = of_row * PARTS + tl.program_id(2)
+        tl.store(partial + of_part[:, None] * WIDTH + column[None, :], mixed, mask=mask)
+        sums = tl.where(total > 0.0, highest + tl.log(tl.where(total > 0.0, total, 1.0)), -1e38)
+        tl.store(lse + of_part, sums, mask=is_head)
+
+
+@triton.jit
+def _merge_latents_kernel(
+    out: tl.tensor,
+    partial: tl.tensor,
+    lse: tl.tensor,
+    heads: int,
+    IS_DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+) -> None:
+    """Merges the parts of one head of one row."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    at = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    part = tl.arange(0, BLOCK_PARTS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    sums = tl.load(lse + at * PARTS + part, mask=part < PARTS, other=-1e38)
+    share = tl.exp(sums - tl.max(sums, axis=0))
+    share = tl.where(part < PARTS, share, 0.0)
+    share = share / tl.sum(share, axis=0)
+    total = tl.zeros([BLOCK_WIDTH], tl.float32)
+    mask = column < WIDTH
+    for number in range(PARTS):
+        of_part = tl.sum(tl.where(part == number, share, 0.0), axis=0)
+        given = tl.load(partial + (at * PARTS + number) * WIDTH + column, mask=mask, other=0.0)
+        total += of_part * given
+    tl.store(out + at * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,57 @@
+"""What else than two matrices the experts of a mixture have: biases, and their gating."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.activation import SILU, Gating
+
+
+class ExpertParts(NamedTuple):
+    """Parts of all experts beside their matrices."""
+
+    gating: Gating = SILU
+    """How gate and up become the input of the down projection."""
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[E, 2 * I], gate first, and [E, H]; None: there are none."""
+
+    @property
+    def gate_up_bias(self) -> torch.Tensor | None:
+        """[E, 2 * I]."""
+        return None if self.biases is None else self.biases[0]
+
+    @property
+    def down_bias(self) -> torch.Tensor | None:
+        """[E, H]."""
+        return None if self.biases is None else self.biases[1]
+
+    def gating_arguments(self) -> dict[str, Any]:
+        """Arguments of a kernel that calls `gated`."""
+        alpha, limit, offset = self.gating
+        return {"ALPHA": alpha, "LIMIT": 0.0 if limit is None else limit, "OFFSET": offset}
+
+
+PLAIN_EXPERTS = ExpertParts()
+"""silu(gate) * up, without biases."""
+
+
+@triton.jit
+def gated(
+    gate: tl.tensor,
+    up: tl.tensor,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """`weft.kernels.activation.Gating` of float32; a limit of 0 is none."""
+    if LIMIT > 0.0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
+    if OFFSET != 0.0:
+        up += OFFSET
+    if ALPHA == 1.0:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * up

@@ -1,0 +1,122 @@
+"""Attention over paged latents: one vector of each position is key and value of all heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from weft.kernels.attention import GroupStep, check_ancestors
+from weft.kernels.pool import has_dense_pages
+
+_MAX_SCORES = 1 << 24
+"""Scores that are held at once."""
+
+
+class LatentSpec(NamedTuple):
+    """The constants of one layer's attention."""
+
+    heads: int
+    """H."""
+    value_dim: int
+    """V: the first elements of a position's vector are its value."""
+    scale: float
+    """Factor on the scores."""
+
+
+def latent_attention(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> torch.Tensor:
+    """Causal attention of each request's new rows over its pages, in the absorbed form.
+
+    Queries have been multiplied with what makes keys of latents, and the result is to be multiplied
+    with what makes values of them (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). The step's own
+    vectors must be in the pool already. Rows may form trees; see `paged_attention`.
+
+    Args:
+        q: [T, H, D], contiguous.
+        pool: [num_pages, 1, layers, 1, page_size, D], contiguous within a page, dtype of `q`.
+        layer: Layer of the pool to read.
+        spec: The layer's constants.
+        step: Where the rows' vectors are.
+
+    Returns:
+        [T, H, V], dtype of `q`; softmax in float32.
+
+    Raises:
+        ValueError: An argument does not fit.
+        IndexError: `layer` points outside.
+    """
+    _check(q, pool, layer, spec, step)
+    if q.is_cuda:
+        from weft.kernels.gpu import latent_attention as gpu
+
+        return gpu.latent_attention(q, pool, layer, spec, step)
+    return latent_attention_reference(q, pool, layer, spec, step)
+
+
+def latent_attention_reference(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> torch.Tensor:
+    """`latent_attention` in eager torch: gathers each request's pages, any device."""
+    page_size, out = pool.shape[-2], q.new_empty((*q.shape[:2], spec.value_dim))
+    starts = step.cu_q_lens.tolist()
+    for request, kv_len in enumerate(step.kv_lens.tolist()):
+        first, end = starts[request], starts[request + 1]
+        if first == end:
+            continue
+        pages = step.page_table[request, : -(-kv_len // page_size)].long()
+        keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].float()
+        root = kv_len - (end - first)
+        at_once = max(1, _MAX_SCORES // (spec.heads * kv_len))
+        for begin in range(first, end, at_once):
+            rows = slice(begin, min(begin + at_once, end))
+            number = torch.arange(rows.start - first, rows.stop - first, device=q.device)
+            words = None if step.ancestors is None else step.ancestors[rows]
+            seen = _seen(number, root, kv_len, words)
+            scores = torch.matmul(q[rows].float(), keys.t()) * spec.scale
+            scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
+            mixed = torch.matmul(scores.softmax(dim=-1), keys[:, : spec.value_dim])
+            out[rows] = mixed.to(q.dtype)
+    return out
+
+
+def _seen(number: torch.Tensor, root: int, kv_len: int, words: torch.Tensor | None) -> torch.Tensor:
+    """[N, kv_len]: what rows of a request, of these numbers, see of it."""
+    positions = torch.arange(kv_len, device=number.device)
+    seen = positions <= (root + number).unsqueeze(1)
+    if words is None:
+        return seen
+    bits = words.unsqueeze(1) >> (positions - root).clamp(0, 63)
+    return seen & ((positions < root) | (bits & 1 == 1))
+
+
+def _check(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> None:
+    tokens, heads, dim = q.shape
+    if pool.dim() != 6 or pool.shape[1] != 1 or pool.shape[3] != 1 or pool.shape[-1] != dim:
+        raise ValueError(f"a pool {tuple(pool.shape)} does not fit queries {tuple(q.shape)}")
+    if heads != spec.heads or not 0 < spec.value_dim <= dim or pool.dtype != q.dtype:
+        raise ValueError(f"{spec} does not fit queries {tuple(q.shape)} {q.dtype}")
+    if not (q.is_contiguous() and has_dense_pages(pool)):
+        raise ValueError("q must be contiguous, and a pool contiguous within a page")
+    if not 0 <= layer < pool.shape[2]:
+        raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
+    if step.ancestors is not None:
+        check_ancestors(step.ancestors, tokens, None, step.max_q_len)
+
+
+def write_latents(
+    latents: torch.Tensor, pool: torch.Tensor, layer: int, places: torch.Tensor
+) -> None:
+    """Writes rows' vectors to the pool.
+
+    Args:
+        latents: [T, D].
+        pool: As in `latent_attention`; changed.
+        layer: Layer of the pool.
+        places: [T] int64: page * page_size + offset.
+    """
+    page_size = pool.shape[-2]
+    of_layer = pool[:, 0, layer, 0]
+    of_layer[places // page_size, places % page_size] = latents

@@ -1,0 +1,85 @@
+"""Families made of parts against transformers, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from weft.engine.model.loader import load_model
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.paging import PagedDriver, PagedRequest
+from weft.testing.models.threads import one_thread
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def reference_logits(path: Path, texts: list[list[int]]) -> list[torch.Tensor]:
+    """[len(tokens), vocab] of each text alone, without any cache."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    has_images = hasattr(config, "vision_config")
+    build = transformers.AutoModelForCausalLM
+    if has_images:
+        build = transformers.AutoModelForImageTextToText
+    model = build.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        return [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
+
+
+def assert_close(ours: torch.Tensor, reference: torch.Tensor) -> None:
+    assert ours.shape == reference.shape
+    error = (ours - reference).abs().max() / reference.abs().max()
+    assert error < 3e-5, float(error)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Whole prompts, chunks, a common prefix that is in pages already, and generated tokens."""
+    path = make_family(name, tmp_path, seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    model = load_model(path, "float32").model
+    vocab = model.config.vocab_size
+    # Longer than windows and original contexts.
+    prompts = [[random.randrange(3, vocab) for _ in range(count)] for count in (90, 17)]
+    prompts.append(prompts[0][:48] + [random.randrange(3, vocab) for _ in range(30)])
+    driver = PagedDriver(model, num_pages=64)
+    first, second, third = requests = [PagedRequest() for _ in prompts]
+    parts: list[list[torch.Tensor]] = [[], [], []]
+
+    def step(*work: tuple[int, int]) -> None:
+        """So many tokens of requests, by their numbers."""
+        taken = []
+        for number, count in work:
+            begin = requests[number].num_cached
+            taken.append((requests[number], prompts[number][begin : begin + count]))
+        rows = sum(len(tokens) for _, tokens in taken)
+        logits = driver.step(taken, range(rows)).split([len(tokens) for _, tokens in taken])
+        for (number, _), made in zip(work, logits, strict=True):
+            parts[number].append(made)
+
+    step((0, 41), (1, 17))
+    step((0, 49))
+    third.pages, third.num_cached = first.pages[:6], 48
+    step((2, 9))
+    step((2, 21))
+    assert second.num_cached == 17
+    texts = [list(prompt) for prompt in prompts]
+    last = [made[-1][-1].argmax(-1).item() for made in parts]
+    for _ in range(12):
+        for text, token in zip(texts, last, strict=True):
+            text.append(token)
+        work = [(r, text[-1:]) for r, text in zip(requests, texts, strict=True)]
+        last = driver.step(work).argmax(-1).tolist()
+    expected = reference_logits(path, texts)
+    for number, (prompt, text, logits) in enumerate(zip(prompts, texts, expected, strict=True)):
+        seen = 48 if number == 2 else 0
+        assert_close(torch.cat(parts[number]), logits[seen : len(prompt)])
+        assert text[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,0 +1,69 @@
+"""Adapters and drafts with families made of parts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.lora_reference import BASE, PeftModels
+from weft.testing.models.tiny_drafts import make_tiny_draft
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE = 8
+VOCAB = 259
+STOP = StopCriteria(max_tokens=10, ignore_eos=True)
+TEXT = [name for name in FAMILIES if name not in ("gemma3-images", "mistral3", "internlm3")]
+"""What AutoModelForCausalLM builds."""
+FUSED, GATED, PLAIN = "phi3", "gemma2", "starcoder2"
+
+
+def some_of(names: list[str], *by_default: str) -> list[object]:
+    """All names, those that run by default without a mark."""
+    marks = {name: () if name in by_default else (pytest.mark.full,) for name in names}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("name", some_of(TEXT, FUSED, GATED, PLAIN))
+def test_adapters_compute_what_pefts_do(name: str, tmp_path: Path) -> None:
+    """All projections changed, in one batch with the plain model."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    models = PeftModels(make_family(name, tmp_path / "model", seed), tmp_path)
+    digest = models.add(seed + 1, r=5)
+    # Phi-3's longer rotations are for contexts beyond the original length.
+    prompts = prompts_of(33, 18)
+    settings = {"dtype": "float32", "page_size": PAGE, "prefill_chunk_tokens": 16}
+    with LLM(models.model_dir, enable_lora=True, num_pages=64, **settings) as llm:
+        assert llm.load_adapter(models.directories[digest]) == digest
+        adapters = [digest, BASE]
+        samples = llm.generate(prompts, stop=STOP, top_logprobs=5, adapters=adapters)
+        for prompt, adapter, sample in zip(prompts, adapters, samples, strict=True):
+            models.check(adapter, prompt, sample)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
+@pytest.mark.parametrize("name", some_of(TEXT, "cohere2", "gemma3"))
+def test_drafts_leave_the_text_as_it_is(name: str, drafter: str, tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    target = make_family(name, tmp_path / "model", seed)
+    prompts = prompts_of(30, 5, 17)
+    prompts.append(prompts[0][:PAGE] * 4)
+    settings = {"dtype": "float32", "page_size": PAGE, "prefill_chunk_tokens": 16, "num_pages": 64}
+    params, stop = SamplingParams(temperature=0.0), StopCriteria(max_tokens=30, ignore_eos=True)
+    with LLM(target, **settings) as llm:
+        expected = llm.generate(prompts, params, stop)
+    if drafter == "eagle3":
+        settings["draft_dir"] = make_tiny_draft(tmp_path / "head", target, seed)
+    with LLM(target, drafter=drafter, **settings) as llm:
+        drafted = llm.generate(prompts, params, stop)
+    assert [sample.token_ids for sample in drafted] == [sample.token_ids for sample in expected]

@@ -1,0 +1,188 @@
+"""Small random models of the families made of parts, written by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(3)],
+    "long_factor": [1.5 + 0.5 * i for i in range(3)],
+}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "image_size": 16,
+}
+_SIGLIP = {**_PIXTRAL, "model_type": "siglip_vision_model"}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 12}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 12,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 2],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            },
+        },
+    ),
+    "gemma3-images": (
+        "gemma3",
+        {
+            "text_config": {**SIZES, "head_dim": 16, "sliding_window": 24},
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "phi3": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {**_LONG, "partial_rotary_factor": 0.75},
+            "sliding_window": 40,
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": _YARN,
+            },
+        },
+    ),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": ("cohere2", {"sliding_window": 24, "logit_scale": 0.5}),
+    "smollm3": ("smollm3", {}),
+    "exaone4": ("exaone4", {"sliding_window": 24}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 2],
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.3}},
+    ),
+    "mistral3": (
+        "mistral3",
+        {
+            "text_config": {**SIZES, "model_type": "mistral", "head_dim": 16},
+            "vision_config": _PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "factor": 1.0,
+                "alpha": 5.0,
+            },
+        },
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 24}),
+    "stablelm": (
+        "stablelm",
+        {"qk_layernorm": True, "use_qkv_bias": True, "hidden_size": 96, "num_key_value_heads": 3},
+    ),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 96}),
+    "nemotron": ("nemotron", {"head_dim": 16}),
+    "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+}
+"""Model types of transformers, and fields of their configurations."""
+
+
+def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
+    """Writes a model directory whose logits differ by far more than float32 rounding.
+
+    Args:
+        name: A key of FAMILIES.
+        path: Directory to create.
+        seed: Of the weights.
+        **overrides: Further fields of the configuration.
+
+    Returns:
+        `path`.
+    """
+    import transformers
+
+    kind, fields = FAMILIES[name]
+    sizes = {} if "text_config" in fields else SIZES
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **fields, **overrides})
+    is_text = not sizes
+    build = (
+        transformers.AutoModelForImageTextToText if is_text else transformers.AutoModelForCausalLM
+    )
+    model = build.from_config(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    adds_one = "gemma" in kind or kind == "nemotron"
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            if value.ndim > 1 and "norm" not in key:
+                value.copy_(noise if "embed" in key else noise / value.shape[-1] ** 0.5)
+            elif key.endswith("bias"):
+                value.copy_(0.3 * noise)
+            else:
+                value.copy_(0.2 * noise + (0.0 if adds_one else 1.0))
+    model.save_pretrained(path)
+    if name == "internlm3":
+        # Files of the hub name the class of their own code.
+        written = json.loads((path / "config.json").read_text())
+        written["architectures"] = ["InternLM3ForCausalLM"]
+        (path / "config.json").write_text(json.dumps(written))
+    return path

@@ -1,0 +1,109 @@
+"""Attention over latents: torch's operations and the GPU's kernel, against float64."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from weft.kernels.attention import GroupStep
+from weft.kernels.latent_attention import LatentSpec, latent_attention, write_latents
+from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.kernel_checks import fresh_seed
+
+PAGE, LAYER = 8, 1
+LENGTHS = [(1, 1), (1, 40), (3, 3), (5, 21), (17, 17), (1, 300)]
+"""New rows and positions of each request."""
+
+
+def make(
+    dtype: torch.dtype, heads: int, width: int, rest: int, *, has_trees: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, LatentSpec, GroupStep]:
+    q_lens, kv_lens = [q for q, _ in LENGTHS], [kv for _, kv in LENGTHS]
+    pages = sum(-(-kv // PAGE) for kv in kv_lens)
+    pool = torch.randn(pages + 1, 1, 2, 1, PAGE, width + rest).to(dtype)
+    order = (1 + torch.randperm(pages)).int()
+    table = torch.full((len(LENGTHS), 40), -1, dtype=torch.int32)
+    for request, kv in enumerate(kv_lens):
+        count = -(-kv // PAGE)
+        table[request, :count], order = order[:count], order[count:]
+    rows = sum(q_lens)
+    words = None
+    if has_trees:
+        words = torch.full((rows,), -1)
+        words[5:10] = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101])
+    step = GroupStep(
+        page_table=table,
+        places=torch.zeros(rows, dtype=torch.int64),
+        cu_q_lens=torch.tensor([0, *q_lens]).cumsum(0).int(),
+        kv_lens=torch.tensor(kv_lens).int(),
+        max_q_len=max(q_lens),
+        max_kv_len=max(kv_lens),
+        ancestors=words,
+    )
+    q = torch.randn(rows, heads, width + rest).to(dtype)
+    return q, pool, LatentSpec(heads, width, 0.2), step
+
+
+def exact(q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: GroupStep) -> torch.Tensor:
+    """Row by row in float64."""
+    out = []
+    for request, (q_len, kv_len) in enumerate(LENGTHS):
+        pages = step.page_table[request, : -(-kv_len // PAGE)].long()
+        keys = pool[pages, 0, LAYER, 0].flatten(0, 1)[:kv_len].double()
+        for number in range(q_len):
+            row = int(step.cu_q_lens[request]) + number
+            root = kv_len - q_len
+            word = -1 if step.ancestors is None else int(step.ancestors[row])
+            seen = [p for p in range(root + number + 1) if p < root or word >> (p - root) & 1]
+            scores = q[row].double() @ keys[seen].t() * spec.scale
+            out.append(scores.softmax(dim=-1) @ keys[seen, : spec.value_dim])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+def test_each_row_sees_what_is_before_it(has_trees: bool) -> None:
+    fresh_seed()
+    q, pool, spec, step = make(torch.float32, 5, 24, 8, has_trees=has_trees)
+    out = latent_attention(q, pool, LAYER, spec, step)
+    torch.testing.assert_close(out.double(), exact(q, pool, spec, step), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="does not fit"):
+        latent_attention(q[..., :-1].contiguous(), pool, LAYER, spec, step)
+    with pytest.raises(IndexError):
+        latent_attention(q, pool, 2, spec, step)
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize(
+    ("heads", "width", "rest", "has_trees", "dtype"),
+    [
+        (3, 24, 8, False, torch.float32),
+        (20, 33, 5, True, torch.float32),
+        (16, 512, 64, False, torch.float16),
+    ],
+)
+def test_the_kernel(
+    heads: int, width: int, rest: int, has_trees: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    fresh_seed()
+    q, pool, spec, step = make(dtype, heads, width, rest, has_trees=has_trees)
+    expected, eps = exact(q, pool, spec, step), torch.finfo(dtype).eps
+    with kernel_module("latent_attention", tmp_path) as module:
+        for most in (1, 3):
+            module._MAX_PARTS, module._MIN_PART = most, 16
+            module.num_multiprocessors = lambda _: 1000
+            out = module.latent_attention(q, pool, LAYER, spec, step)
+            torch.testing.assert_close(out.double(), expected, rtol=16 * eps, atol=16 * eps)
+
+
+def test_vectors_are_written_to_their_places_() -> None:
+    fresh_seed()
+    pool = torch.zeros(4, 1, 2, 1, PAGE, 12)
+    places = torch.tensor(random.sample(range(PAGE, 4 * PAGE), 7))
+    latents = torch.randn(7, 12)
+    write_latents(latents, pool, LAYER, places)
+    flat = pool[:, 0, LAYER, 0].flatten(0, 1)
+    assert torch.equal(flat[places], latents)
+    assert int((flat != 0).any(dim=1).sum()) == 7
+    assert not pool[:, 0, 0].any()

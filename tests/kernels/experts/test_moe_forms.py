@@ -1,0 +1,169 @@
+"""Routers, gates and biases other than Qwen3-MoE's: on the CPU, and by Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from weft.kernels.activation import Gating
+from weft.kernels.linear import gate_up_silu, pack_gate_up
+from weft.kernels.moe import ExpertWeights, RouterForm, Routing, moe, pack_experts, route
+from weft.kernels.mxfp4 import dequantised
+from weft.testing.kernels.gpu_kernels import kernel_module
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+
+GPT_OSS = Gating(alpha=1.702, limit=1.1, offset=1.0)
+FORMS = {
+    "sigmoid": (7, 3, RouterForm(is_sigmoid=True, scale=1.8)),
+    "corrected": (20, 4, RouterForm(is_sigmoid=True, correction=0.4 * torch.randn(20))),
+    "best-two": (
+        18,
+        5,
+        RouterForm(
+            is_sigmoid=True,
+            correction=0.4 * torch.randn(18),
+            groups=6,
+            kept_groups=2,
+            summed=2,
+            scale=2.5,
+        ),
+    ),
+    "best-one": (20, 6, RouterForm(groups=5, kept_groups=2, scale=16.0)),
+    "corrected-softmax": (9, 2, RouterForm(correction=0.2 * torch.randn(9), least_sum=1e-12)),
+}
+
+
+def expected_routing(
+    logits: torch.Tensor, top_k: int, form: RouterForm, *, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row by row, in float64 and plain Python."""
+    all_ids, all_shares = [], []
+    for row in logits.double():
+        scores = (row.sigmoid() if form.is_sigmoid else row.softmax(dim=0)).tolist()
+        worth = list(scores)
+        if form.correction is not None:
+            worth = [a + b for a, b in zip(worth, form.correction.tolist(), strict=True)]
+        size = len(worth) // form.groups
+        groups = [sorted(worth[g * size : (g + 1) * size]) for g in range(form.groups)]
+        sums = [sum(group[-form.summed :]) for group in groups]
+        kept = sorted(range(form.groups), key=lambda g: -sums[g])[: form.kept_groups]
+        allowed = [e for e in range(len(worth)) if e // size in kept]
+        ids = sorted(sorted(allowed, key=lambda e: -worth[e])[:top_k])
+        shares = [scores[e] for e in ids]
+        total = max(sum(shares), form.least_sum) if renormalise else 1.0
+        all_ids.append(ids)
+        all_shares.append([form.scale * share / total for share in shares])
+    return torch.tensor(all_ids, dtype=torch.int32), torch.tensor(all_shares)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_routing(name: str, renormalise: bool) -> None:
+    fresh_seed()
+    experts, top_k, form = FORMS[name]
+    logits = 2 * torch.randn(40, experts)
+    ids, shares = route(logits, top_k, renormalise=renormalise, form=form)
+    expected = expected_routing(logits, top_k, form, renormalise=renormalise)
+    assert torch.equal(ids, expected[0])
+    torch.testing.assert_close(shares, expected[1])
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("name", FORMS)
+def test_routing_on_a_gpu(name: str, tmp_path: Path) -> None:
+    fresh_seed()
+    experts, top_k, form = FORMS[name]
+    logits = 2 * torch.randn(11, experts)
+    with kernel_module("moe_route", tmp_path) as module:
+        for renormalise in (False, True):
+            expected = expected_routing(logits, top_k, form, renormalise=renormalise)
+            alone = module.route(logits, top_k, renormalise, form)
+            sorted_too = module.route_and_sort(
+                logits, top_k, 16, renormalise=renormalise, form=form
+            )
+            for ids, shares, *_ in (alone, sorted_too):
+                assert torch.equal(ids, expected[0])
+                torch.testing.assert_close(shares, expected[1])
+
+
+def test_a_correction_that_is_no_number_is_not_hidden() -> None:
+    form = RouterForm(is_sigmoid=True, correction=torch.zeros(6), groups=3, kept_groups=2)
+    logits = torch.randn(1, 6)
+    logits[0, 4] = math.nan
+    ids, shares = route(logits, 2, renormalise=True, form=form)
+    assert 4 in ids[0].tolist()
+    assert shares.isnan().all()
+
+
+class Experts:
+    """Random experts with biases and a limited gate."""
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        experts, hidden, inner, top_k = 5, 40, 24, 3
+        self.x = torch.randn(rows, hidden).to(dtype)
+        self.w13 = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
+        self.w2 = (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype)
+        self.biases = (
+            torch.randn(experts, 2 * inner).to(dtype),
+            torch.randn(experts, hidden).to(dtype),
+        )
+        ids = torch.stack([torch.randperm(experts)[:top_k].sort().values for _ in range(rows)])
+        self.routing = Routing(ids.int(), torch.rand(rows, top_k))
+
+    def packed(self) -> ExpertWeights:
+        pairs = list(zip(self.w13, self.w2, strict=True))
+        return pack_experts(pairs, len(pairs), gating=GPT_OSS, biases=self.biases)
+
+    def compute(self, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.zeros(self.x.shape, dtype=dtype)
+        x, w13, w2, b13, b2 = (t.to(dtype) for t in (self.x, self.w13, self.w2, *self.biases))
+        for row, (ids, shares) in enumerate(zip(*self.routing, strict=True)):
+            for expert, share in zip(ids.tolist(), shares.to(dtype), strict=True):
+                gate, up = (w13[expert] @ x[row] + b13[expert]).chunk(2)
+                gate, up = gate.clamp(max=GPT_OSS.limit), up.clamp(-1.1, 1.1)
+                inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                out[row] += share * (w2[expert] @ inner + b2[expert])
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_with_biases_and_a_limited_gate(dtype: torch.dtype) -> None:
+    fresh_seed()
+    case = Experts(9, dtype)
+    out = moe(case.x, case.routing, case.packed())
+    assert_as_exact(out, case.compute(dtype), case.compute(torch.float64), slack=1e-5)
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("rows", [2, 20])
+def test_such_experts_on_a_gpu(rows: int, tmp_path: Path) -> None:
+    fresh_seed()
+    case = Experts(rows, torch.float32)
+    with kernel_module("moe", tmp_path) as module:
+        more = module.ExpertParts(GPT_OSS, case.biases)
+        out = module.moe(case.x, *case.routing, case.w13, case.w2, None, None, more)
+    exact = case.compute(torch.float64)
+    assert_as_exact(out, case.compute(torch.float32), exact, slack=1e-5)
+
+
+def test_a_limited_gate_hides_no_number_that_is_none() -> None:
+    weight, x = torch.randn(64, 8), torch.randn(2, 8)
+    x[0, 3] = math.nan
+    out = gate_up_silu(x, pack_gate_up(weight, gating=GPT_OSS))
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1], GPT_OSS.of(x[1:] @ weight.t())[0])
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 10, 4), dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for expert in range(3):
+        found = dequantised(blocks[expert], scales[expert], torch.float32)
+        assert torch.equal(found, expected[expert].t())
+    with pytest.raises(ValueError, match="no number"):
+        dequantised(blocks[0], torch.full_like(scales[0], 255), torch.bfloat16)
