@@ -127,6 +127,7 @@ class BatchStruct(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
         ("lora", ctypes.c_void_p),
+        ("pool_shift", ctypes.c_int64),
     )
 
 

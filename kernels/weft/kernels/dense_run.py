@@ -101,6 +101,8 @@ class DenseRun:
         first: int,
         lora: LoraStep | None = None,
         taps: Taps | None = None,
+        *,
+        in_pool: int | None = None,
     ) -> torch.Tensor:
         """Runs a step through all layers; stores K and V of every row in each.
 
@@ -109,9 +111,10 @@ class DenseRun:
             positions: [T] int64.
             step: The page table's group of all these layers.
             pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
-            first: Index in the pool of the first of these layers.
+            first: Number of the first of these layers.
             lora: The adapters of these T tokens, or None.
             taps: Gets what enters those of these layers that it names, or None.
+            in_pool: Index in the pool of the first of these layers; None: its number.
 
         Returns:
             `hidden`.
@@ -122,16 +125,18 @@ class DenseRun:
         """
         batch, described, _, of_lora = self._describe(positions, step, pool, lora)
         count, qkv = len(self._layers), self._layers[0].qkv
+        in_pool = first if in_pool is None else in_pool
+        batch.pool_shift = in_pool - first
         if (
             hidden.shape != (batch.rows, qkv.in_features)
             or hidden.dtype != qkv.dtype
             or not hidden.is_contiguous()
-            or not 0 <= first <= described.layers - count
+            or not 0 <= in_pool <= described.layers - count
             or (of_lora is not None and first > of_lora.num_layers - count)
         ):
             raise ValueError(
                 f"hidden {tuple(hidden.shape)} {hidden.dtype} contiguous={hidden.is_contiguous()} "
-                f"at layers {first} to {first + count - 1} does not fit the step ({batch.rows} "
+                f"at layers {in_pool} to {in_pool + count - 1} does not fit the step ({batch.rows} "
                 f"rows, {described.layers} layers)"
             )
         follower = None if taps is None else taps.follower_of(first, count)

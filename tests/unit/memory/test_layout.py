@@ -63,7 +63,8 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("shape", "draft", "text", "page_bytes"), DESCRIBED)
 def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int) -> None:
-    config = SimpleNamespace(num_layers=shape.layers, num_kv_heads=shape.heads, head_dim=shape.dim)
+    config = SimpleNamespace(num_kv_heads=shape.heads, head_dim=shape.dim)
+    config.page_groups = [(None, list(range(shape.layers)))]
     model: Any = SimpleNamespace(config=config, dtype=shape.dtype)
     model.kv_layout = lambda page_size: DecoderOnlyLM.kv_layout(model, page_size)
     layout = model.kv_layout(shape.page_size)

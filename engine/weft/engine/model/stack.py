@@ -34,8 +34,9 @@ class Run:
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
         assert isinstance(first.mixer, Attention)
-        group = step.groups[first.mixer.group]
-        self._dense(hidden, step.positions, group, pool, first.number, step.lora, stream.taps)
+        group, in_pool = step.groups[first.mixer.group], first.mixer.in_pool
+        pool, numbers = group.pool_of(pool), (first.number, step.lora, stream.taps)
+        self._dense(hidden, step.positions, group, pool, *numbers, in_pool=in_pool)
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:

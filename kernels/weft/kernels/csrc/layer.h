@@ -24,6 +24,7 @@ typedef struct {
   int64_t rows;
   void *scratch; /* rows * scratch_width elements, see layer_scratch_width */
   const Lora *lora; /* or null */
+  int64_t pool_shift; /* from a layer's number to its index in the pool */
 } Batch;
 
 #define MAX_TAPS 8
@@ -127,9 +128,9 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   Target to_qkv = {qkv, NULL, is_bf16};
   product_share(layer, TO_QKV, normed, to_qkv, batch, index, scratch, d, me);
   wait_for_all(me);
-  rope_share(&rope, pool, index, me);
+  rope_share(&rope, pool, index + batch->pool_shift, me);
   wait_for_all(me);
-  attention_share(&attention, pool, plan, index, me);
+  attention_share(&attention, pool, plan, index + batch->pool_shift, me);
   wait_for_all(me);
   Target to_hidden = {hidden, hidden, is_bf16};
   product_share(layer, TO_O, mixed, to_hidden, batch, index, scratch, d, me);
@@ -155,7 +156,7 @@ static void tap_share(const Taps *taps, long layer, const Batch *batch, const Po
   }
 }
 
-/* Layers first .. first + count - 1 of the pool; `taps` or null. */
+/* Layers first .. first + count - 1; `taps` or null. */
 static void layers_share(const Layer *const *layers, long first, long count, const Batch *batch,
                          const Pool *pool, void *hidden, const Taps *taps, Plan *plan,
                          Division *divisions, Member *me) {

@@ -52,9 +52,6 @@ def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
 class Attention:
     """Grouped-query attention of one layer with rotary positions: a `Mixer`."""
 
-    group = 0
-    """Which of a step's page groups the layer's K and V are in."""
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -70,14 +67,16 @@ class Attention:
 
         Args:
             spec: The layer's constants, from `attention_spec`.
-            layer: The layer's index in the pool.
+            layer: The layer's number, and its index in the pool unless `move` follows.
             cos_sin: [max_positions, head_dim] float32, shared by all layers.
             qkv_proj: [hidden] -> q, k and v of all heads.
             o_proj: All heads -> [hidden].
             q_norm: Norm of each head of q before the rotation, or None.
             k_norm: The same for k; of both one epsilon is used.
         """
-        self.layer = layer
+        self.layer = self.in_pool = layer
+        self.group = 0
+        """Which of a step's page groups the layer's K and V are in, at `in_pool` of its layers."""
         self.cos_sin = cos_sin
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
@@ -85,9 +84,14 @@ class Attention:
         self.k_norm = k_norm
         self.spec = spec._replace(is_fixed=qkv_proj.is_fixed)
 
+    def move(self, group: int, in_pool: int) -> None:
+        """Puts K and V of the layer into a page group, as the layer with this index of it."""
+        self.group, self.in_pool = group, in_pool
+
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`: on a GPU the layer's page group is settled."""
         group = step.groups[self.group]
+        pool = group.pool_of(pool)
         if not pool.is_cuda or group.is_settled:
             return step
         spec, dtype, shape = self.spec, self.qkv_proj.dtype, (rows, self.qkv_proj.out_features)
@@ -106,8 +110,8 @@ class Attention:
             qkv,
             step.positions,
             self.cos_sin,
-            pool,
-            self.layer,
+            group.pool_of(pool),
+            self.in_pool,
             group.places,
             spec.heads,
             spec.kv_heads,
@@ -122,7 +126,9 @@ class Attention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attention over the requests' pages, and the projection of what it finds."""
         group = step.groups[self.group]
-        mixed = paged_attention(query.q, pool, self.layer, self.spec, group, query.own)
+        mixed = paged_attention(
+            query.q, group.pool_of(pool), self.in_pool, self.spec, group, query.own
+        )
         return Sum(mixed, self.o_proj, addition_to(step.lora, "o", self.layer))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:

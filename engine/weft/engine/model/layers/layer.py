@@ -76,7 +76,7 @@ class Layer(NamedTuple):
     """
 
     number: int
-    """Its index in the pool."""
+    """Its index in the stack."""
     input_norm: Norm
     mixer: Mixer
     post_norm: Norm
