@@ -624,6 +624,7 @@ class Engine:
             "sampling_slots": self._drawing.num_slots,
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
+            "window_requests": sum(len(window) for window in self.parts.windows),
             **self.fills.sizes(),
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),

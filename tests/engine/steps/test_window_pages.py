@@ -1,0 +1,196 @@
+"""Pages freed behind sliding windows: no token changes, wherever a request begins or begins anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.testing.engine.engine_pair import ManualClock, make_engine
+from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
+from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_models import make_tiny
+
+PAGE = 8
+VOCAB = 517
+WINDOW = 21
+NUM_NEW = 30
+ALONE = {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"layer_types": LAYERS, "use_sliding_window": True},
+    "qwen3": {"layer_types": [*LAYERS, LAYERS[0]], "num_hidden_layers": 4},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def model_dir(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Path:
+    overrides = {"sliding_window": WINDOW, "use_sliding_window": True, **KINDS[request.param]}
+    return make_tiny(request.param, tmp_path_factory.mktemp("tiny"), seed, **overrides)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: list[int], num_new: int) -> list[int]:
+    inputs = torch.tensor([prompt])
+    settings = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(inputs)
+    out = model.generate(inputs, attention_mask=mask, **settings)  # type: ignore[operator]
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def generate(llm: LLM, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    stop = StopCriteria(max_tokens=num_new, ignore_eos=True)
+    return [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
+
+
+def check(engine: Engine) -> None:
+    check_empty(engine)
+    for window in engine.parts.windows:
+        if window._index is not None:
+            window._index.check_integrity()
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_tokens": 2 * PAGE, "overlap": "on"}])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_texts_far_beyond_the_window(
+    model_dir: Path, model: torch.nn.Module, settings: dict[str, Any], prefix_cache: bool
+) -> None:
+    prompts = [random_prompt(length) for length in (5, WINDOW, 64, 203, 290)]
+    expected = [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    values = {"page_size": PAGE, "poison_free_pages": True, "prefix_cache": prefix_cache}
+    with LLM(model_dir, dtype="float32", num_pages=120, **values, **settings) as llm:
+        for _ in range(2):
+            assert generate(llm, prompts, NUM_NEW) == expected
+        assert bool(llm.engine.counters()["prefix_hit_tokens"]) == prefix_cache
+        check(llm.engine)
+
+
+def test_prompts_that_part_from_a_cached_one_anywhere(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """Whatever pages of the window the cache has given up by then."""
+    base = random_prompt(150)
+    values = {"page_size": PAGE, "num_pages": 64, "max_running_requests": 2}
+    values |= {"max_step_tokens": 4 * PAGE, "prefill_chunk_tokens": 4 * PAGE}
+    hits = set()
+    with LLM(model_dir, dtype="float32", poison_free_pages=True, **values) as llm:
+        (window,) = llm.engine.parts.windows
+        assert window.memory.num_usable_pages < llm.engine.memory.num_usable_pages
+        assert generate(llm, [base], 3) == [greedy(model, base, 3)]
+        for length in random.sample(range(1, 151), 50):
+            prompt = base[:length] + random_prompt(random.randint(1, 20))
+            before = llm.engine.counters()["prefix_hit_tokens"]
+            assert generate(llm, [prompt], 3) == [greedy(model, prompt, 3)]
+            hits.add((llm.engine.counters()["prefix_hit_tokens"] - before) // PAGE)
+        assert window.memory.num_evictions
+        assert len(hits) > 5
+        check(llm.engine)
+
+
+def test_a_request_has_no_more_pages_than_its_window_needs(model_dir: Path) -> None:
+    values = {"page_size": PAGE, "max_step_tokens": 16, "prefill_chunk_tokens": 16}
+    settings = {**values, "overlap": "on", "num_pages": 100, "max_running_requests": 1}
+    with LLM(model_dir, dtype="float32", **settings) as llm:
+        engine, most = llm.engine, [0, 0]
+        turn = engine.turn
+
+        def noted_turn(*args: Any) -> Any:
+            out = turn(*args)
+            used = [memory.counts().used for memory in engine.memories]
+            most[:] = map(max, most, used)
+            return out
+
+        engine.turn = noted_turn  # type: ignore[method-assign]
+        generate(llm, [random_prompt(400)], 200)
+        assert most[0] == 75
+        assert most[1] <= -(-WINDOW // PAGE) + 2 + 4
+        total, used = engine.memories[1].counts().total, most[1]
+        assert used <= total < 75, (used, total)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
+def test_freed_pages_are_not_touched_however_late_the_device_is(
+    model_dir: Path, model: torch.nn.Module, leaves: bool, prefix_cache: bool
+) -> None:
+    """Random ends, cancels and pre-emptions; pages are NaN from the moment they are free."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, clock = random.Random(seed), ManualClock()
+    samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(12)]
+    quiet = make_engine(model_dir, "decode", clock, overlap="off", **ALONE, window_pages="keep")
+    assert len(quiet.memories) == 1
+    texts: list[Text] = make_texts(quiet, clock, samplings, NUM_NEW)
+    for text in texts:
+        if text.sampling.temperature == 0.0:
+            assert list(text.samples[0]) == greedy(model, list(text.prompt), NUM_NEW)
+    engine = make_engine(
+        model_dir,
+        "decode",
+        clock,
+        **ALONE,
+        num_pages=44,
+        max_running_requests=3,
+        max_step_tokens=32,
+        prefill_chunk_tokens=16,
+        overlap="on",
+        prefix_cache=prefix_cache,
+    )
+    device = LateDevice(engine, rng, leaves=leaves)
+    storm = Storm(engine, [], clock, texts, rng)
+    try:
+        ride_out(
+            storm,
+            200,
+            24,
+            lambda: (
+                bool(storm.num_preempted) and bool(engine.memories[1].num_evictions) == prefix_cache
+            ),
+        )
+        device.work()
+        assert device.most_queued > 2
+        assert storm.num_preempted
+        assert engine.memories[1].num_evictions or not prefix_cache
+        check(engine)
+    finally:
+        storm.close()
+
+
+def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path) -> None:
+    for settings, why in (
+        ({}, "this worker may exchange pages with others"),
+        ({**ALONE, "host_cache_bytes": 1 << 20}, "there are tiers"),
+        ({**ALONE, "drafter": "ngram"}, "tokens are drafted"),
+        ({**ALONE, "window_pages": "keep"}, "window_pages is keep"),
+    ):
+        engine = make_engine(model_dir, "decode", ManualClock(), **settings)
+        assert len(engine.memories) == 1
+        assert f"pages are kept behind sliding windows: {why}" in engine.info.notices
+        engine.close()
