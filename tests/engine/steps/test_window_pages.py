@@ -1,4 +1,4 @@
-"""Pages freed behind sliding windows: no token changes, wherever a request begins or begins anew."""
+"""Pages freed behind sliding windows change no token, wherever a request begins or goes on."""
 
 from __future__ import annotations
 

@@ -31,14 +31,16 @@ from weft.engine.scheduler.state import Request
 class Reserved(NamedTuple):
     """Pages that requests may have at once."""
 
-    window: int = 0
+    beside_prompts: int = 0
     """Beside those of the prompt tokens of two steps."""
     total: int = 0
     """If nothing of them were freed."""
 
     def plus(self, other: Reserved, sign: int = 1) -> Reserved:
         """The sum, or with sign -1 the difference."""
-        return Reserved(self.window + sign * other.window, self.total + sign * other.total)
+        return Reserved(
+            self.beside_prompts + sign * other.beside_prompts, self.total + sign * other.total
+        )
 
 
 NOTHING = Reserved()
@@ -163,7 +165,9 @@ class WindowPages:
         if soon:
             for _, returning in self._returning:
                 wanted = wanted.plus(returning.reserved, -1)
-        return wanted.window <= self._num_spare or wanted.total <= self.memory.num_usable_pages
+        return (
+            wanted.beside_prompts <= self._num_spare or wanted.total <= self.memory.num_usable_pages
+        )
 
     def reserve(self, request: Request) -> bool:
         """Reserves what the request may have at most; False: there is no room for it."""
