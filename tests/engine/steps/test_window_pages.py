@@ -14,6 +14,8 @@ from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
+from weft.kernels import cpu
+from weft.testing.engine.captured_steps import RecordedSteps
 from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
@@ -181,6 +183,30 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         check(engine)
     finally:
         storm.close()
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_find_the_pages_of_every_group(
+    model_dir: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run as those of a GPU, whose page tables only get what changes."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    prompts = [random_prompt(random.randint(1, 90)) for _ in range(6)]
+    params = SamplingParams(temperature=temperature, seed=5, n=2)
+    stop = StopCriteria(max_tokens=40, ignore_eos=True)
+    settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": 4}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 160}
+    with LLM(model_dir, **settings, window_pages="keep") as plain:
+        expected = plain.generate_all(prompts, params, stop)
+    with LLM(model_dir, poison_free_pages=True, overlap="on", num_pages=60, **settings) as llm:
+        steps = RecordedSteps(llm.engine, 0)
+        groups = llm.generate_all(prompts, params, stop)
+        for group, wanted in zip(groups, expected, strict=True):
+            assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        assert {"ragged", "decode"} <= set(steps.num_replays)
+        check(llm.engine)
 
 
 def test_models_keep_all_pages_where_these_are_needed_elsewhere(model_dir: Path) -> None:
