@@ -138,4 +138,4 @@ class Attention:
 
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
-        return Attention, self.group, shape_of(self.qkv_proj), shape_of(self.o_proj)
+        return Attention, shape_of(self.qkv_proj), shape_of(self.o_proj)
