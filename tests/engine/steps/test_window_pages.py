@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.testing.engine.engine_pair import ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, Text, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
 from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_adapters import make_adapter
 from weft.testing.models.tiny_models import make_tiny
 
 PAGE = 8
@@ -40,7 +42,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(params=["qwen2", pytest.param("qwen3", marks=pytest.mark.full)], scope="module")
 def model_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> Path:
@@ -137,8 +139,15 @@ def test_a_request_has_no_more_pages_than_its_window_needs(model_dir: Path) -> N
         assert used <= total < 75, (used, total)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
+@pytest.mark.parametrize(
+    ("leaves", "prefix_cache"),
+    [
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.full),
+        pytest.param(True, False, marks=pytest.mark.full),
+        (False, False),
+    ],
+)
 def test_freed_pages_are_not_touched_however_late_the_device_is(
     model_dir: Path, model: torch.nn.Module, leaves: bool, prefix_cache: bool
 ) -> None:
@@ -185,8 +194,23 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         storm.close()
 
 
+def test_adapters_change_the_layers_of_every_group(model_dir: Path, tmp_path: Path) -> None:
+    """By their numbers, whatever their index in a pool."""
+    config = json.loads((model_dir / "config.json").read_text())
+    adapter = make_adapter(tmp_path / "adapter", config, random.randrange(2**31))
+    prompts = [random_prompt(length) for length in (9, 70, 130, 131)]
+    stop, found = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True), []
+    for window_pages in ("keep", "auto"):
+        settings = {"window_pages": window_pages, "page_size": PAGE, "enable_lora": True}
+        with LLM(model_dir, dtype="float32", num_pages=120, **settings) as llm:
+            digests = [b"", llm.load_adapter(adapter)] * 2
+            samples = llm.generate(prompts, stop=stop, adapters=digests)
+            found.append([sample.token_ids for sample in samples])
+    assert found[0] == found[1]
+
+
 @pytest.mark.needs("triton-interpreter")
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_graphs_find_the_pages_of_every_group(
     model_dir: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
