@@ -382,15 +382,22 @@ class EngineConfig:
         """Why pages are kept behind sliding windows, in words; empty: they are freed."""
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
-            (self.ships_pages, "this worker may exchange pages with others"),
+            (
+                self.role == "prefill" or self.has_store or not self._never_fills,
+                "this worker may exchange pages with others",
+            ),
             (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
             (self.drafter != "none", "tokens are drafted"),
         )
         return next((text for is_so, text in reasons if is_so), "")
 
     @property
+    def _never_fills(self) -> bool:
+        """Whether no other worker is asked for pages."""
+        return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
+
+    @property
     def ships_pages(self) -> bool:
         """Whether this engine may exchange pages with other workers."""
-        never_fills = (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
         is_alone = self.role == "decode" and self.transport == "data" and not self.has_store
-        return not (is_alone and never_fills)
+        return not (is_alone and self._never_fills)
