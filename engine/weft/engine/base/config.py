@@ -125,8 +125,7 @@ class EngineConfig:
     num_pages: int | None = None
     window_pages: Literal["auto", "keep"] = "auto"
     """Pages of layers with a sliding window, in models that also have others: auto, they are freed
-    behind the window, unless pages leave the pool or tokens are drafted (`keeps_windows`); keep,
-    all are kept.
+    behind the window unless something needs them all (`keeps_windows`); keep, all are kept.
     """
     max_context_tokens: int | None = None
     """Longest prompt and output together; by default the model's limit."""

@@ -112,7 +112,9 @@ class WindowPages:
         pages = self._index.pages_before(path)
         self.memory.retain(pages)
         self._index.note_found(pages)
-        self._held[request] = _Held(len(path) - len(pages), pages)
+        # A sample without full pages to share may have its reservation.
+        held = self._held.setdefault(request, _Held())
+        held.first, held.pages = len(path) - len(pages), pages
 
     def share(self, first: Request, request: Request, num_pages: int) -> bool:
         """Gives a request what it needs to go on behind as many pages of another one; False: they

@@ -75,7 +75,7 @@ class WorkerSettings(PageSettings):
         "auto",
         description="KV pages of layers with a sliding window, in models that also have others: "
         "auto frees them behind the window where this worker exchanges no pages, has no tiers and "
-        "drafts nothing; keep keeps all",
+        "drafts no tokens; keep keeps all",
     )
     max_context_tokens: int | None = engine_field(
         "max_context_tokens", None, "longest prompt plus output in tokens; default the model's"
