@@ -81,6 +81,14 @@ class GroupStep(NamedTuple):
     """
     prompts: PromptRows | None = None
     """Of a settled step: rows that FlashAttention-3 takes."""
+    pool: torch.Tensor | None = None
+    """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
+    the pool that the step runs on.
+    """
+
+    def pool_of(self, first: torch.Tensor) -> torch.Tensor:
+        """The pool of the group's pages, where that of the first group is given."""
+        return first if self.pool is None else self.pool
 
 
 def paged_attention(

@@ -117,6 +117,20 @@ class LayerStruct(ctypes.Structure):
         ("k_norm", ctypes.c_void_p),
         ("eps", ctypes.c_float),
         ("window", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("pool_shift", ctypes.c_int64),
+    )
+
+
+class PagesStruct(ctypes.Structure):
+    """`Pages` of csrc/layer.h."""
+
+    _fields_ = (
+        ("pool", PoolStruct),
+        ("page_table", ctypes.c_void_p),
+        ("max_pages", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+        ("slots", ctypes.c_void_p),
     )
 
 
@@ -132,6 +146,8 @@ class BatchStruct(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
         ("lora", ctypes.c_void_p),
+        ("further", ctypes.c_void_p),
+        ("num_further", ctypes.c_int64),
     )
 
 

@@ -29,7 +29,7 @@ from weft.kernels.stream import Taps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """The parts of one layer; all but the windows are of equal shape in a run."""
+    """The parts of one layer; all but windows and page groups are of equal shape in a run."""
 
     input_norm: Norm
     qkv: LinearWeight
@@ -46,6 +46,10 @@ class DenseLayer:
     cos_sin: torch.Tensor
     """[max_positions, D] float32, shared by all layers."""
     spec: AttentionSpec
+    group: int = 0
+    """Its page group."""
+    pool_shift: int = 0
+    """From its number to its index in the group's pool."""
 
     @property
     def products(self) -> dict[Group, LinearWeight]:
@@ -61,6 +65,8 @@ class _Described(NamedTuple):
     scratch: torch.Tensor
     """Scratch memory of the layers."""
     lora: NativeLora | None
+    pages: ctypes.Array[cpu.PagesStruct]
+    """Of the further groups."""
 
 
 class DenseRun:
@@ -74,6 +80,12 @@ class DenseRun:
         self._described = [_describe_layer(layer) for layer in layers]
         addresses = [ctypes.addressof(layer) for layer in self._described]
         self._addresses = (ctypes.c_void_p * len(layers))(*addresses)
+        self._in_pools: dict[int, tuple[int, int]] = {}
+        """By page group, the least and the largest index in its pool, less the first layer's."""
+        for index, layer in enumerate(layers):
+            at = index + layer.pool_shift
+            lowest, highest = self._in_pools.get(layer.group, (at, at))
+            self._in_pools[layer.group] = min(lowest, at), max(highest, at)
 
     @classmethod
     def of(cls, layers: Sequence[DenseLayer | None]) -> DenseRun | None:
@@ -101,17 +113,19 @@ class DenseRun:
         first: int,
         lora: LoraStep | None = None,
         taps: Taps | None = None,
+        further: Sequence[GroupStep] = (),
     ) -> torch.Tensor:
         """Runs a step through all layers; stores K and V of every row in each.
 
         Args:
             hidden: [T, H], contiguous; overwritten.
             positions: [T] int64.
-            step: The page table's group of all these layers.
+            step: The rows as layers of the first page group see them.
             pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
-            first: Index in the pool of the first of these layers.
+            first: Number of the first of these layers.
             lora: The adapters of these T tokens, or None.
             taps: Gets what enters those of these layers that it names, or None.
+            further: As those of the other groups do, each with its pool.
 
         Returns:
             `hidden`.
@@ -120,13 +134,19 @@ class DenseRun:
             ValueError: An argument does not fit.
             IndexError: A position, place, length, page or row of an adapter points outside.
         """
-        batch, described, _, of_lora = self._describe(positions, step, pool, lora)
+        whole = self._describe(positions, step, pool, lora, further)  # Kept until the call ends.
+        batch, described, of_lora = whole.batch, whole.pool, whole.lora
         count, qkv = len(self._layers), self._layers[0].qkv
+        sizes = [described.layers, *(group.pool_of(pool).shape[2] for group in further)]
         if (
             hidden.shape != (batch.rows, qkv.in_features)
             or hidden.dtype != qkv.dtype
             or not hidden.is_contiguous()
-            or not 0 <= first <= described.layers - count
+            or first < 0
+            or any(
+                group >= len(sizes) or first + lowest < 0 or first + highest >= sizes[group]
+                for group, (lowest, highest) in self._in_pools.items()
+            )
             or (of_lora is not None and first > of_lora.num_layers - count)
         ):
             raise ValueError(
@@ -153,15 +173,24 @@ class DenseRun:
         return hidden
 
     def _describe(
-        self, positions: torch.Tensor, step: GroupStep, pool: torch.Tensor, lora: LoraStep | None
+        self,
+        positions: torch.Tensor,
+        step: GroupStep,
+        pool: torch.Tensor,
+        lora: LoraStep | None,
+        further: Sequence[GroupStep],
     ) -> _Described:
         """Checks a step and describes it for the native operation."""
         layer, native = self._layers[0], self._native
         spec, table, rows = layer.spec, step.page_table, positions.shape[0]
         shape, dtype = (rows, layer.qkv.out_features), layer.qkv.dtype
         heads = (spec.heads, spec.kv_heads)
-        check_rope(shape, dtype, positions, layer.cos_sin, pool, step.places, heads)
-        check_attention((rows, spec.heads, spec.dim), dtype, pool, step)
+        for group in (step, *further):
+            own = group.pool_of(pool)
+            check_rope(shape, dtype, positions, layer.cos_sin, own, group.places, heads)
+            check_attention((rows, spec.heads, spec.dim), dtype, own, group)
+            if own.shape[-2] != pool.shape[-2]:
+                raise ValueError(f"pages of {own.shape[-2]} positions beside {pool.shape[-2]}")
         if step.ancestors is not None:
             for one in self._layers:
                 check_ancestors(step.ancestors, rows, one.spec.window, step.max_q_len)
@@ -183,6 +212,9 @@ class DenseRun:
         of_lora = None
         if lora is not None:
             of_lora = self._describe_lora(lora, rows)
+        pages = (cpu.PagesStruct * len(further))(
+            *(_describe_pages(group, pool) for group in further)
+        )
         batch = cpu.BatchStruct(
             attention,
             positions.data_ptr(),
@@ -192,12 +224,14 @@ class DenseRun:
             rows,
             scratch.data_ptr(),
             None if of_lora is None else of_lora.address,
+            ctypes.addressof(pages) if further else None,
+            len(further),
         )
         described = cpu.describe_pool(pool)
         status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
         if status:
             cpu.check_status(status, "check_batch")
-        return _Described(batch, described, scratch, of_lora)
+        return _Described(batch, described, scratch, of_lora, pages)
 
     def _describe_lora(self, lora: LoraStep, rows: int) -> NativeLora | None:
         """Checks the adapters and describes them; None: they change nothing in these layers."""
@@ -248,4 +282,18 @@ def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
         None if layer.k_norm is None else layer.k_norm.weight.data_ptr(),
         layer.input_norm.eps,
         spec.window or 0,
+        layer.group,
+        layer.pool_shift,
+    )
+
+
+def _describe_pages(group: GroupStep, pool: torch.Tensor) -> cpu.PagesStruct:
+    """Describes a further page group."""
+    table = group.page_table
+    return cpu.PagesStruct(
+        cpu.describe_pool(group.pool_of(pool)),
+        table.data_ptr(),
+        table.shape[1],
+        table.stride(0),
+        group.places.data_ptr(),
     )

@@ -97,6 +97,31 @@ def resolve_rows(
         step.positions[rows] += depths_of(words, behind) - behind
 
 
+def group_places(
+    positions: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    page_size: int,
+) -> torch.Tensor:
+    """Where K and V of a step's rows go in a page group.
+
+    Args:
+        positions: [T] int64, complete.
+        cu_q_lens: [R + 1] int32; rows behind the last are padding.
+        page_tables: [R, max_pages] int32: the group's; the null page is page 0.
+        page_size: Token positions a page.
+
+    Returns:
+        [T] int64: page * page_size + offset; of padding in the null page.
+    """
+    rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+    requests = torch.searchsorted(cu_q_lens, rows, right=True) - 1
+    is_padding = requests >= page_tables.shape[0]
+    requests = requests.clamp(max=page_tables.shape[0] - 1)
+    pages = page_tables[requests, positions // page_size].long().masked_fill(is_padding, 0)
+    return pages * page_size + positions % page_size
+
+
 def keep_tokens(drawn: torch.Tensor, slots: torch.Tensor, known: SlotTokens) -> None:
     """Makes drawn tokens the last ones of their slots.
 

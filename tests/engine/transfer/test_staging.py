@@ -294,14 +294,14 @@ class Order:
         self._ends: dict[int, int] = {}
 
     def _noted(
-        self, name: str, call: Callable[[Any], Any], pages_of: Callable[[Any], set[int]]
-    ) -> Callable[[Any], Any]:
-        def noted(what: Any) -> Any:
+        self, name: str, call: Callable[..., Any], pages_of: Callable[[Any], set[int]]
+    ) -> Callable[..., Any]:
+        def noted(what: Any, *group: int) -> Any:
             if len(what):
                 self.orders.append((name, pages_of(what)))
                 if name == "launch":
                     self._ends[id(what)] = len(self.orders)
-            return call(what)
+            return call(what, *group)
 
         return noted
 

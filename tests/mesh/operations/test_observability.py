@@ -261,8 +261,8 @@ HEADINGS = {
 }
 ONLY_AFTER_A_FAILURE = {"weft_rest_stream_failures_total"}
 ONLY_WITH_DRAFTS = {"weft_draft_tokens"}
-ONLY_ELSEWHERE = ("weft_kvstore_backend_", "weft_engine_adapter_")
-"""With Valkey, and where adapters are served."""
+ONLY_ELSEWHERE = ("weft_kvstore_backend_", "weft_engine_adapter_", "weft_kv_window_pages")
+"""With Valkey, where adapters are served, and where pages are freed behind windows."""
 
 
 def scrape(mesh: TracedMesh, name: str) -> set[Metric]:

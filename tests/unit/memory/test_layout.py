@@ -63,7 +63,8 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("shape", "draft", "text", "page_bytes"), DESCRIBED)
 def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int) -> None:
-    config = SimpleNamespace(num_layers=shape.layers, num_kv_heads=shape.heads, head_dim=shape.dim)
+    config = SimpleNamespace(num_kv_heads=shape.heads, head_dim=shape.dim)
+    config.page_groups = [(None, list(range(shape.layers)))]
     model: Any = SimpleNamespace(config=config, dtype=shape.dtype)
     model.kv_layout = lambda page_size: DecoderOnlyLM.kv_layout(model, page_size)
     layout = model.kv_layout(shape.page_size)
@@ -92,3 +93,23 @@ def test_the_gateway_finds_the_same_name(shape: Shape, draft: bytes, text: str) 
     info = worker_pb2.GetInfoResponse(planes=[plane], page_size=shape.page_size)
     assert _layout(info) == text
     assert _layout(worker_pb2.GetInfoResponse(page_size=shape.page_size)) == ""
+
+
+def test_layers_with_a_window_are_a_group_of_their_own() -> None:
+    config = SimpleNamespace(num_kv_heads=2, head_dim=24)
+    config.page_groups = [(None, [1]), (21, [0, 2])]
+    model: Any = SimpleNamespace(config=config, dtype=torch.float16)
+    layout = DecoderOnlyLM.kv_layout(model, 8)
+    rest = "heads=2;parts=k:24:float16,v:24:float16;page_size=8;order=head,layer,part,position,dim"
+    text = f"plane=target;layers=1;{rest}|plane=window-21;layers=2;{rest}"
+    assert layout.describe() == text
+    assert [group.reach for group in layout.groups] == [None, 21]
+    shapes = [layout.pool_shape(5, group) for group in (0, 1)]
+    assert shapes == [(5, 2, 1, 2, 8, 24), (5, 2, 2, 2, 8, 24)]
+    assert [group.page_bytes(8) for group in layout.groups] == [1536, 3072]
+    parts = [kv_pb2.PlanePart(name=name, dim=24, dtype="float16") for name in ("k", "v")]
+    planes = [
+        kv_pb2.Plane(name=name, layers=layers, heads=2, parts=parts)
+        for name, layers in (("target", 1), ("window-21", 2))
+    ]
+    assert _layout(worker_pb2.GetInfoResponse(planes=planes, page_size=8)) == text

@@ -17,6 +17,7 @@ from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import list_text
+from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.checkpoint.eagle_config import head_kind
 
 WORKER_HOST = "127.0.0.1"
@@ -248,6 +249,8 @@ def _worker(
             head_kind(settings.draft_dir) if settings.draft_dir else None
         )
         local = settings.local_prefill_max_tokens
+        if local is None and not (settings.prefill or settings.kvstore):
+            local = NEVER_SHIP_TOKENS  # There is nobody to ask.
         command += _flags({"local-prefill-max-tokens": local, "drafter": drafter})
     return command + shlex.split(
         settings.decode_args if role == "decode" else settings.prefill_args

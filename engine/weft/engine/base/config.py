@@ -123,6 +123,10 @@ class EngineConfig:
     its other memory included: for several workers on one GPU.
     """
     num_pages: int | None = None
+    window_pages: Literal["auto", "keep"] = "auto"
+    """Pages of layers with a sliding window, in models that also have others: auto, they are freed
+    behind the window unless something needs them all (`keeps_windows`); keep, all are kept.
+    """
     max_context_tokens: int | None = None
     """Longest prompt and output together; by default the model's limit."""
     max_running_requests: int = 64
@@ -373,8 +377,26 @@ class EngineConfig:
         return min(MAX_DECODES_BESIDE, self.max_running_requests) if self.is_on_gpu else 0
 
     @property
+    def keeps_windows(self) -> str:
+        """Why pages are kept behind sliding windows, in words; empty: they are freed."""
+        reasons = (
+            (self.window_pages == "keep", "window_pages is keep"),
+            (
+                self.role == "prefill" or self.has_store or not self._never_fills,
+                "this worker may exchange pages with others",
+            ),
+            (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
+            (self.drafter != "none", "tokens are drafted"),
+        )
+        return next((text for is_so, text in reasons if is_so), "")
+
+    @property
+    def _never_fills(self) -> bool:
+        """Whether no other worker is asked for pages."""
+        return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
+
+    @property
     def ships_pages(self) -> bool:
         """Whether this engine may exchange pages with other workers."""
-        never_fills = (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
         is_alone = self.role == "decode" and self.transport == "data" and not self.has_store
-        return not (is_alone and never_fills)
+        return not (is_alone and self._never_fills)

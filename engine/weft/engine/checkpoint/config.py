@@ -25,7 +25,10 @@ MAX_POSITIONS = 1 << 24
 """Most positions of a model: their rotations are a table."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
-_NOT_HIDDEN_STATES = ("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names")
+_NOT_HIDDEN_STATES = (
+    *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
+    "frees_windows",
+)
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
 
@@ -115,6 +118,8 @@ class ModelConfig:
     """What the checkpoint calls its parts."""
     num_added_tokens: int = 0
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
+    frees_windows: bool = False
+    """Whether layers with a sliding window have pages of their own, freed behind the window."""
 
     @property
     def value_dim(self) -> int:
@@ -212,6 +217,24 @@ class ModelConfig:
         """Positions that a row of a layer, from 0, attends to at most; None: all."""
         window = self.sliding_window
         return window.length if window is not None and layer in window.layers else None
+
+    @property
+    def has_mixed_windows(self) -> bool:
+        """Whether some layers have a sliding window, and some attend to the whole context."""
+        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        return None in windows and any(windows)
+
+    @property
+    def page_groups(self) -> list[tuple[int | None, list[int]]]:
+        """The layers of each page group, by number, and the window that all of a group have at
+        most; None: the group keeps all positions. The first group is one that does.
+        """
+        numbers = list(range(self.num_layers))
+        if not (self.frees_windows and self.has_mixed_windows):
+            return [(None, numbers)]
+        kept = [layer for layer in numbers if self.window_of(layer) is None]
+        windowed = [layer for layer in numbers if layer not in kept]
+        return [(None, kept), (max(self.window_of(layer) or 0 for layer in windowed), windowed)]
 
     @property
     def common_window(self) -> int | None:

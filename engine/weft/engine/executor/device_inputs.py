@@ -6,6 +6,7 @@ drafts were verified) is entered there: as part of a captured step, else right b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +35,7 @@ from weft.kernels.step_requests import (
     expand_decodes,
     expand_requests,
 )
-from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
+from weft.kernels.step_rows import SlotTokens, StepRows, Verified, group_places, resolve_rows
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096
@@ -52,6 +53,7 @@ class DeviceInputs:
         known: what the device knows of each slot; of the step behind drafts, all there is.
         lora: adapters on the device; None: steps have none.
         max_tokens: of the largest step with static inputs.
+        windows: page table and pool of each further page group.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DeviceInputs:
         known: SlotTokens,
         lora: LoraPool | None = None,
         max_tokens: int = 0,
+        windows: Sequence[tuple[PageTable, torch.Tensor]] = (),
     ) -> None:
         device = known.tokens.device
         self._known = known
@@ -69,6 +72,9 @@ class DeviceInputs:
         self._page_size = page_size
         self._copies = DeviceCopies(device)
         self._table = torch.from_numpy(table.pages).to(device)
+        self._windows = [
+            (host, torch.from_numpy(host.pages).to(device), pool) for host, pool in windows
+        ]
         self._one_row_each = torch.arange(max_decode_rows + 1, dtype=torch.int32, device=device)
         self._decodes = _DecodeMemory(max_decode_rows, self._one_row_each)
         self._max_requests = max_decode_rows
@@ -99,9 +105,31 @@ class DeviceInputs:
 
     def send_pages(self) -> None:
         """Sends the changes of the host's page table; steps do this by themselves."""
+        self._send_windows()
         changes = self._host_table.take_changes()
         if len(changes.indices):
             self._apply(*self._copies.send(changes))
+
+    def _send_windows(self) -> None:
+        """Sends the changes of the page tables of further groups."""
+        for host, table, _ in self._windows:
+            changes = host.take_changes()
+            if len(changes.indices):
+                indices, pages = self._copies.send(changes)
+                table.view(-1).index_copy_(0, indices, pages)
+
+    def _groups(
+        self, group: GroupStep, positions: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[GroupStep, ...]:
+        """The step as all groups see it, given the first one's, with the requests' `rows` of the
+        page tables.
+        """
+        num_columns, size = group.page_table.shape[1], self._page_size
+        windows = (
+            group_step(group, table[:, :num_columns].index_select(0, rows), pool, positions, size)
+            for _, table, pool in self._windows
+        )
+        return (group, *windows)
 
     def batch(self, arrays: StepArrays) -> Step:
         """Copies the input of a step to the device."""
@@ -120,6 +148,7 @@ class DeviceInputs:
             np.zeros((0, 1), np.int64) if rows_of is None else rows_of,
             *self._host_table.take_changes(),
         )
+        self._send_windows()
         words = () if arrays.ancestors is None else (arrays.ancestors,)
         token_ids, positions, slots, logits_rows, rows, cu_q_lens, kv_lens, *rest = (
             self._copies.send((*columns, *words))
@@ -144,7 +173,7 @@ class DeviceInputs:
         return Step(
             token_ids=token_ids,
             positions=positions,
-            groups=(group,),
+            groups=self._groups(group, positions, rows),
             logits_rows=logits_rows,
             lora=self._lora_step(arrays),
             slots=rows,
@@ -204,7 +233,7 @@ class DeviceInputs:
         return Step(
             token_ids=step.token_ids,
             positions=step.positions,
-            groups=(group,),
+            groups=self._groups(group, step.positions, given.slots),
             logits_rows=self._static_rows[:num_rows],
             lora=self._static_lora(num_rows, has_lora=has_lora),
             slots=given.slots,
@@ -245,7 +274,7 @@ class DeviceInputs:
         return Step(
             token_ids=views.token_ids,
             positions=views.positions,
-            groups=(group,),
+            groups=self._groups(group, views.positions, views.rows),
             logits_rows=views.logits_rows,
             lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
             slots=views.rows,
@@ -312,6 +341,7 @@ class DeviceInputs:
 
     def _few_changes(self) -> PageChanges:
         """New pages that fit into static inputs; more are sent by themselves."""
+        self._send_windows()
         changes = self._host_table.take_changes()
         if len(changes.indices) <= _MAX_STATIC_CHANGES:
             return changes
@@ -389,6 +419,26 @@ class DeviceInputs:
     def _apply(self, indices: torch.Tensor, pages: torch.Tensor) -> None:
         if indices.shape[0]:
             self._table.view(-1).index_copy_(0, indices, pages)
+
+
+def group_step(
+    first: GroupStep,
+    page_table: torch.Tensor,
+    pool: torch.Tensor,
+    positions: torch.Tensor,
+    page_size: int,
+) -> GroupStep:
+    """A step as a further page group sees it.
+
+    Args:
+        first: As the first group does.
+        page_table: [R, max_pages] int32: the group's, of the step's requests.
+        pool: The group's.
+        positions: [T] int64 of the rows, complete.
+        page_size: Token positions a page.
+    """
+    places = group_places(positions, first.cu_q_lens, page_table, page_size)
+    return first._replace(page_table=page_table, places=places, pool=pool)
 
 
 class _DecodeMemory:

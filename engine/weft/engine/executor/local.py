@@ -16,7 +16,7 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.adapter_rows import LoraPool
-from weft.engine.executor.device_inputs import DeviceInputs
+from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import CapturedDraw
 from weft.engine.executor.draw_graphs import DrawGraphs
@@ -58,6 +58,7 @@ class LocalExecutor:
         model: loaded model.
         layout: shape of a page.
         num_pages: pages of the pool, the null page included.
+        window_pages: the same of each further page group.
         max_requests: rows of the page table.
         max_context_tokens: longest request.
         device: where the model lives.
@@ -86,6 +87,7 @@ class LocalExecutor:
         states: KeptStates | None = None,
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
+        window_pages: Sequence[int] = (),
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._verifying: Verifying | None = None
@@ -94,12 +96,12 @@ class LocalExecutor:
         self._on_capture = on_capture
         self._lora = lora
         self.page_size = layout.page_size
-        dtype = getattr(torch, layout.plane.dtype)
-        try:
-            self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
-        except (RuntimeError, OSError) as error:
-            size = num_pages * layout.page_bytes
-            raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error
+        counts = (num_pages, *window_pages)
+        self._pools = tuple(
+            _new_pool(layout, group, count, device) for group, count in enumerate(counts)
+        )
+        self.pool = self._pools[0]
+        """The first page group's."""
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
@@ -112,7 +114,9 @@ class LocalExecutor:
         self._draws: DrawGraphs | None = None
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
-        self._page_table = PageTable(max_requests, max_pages, keeps_changes=is_cuda)
+        self._page_table, *self._window_tables = (
+            PageTable(max_requests, max_pages, keeps_changes=is_cuda) for _ in layout.groups
+        )
         self._inputs: DeviceInputs | None = None
         self.graphs: StepGraphs | None = None
         """The captured steps; None if there are none."""
@@ -124,6 +128,7 @@ class LocalExecutor:
                 self.known,
                 lora,
                 max_step_tokens,
+                list(zip(self._window_tables, self._pools[1:], strict=True)),
             )
             if cuda_graphs:
                 has_lora = lora is not None
@@ -142,6 +147,11 @@ class LocalExecutor:
     def page_table(self) -> PageTable:
         """The page table on the host; changes reach the device with the next step."""
         return self._page_table
+
+    @property
+    def window_tables(self) -> Sequence[PageTable]:
+        """The same of each further page group."""
+        return self._window_tables
 
     @property
     def step_sizes(self) -> Sequence[int]:
@@ -368,15 +378,15 @@ class LocalExecutor:
         assert self._inputs is not None
         return StepGraphs(self._model, self.pool, self._inputs, buckets).bytes_of_each
 
-    def poison(self, pages: Sequence[int]) -> None:
-        """Fills free pages with NaN, so that reading one is noticed."""
+    def poison(self, pages: Sequence[int], group: int = 0) -> None:
+        """Fills free pages of a group with NaN, so that reading one is noticed."""
         if pages:
-            self.pool.index_fill_(0, page_index(pages, self.device), float("nan"))
+            self._pools[group].index_fill_(0, page_index(pages, self.device), float("nan"))
 
-    def zero(self, pages: Sequence[int]) -> None:
-        """Zeroes pages of the pool."""
+    def zero(self, pages: Sequence[int], group: int = 0) -> None:
+        """Zeroes pages of a group."""
         if pages:
-            self.pool.index_fill_(0, page_index(pages, self.device), 0)
+            self._pools[group].index_fill_(0, page_index(pages, self.device), 0)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages, none of which may be both source and destination."""
@@ -414,10 +424,14 @@ class LocalExecutor:
             max_kv_len=arrays.max_kv_len,
             ancestors=step.ancestors,
         )
+        groups = [group]
+        for host_table, pool in zip(self._window_tables, self._pools[1:], strict=True):
+            table = torch.from_numpy(host_table.pages[arrays.slots, :num_columns])
+            groups.append(group_step(group, table, pool, step.positions, self.page_size))
         return Step(
             token_ids=step.token_ids,
             positions=step.positions,
-            groups=(group,),
+            groups=tuple(groups),
             logits_rows=torch.from_numpy(arrays.logits_rows),
             lora=self._lora_step(arrays),
             slots=torch.from_numpy(arrays.slots),
@@ -446,8 +460,16 @@ def _rows_of(verifying: Verifying) -> torch.Tensor:
     return torch.stack([step.token_ids[:count], words[:count]])
 
 
-def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _new_pool(
+    layout: CacheLayout, group: int, num_pages: int, device: torch.device
+) -> torch.Tensor:
     """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
-    if device.type == "cpu":
-        return huge_zeros(shape, dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    shape, of_group = layout.pool_shape(num_pages, group), layout.groups[group]
+    dtype: torch.dtype = getattr(torch, of_group.plane.dtype)
+    try:
+        if device.type == "cpu":
+            return huge_zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, OSError) as error:
+        size = num_pages * of_group.page_bytes(layout.page_size)
+        raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error

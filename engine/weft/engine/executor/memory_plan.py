@@ -14,8 +14,8 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.layout import CacheLayout
-from weft.engine.memory.page_memory import NULL_PAGE
+from weft.engine.memory.layout import CacheLayout, PageGroup
+from weft.engine.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
 from weft.engine.model.interface import Model
 
 MIN_PAGES = 4
@@ -26,6 +26,8 @@ MIN_MARGIN_BYTES = 256 << 20
 _CONTEXT_BYTES = 768 << 20
 """Bytes of a GPU that a process takes beside its tensors: context, loaded kernels, libraries."""
 _PROBE_PAGES = 2
+CACHED_WINDOWS = 16
+"""One page in so many of the first group has room for one that is cached behind a window."""
 TRIED_TOKENS = 32
 """Tokens of the step that is timed at start."""
 
@@ -72,6 +74,42 @@ class MemoryNeeds:
         )
 
 
+def divide_pages(
+    layout: CacheLayout,
+    num_pages: int,
+    max_requests: int,
+    max_step_tokens: int,
+    *,
+    is_fixed: bool = False,
+) -> tuple[int, ...]:
+    """Divides memory among the page groups. A window group gets what as many requests as may run
+    have at most, and pages that are cached behind windows; the first group gets the rest.
+
+    Args:
+        layout: The groups.
+        num_pages: Pages that fit if every group has as many; the null page included.
+        max_requests: Most running requests.
+        max_step_tokens: Most new tokens of a step.
+        is_fixed: The first group has `num_pages`, whatever the others need.
+
+    Returns:
+        The pages of each group, of none but the first more than `num_pages`.
+    """
+    first, *others = layout.groups
+    size, counts = layout.page_size, []
+    for group in others:
+        assert group.reach is not None
+        at_work = max_requests * window_reserve(group.reach, size)
+        needed = 1 + at_work + step_reserve(max_step_tokens, size)
+        counts.append(min(num_pages, needed + num_pages // CACHED_WINDOWS))
+    saved = sum(
+        (num_pages - count) * group.page_bytes(size)
+        for group, count in zip(others, counts, strict=True)
+    )
+    more = 0 if is_fixed else saved // first.page_bytes(size)
+    return (num_pages + more, *counts)
+
+
 def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
     """Number of pages that fit.
 
@@ -90,6 +128,24 @@ def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
             "max_running_requests, take a smaller model, or raise device_memory_share if it is set"
         )
     return num_pages
+
+
+def describe_windows(layout: CacheLayout, counts: Sequence[int]) -> list[str]:
+    """What each group keeps, in one line, where there are several."""
+    if len(counts) == 1:
+        return []
+    told = [
+        f"{group.plane.layers} layers {_kept(group)}: {count:,} pages of "
+        f"{group.page_bytes(layout.page_size):,} bytes"
+        for group, count in zip(layout.groups, counts, strict=True)
+    ]
+    return ["pages of " + "; ".join(told)]
+
+
+def _kept(group: PageGroup) -> str:
+    if group.reach is None:
+        return "keep all positions"
+    return f"keep the last {group.reach:,}"
 
 
 def describe_pool(needs: MemoryNeeds, num_pages: int, layout: CacheLayout) -> str:
@@ -158,6 +214,7 @@ def measure_needs(
         max_step_tokens=max_step_tokens,
         cuda_graphs=False,
         lora=lora,
+        window_pages=[_PROBE_PAGES] * (len(layout.groups) - 1),
     )
     tables = torch.cuda.memory_allocated(device) - weights
     of_trees = min(max_requests, max(TREE_REQUESTS)) * max(tree_rows, default=0)

@@ -59,6 +59,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def window_tables(self) -> Sequence[PageTable]:
+        """The same of each further page group."""
+        ...
+
+    @property
     def page_size(self) -> int:
         """Token positions a page."""
         ...
@@ -94,12 +99,12 @@ class Executor(Protocol):
         """Copies pages, none of which may be both source and destination."""
         ...
 
-    def zero(self, pages: Sequence[int]) -> None:
-        """Zeroes pages of the pool."""
+    def zero(self, pages: Sequence[int], group: int = 0) -> None:
+        """Zeroes pages of a group."""
         ...
 
-    def poison(self, pages: Sequence[int]) -> None:
-        """Fills free pages with NaN, so that reading one is noticed."""
+    def poison(self, pages: Sequence[int], group: int = 0) -> None:
+        """Fills free pages of a group with NaN, so that reading one is noticed."""
         ...
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +39,8 @@ from weft.engine.executor.memory_plan import (
     MIN_PAGES,
     check_pool_fits,
     describe_pool,
+    describe_windows,
+    divide_pages,
     measure_needs,
     pages_of,
     time_token,
@@ -53,6 +55,7 @@ from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.protocol.reports import EngineInfo
@@ -60,6 +63,7 @@ from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierParts, load_tiers
 from weft.engine.transfer.build import staged_exchange, staging_memory
@@ -86,6 +90,8 @@ class EngineParts:
     memory: PageMemory
     prefixes: PrefixTree | None
     """Index of `memory`; None: no prefix caching."""
+    windows: tuple[WindowPages, ...] = ()
+    """Pages of further groups, which are freed behind a window."""
     intake: Intake
     constraints: MaskSource
     transport: Transport
@@ -128,6 +134,8 @@ class _Pools:
 
     num_pages: int
     """Pages of the pool, its null page included."""
+    window_pages: tuple[int, ...]
+    """The same of each further page group."""
     num_draft_pages: int
     """Pages of a draft model's pool, its null page included."""
     notices: list[str]
@@ -227,6 +235,7 @@ def _load_parts(
         layout=layout,
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
         prefixes=prefixes,
+        windows=_windows(config, layout, pools.window_pages, prefixes),
         intake=intake,
         constraints=constraints,
         transport=plane,
@@ -267,6 +276,7 @@ def _load_models(config: EngineConfig, device: torch.device, progress: Progress)
         dummy=config.dummy_weights,
         is_fixed=config.deterministic and device.type == "cuda",
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
+        frees_windows=not config.keeps_windows,
     )
     drafted = load_head(config, loaded)
     if drafted is not None:
@@ -298,8 +308,10 @@ def _size_pools(
     config: EngineConfig, models: _Models, device: torch.device, lora: LoraPool | None
 ) -> _Pools:
     """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free."""
-    draft, page_bytes = models.draft, models.layout.page_bytes
+    draft, layout = models.draft, models.layout
+    page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
     size, context = config.kv_memory_bytes, models.max_context_tokens
+    needs = None
     if device.type == "cuda" and not config.num_pages and size is None:
         needs = measure_needs(
             models.loaded.model,
@@ -318,11 +330,10 @@ def _size_pools(
         if draft is not None:
             needs = draft.added_to(needs, context, page_bytes, device)
         num_pages = pages_of(needs, page_bytes)
-        plan = [describe_pool(needs, num_pages, models.layout)]
         num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
     else:
         size = DEFAULT_KV_BYTES if size is None else size
-        num_pages, plan = config.num_pages or size // page_bytes, []
+        num_pages = config.num_pages or size // page_bytes
         if num_pages < MIN_PAGES:
             raise ConfigError(
                 f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
@@ -332,9 +343,35 @@ def _size_pools(
         draft_bytes = 0 if draft is None else num_draft_pages * draft.layout.page_bytes
         if device.type == "cuda":
             check_pool_fits(num_pages * page_bytes + draft_bytes, device)
+    plan: list[str] = []
+    limits = config.max_running_requests, config.max_step_tokens
+    is_fixed = config.num_pages is not None
+    num_pages, *of_windows = divide_pages(layout, num_pages, *limits, is_fixed=is_fixed)
+    if needs is not None:
+        plan.append(describe_pool(needs, num_pages, layout))
     if draft is not None:
         plan.append(draft.describe(num_draft_pages))
-    return _Pools(num_pages, num_draft_pages, plan)
+    plan += describe_windows(layout, (num_pages, *of_windows))
+    if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
+        why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"
+        plan.append(f"pages are kept behind sliding windows: {why}")
+    return _Pools(num_pages, tuple(of_windows), num_draft_pages, plan)
+
+
+def _windows(
+    config: EngineConfig, layout: CacheLayout, counts: Sequence[int], prefixes: PrefixTree | None
+) -> tuple[WindowPages, ...]:
+    """The pages of the groups behind the first one."""
+    windows = []
+    for group, num_pages in zip(layout.groups[1:], counts, strict=True):
+        assert group.reach is not None
+        index = None
+        if prefixes is not None:
+            index = WindowIndex(prefixes, group.reach, config.page_size)
+        memory = PageMemory(num_pages, index, tracks_freed=config.poison_free_pages)
+        sizes = group.reach, config.page_size, config.max_step_tokens
+        windows.append(WindowPages(memory, index, *sizes))
+    return tuple(windows)
 
 
 def _make_executor(
@@ -360,6 +397,7 @@ def _make_executor(
         states=models.drafted,
         max_drafts=max_drafts(config),
         tree_rows=tree_rows(config),
+        window_pages=pools.window_pages,
         on_capture=progress,
     )
 
@@ -388,6 +426,7 @@ def _describe_engine(
         draft=layout.plane.draft,
         head_dim=layout.plane.dim,
         kv_parts=layout.plane.parts,
+        window_planes={group.plane.name: group.plane.layers for group in layout.groups[1:]},
         transports=transport.transports,
         transport_detail=transport.describe(),
         versions=_versions(),

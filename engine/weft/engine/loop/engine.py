@@ -78,6 +78,8 @@ class Engine:
         self._executor = parts.executor
         self._intake = parts.intake
         self.memory: PageMemory = parts.memory
+        self.memories = (parts.memory, *(window.memory for window in parts.windows))
+        """The pages of each group; `memory` is the first one's."""
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
@@ -94,7 +96,7 @@ class Engine:
             self._out.fill_command,
             clock,
         )
-        pages = RequestPages(parts.memory, parts.prefixes, config.page_size)
+        pages = RequestPages(parts.memory, parts.prefixes, config.page_size, parts.windows)
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
         )
@@ -280,7 +282,8 @@ class Engine:
         if self.tiers is not None:
             self.tiers.tick()
         if self.config.poison_free_pages:
-            self._executor.poison(self.memory.take_freed())
+            for group, memory in enumerate(self.memories):
+                self._executor.poison(memory.take_freed(), group)
             if self.tiers is not None:
                 self._executor.mark().wait()  # Loads wait for no step.
         if now >= self._report_at or (inbox is not None and wants_report(inbox)):
@@ -357,7 +360,7 @@ class Engine:
     def _flush(self) -> int:
         if self.sessions is not None:
             self.sessions.pins.clear()
-        num_pages = self.memory.flush_cache()
+        num_pages = sum(memory.flush_cache() for memory in self.memories)
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:
@@ -463,6 +466,8 @@ class Engine:
         self._note_progress()
         if self.tiers is not None:
             self.tiers.write_back()
+        for group, memory in enumerate(self.memories[1:], 1):
+            self._executor.zero(memory.take_wipes(), group)
         if wipes := self.memory.take_wipes():
             self._executor.zero(wipes)
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
@@ -522,7 +527,6 @@ class Engine:
 
     def _fork(self, first: Request, now: float) -> None:
         """Creates the other samples of a prompt whose KV exists now; they share its full pages."""
-        num_pages = (first.num_prompt_tokens - 1) // self.config.page_size
         group = self._groups.get(first.key)
         samples, first.unforked_samples = first.unforked_samples, {}
         if group is None:
@@ -530,10 +534,7 @@ class Engine:
         for sample, generated in reversed(samples.items()):
             request = self._intake.sibling(first, sample, generated, now)
             if first.state is State.RUNNING:
-                request.pages = first.pages[:num_pages]
-                self.memory.retain(request.pages)
-                request.num_computed = num_pages * self.config.page_size
-                request.num_published_pages = num_pages
+                self.scheduler.pages.share(first, request)
             else:  # The first sample ended early: another one takes over its candidates.
                 request.candidates, first.candidates = first.candidates, []
             group.append(request)
@@ -623,6 +624,7 @@ class Engine:
             "sampling_slots": self._drawing.num_slots,
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
+            "window_requests": sum(len(window) for window in self.parts.windows),
             **self.fills.sizes(),
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),

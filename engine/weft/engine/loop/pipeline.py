@@ -260,6 +260,10 @@ class StepPipeline:
                 began_at = self._clock()
                 plan.drafts = self._drafter.draft(plan.verifies)
                 plan.drafting_s = self._clock() - began_at
+            for window, table in zip(
+                self._scheduler.pages.windows, self._executor.window_tables, strict=True
+            ):
+                window.enter(table)
             launched = self._executor.launch(
                 step_input(plan, self._executor.page_table, self._executor.page_size)
             )

@@ -6,8 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from weft.engine.loop.tiers import tier_reports
+from weft.engine.memory.layout import PageGroup
+from weft.engine.memory.page_memory import PageCounts
 from weft.engine.protocol.messages import Inbox
-from weft.engine.protocol.reports import LoadReport
+from weft.engine.protocol.reports import LoadReport, WindowCounts
 
 if TYPE_CHECKING:
     from weft.engine.loop.engine import Engine
@@ -48,6 +50,10 @@ def load_report(engine: Engine) -> LoadReport:
         cached_pages=counts.cached,
         used_pages=counts.used,
         quarantined_pages=counts.quarantined,
+        window_pages={
+            group.plane.name: WindowCounts(free=own.free, cached=own.cached, used=own.used)
+            for group, own in _window_counts(engine)
+        },
         quarantine_over_s=engine.fills.quarantine_over_s,
         staging=engine.staging_counts(),
         prefill_tokens_per_second=engine.costs.local_tokens_per_s,
@@ -67,6 +73,12 @@ def load_report(engine: Engine) -> LoadReport:
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
     )
+
+
+def _window_counts(engine: Engine) -> list[tuple[PageGroup, PageCounts]]:
+    """The groups behind the first one, and their pages."""
+    groups, memories = engine.parts.layout.groups[1:], engine.memories[1:]
+    return [(group, memory.counts()) for group, memory in zip(groups, memories, strict=True)]
 
 
 def engine_counters(engine: Engine) -> dict[str, int]:

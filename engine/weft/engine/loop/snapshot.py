@@ -31,6 +31,7 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
         "is_idle": engine.is_idle,
         "is_draining": engine.is_draining,
         "pages": {**memory.counts()._asdict(), "promised": memory.num_promised_pages},
+        "window_pages": [memory.counts()._asdict() for memory in engine.memories[1:]],
         "staging_pages": asdict(staging) if staging is not None else None,
         "sizes": engine.sizes(),
         "requests": request_entries(engine.scheduler, now, max_entries),

@@ -4,8 +4,9 @@ A layout has groups of planes. Planes of a group share page numbers and page tab
 group is one range of bytes, its planes one behind the other. Of a plane a pool is
 `[num_pages, heads, layers, parts, page_size, dim]`, contiguous within a page: a head range of a
 page is one range of bytes, and each (page, head, layer, part) is a dense `[page_size, dim]` matrix
-for attention. How far it is from page to page is the tensor's first stride. All models have one
-group of one plane; their pools are contiguous as a whole.
+for attention. How far it is from page to page is the tensor's first stride. All groups have one
+plane; their pools are contiguous as a whole. Groups behind the first one have pools and page
+numbers of their own, of which a request keeps those that its window still reaches.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class PagedPlane:
     """Entries of one shape for each position; independent of tensor parallelism."""
 
     name: str = "target"
+    """target; of layers with a sliding window that have a group of their own, `window_plane`."""
     layers: int
     """A draft head's KV is one layer more, the last."""
     heads: int
@@ -35,12 +37,44 @@ class PagedPlane:
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
 
 
+def window_plane(reach: int) -> str:
+    """Name of the plane of layers that attend to so many positions at most."""
+    return f"window-{reach}"
+
+
 @dataclass(frozen=True, slots=True)
 class PageGroup:
     """Planes that share page numbers and page tables."""
 
     planes: tuple[PagedPlane, ...]
     """Planes of the group, in the order in which they lie in a page."""
+    reach: int | None = None
+    """Last positions, a row's own included, that rows attend to at most; None: all of them."""
+
+    @property
+    def plane(self) -> PagedPlane:
+        """The plane of a group that has one."""
+        (plane,) = self.planes
+        return plane
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """Shape of the plane in a page: (heads, layers, parts, page_size, dim)."""
+        plane = self.plane
+        return (plane.heads, plane.layers, len(plane.parts), page_size, plane.dim)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page, all layers of the group."""
+        return math.prod(self.page_shape(page_size)) * DTYPE_BYTES[self.plane.dtype]
+
+    def describe(self, page_size: int) -> str:
+        """Canonical text of the group."""
+        plane = self.plane
+        parts = ",".join(f"{part}:{plane.dim}:{plane.dtype}" for part in plane.parts)
+        described = (
+            f"plane={plane.name};layers={plane.layers};heads={plane.heads};"
+            f"parts={parts};page_size={page_size};order=head,layer,part,position,dim"
+        )
+        return f"{described};draft={plane.draft}" if plane.draft else described
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +92,23 @@ class CacheLayout:
 
     @property
     def plane(self) -> PagedPlane:
-        """The plane of a model that has one."""
-        (group,) = self.groups
-        (plane,) = group.planes
-        return plane
+        """The plane of the first group, which keeps all positions."""
+        return self.groups[0].plane
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Shape of the plane in a page: (heads, layers, parts, page_size, dim)."""
-        plane = self.plane
-        return (plane.heads, plane.layers, len(plane.parts), self.page_size, plane.dim)
+        """Shape of a page of the first group: (heads, layers, parts, page_size, dim)."""
+        return self.groups[0].page_shape(self.page_size)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all layers."""
-        return math.prod(self.page_shape) * DTYPE_BYTES[self.plane.dtype]
+        """Bytes of one page of the first group."""
+        return self.groups[0].page_bytes(self.page_size)
 
-    def pool_shape(self, num_pages: int) -> tuple[int, ...]:
-        """Shape of a pool tensor of `num_pages` pages."""
-        return (num_pages, *self.page_shape)
+    def pool_shape(self, num_pages: int, group: int = 0) -> tuple[int, ...]:
+        """Shape of a pool tensor of `num_pages` pages of a group."""
+        return (num_pages, *self.groups[group].page_shape(self.page_size))
 
     def describe(self) -> str:
         """Canonical text of the layout, part of the namespace."""
-        plane = self.plane
-        parts = ",".join(f"{part}:{plane.dim}:{plane.dtype}" for part in plane.parts)
-        described = (
-            f"plane={plane.name};layers={plane.layers};heads={plane.heads};"
-            f"parts={parts};page_size={self.page_size};order=head,layer,part,position,dim"
-        )
-        return f"{described};draft={plane.draft}" if plane.draft else described
+        return "|".join(group.describe(self.page_size) for group in self.groups)

@@ -21,6 +21,18 @@ from weft.engine.memory.prefix_cache import Evicted, PageIndex
 NULL_PAGE = 0
 
 
+def window_reserve(reach: int, page_size: int) -> int:
+    """Pages that a request may have at most, beside those of the prompt tokens of two steps: its
+    window may begin and end inside pages, and another page is computed before one is freed.
+    """
+    return -(-reach // page_size) + 3
+
+
+def step_reserve(max_step_tokens: int, page_size: int) -> int:
+    """Pages of the prompt tokens of two steps, one of which is planned while the other runs."""
+    return -(-2 * max_step_tokens // page_size)
+
+
 class OutOfPages(Exception):
     """Fewer pages are available than requested (internal: the scheduler reacts)."""
 

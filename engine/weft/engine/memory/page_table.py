@@ -60,6 +60,12 @@ class PageTable:
             if self._changed is not None:
                 self._changed.append((slot, known, count))
 
+    def put(self, slot: int, begin: int, pages: Sequence[int]) -> None:
+        """Sets the slot's entries from `begin` on; those before may be of pages that are gone."""
+        self.pages[slot, begin : begin + len(pages)] = pages
+        if self._changed is not None:
+            self._changed.append((slot, begin, begin + len(pages)))
+
     def append(self, slots: Int64Array, indices: Int64Array, pages: Int64Array) -> None:
         """Sets one page of each of some slots' rows, behind all that they have. A step of decodes
         brings these to the device itself: `take_changes` omits them unless they are noted.

@@ -117,6 +117,8 @@ class PrefixTree:
         """Number of pinned pages, in use or not."""
         self.num_pinned_evictions = 0
         """Pinned pages that were evicted nevertheless, since start."""
+        self.on_removed: list[Callable[[Node], None]] = []
+        """Called with every node that leaves the tree, which is as it was."""
 
     # -- finding and adding ----------------------------------------------------------------------
 
@@ -373,6 +375,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         assert parent.children is not None
+        for listener in self.on_removed:
+            listener(node)
         del parent.children[node.tokens]
         if parent.order is not None:
             del parent.order[bisect_left(parent.order, node.tokens)]

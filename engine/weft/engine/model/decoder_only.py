@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, window_plane
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.lm_head import LMHead
@@ -62,13 +62,18 @@ class DecoderOnlyLM:
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """The shape of one page of this model's KV."""
-        plane = PagedPlane(
-            layers=self.config.num_layers,
-            heads=self.config.num_kv_heads,
-            dim=self.config.head_dim,
-            dtype=str(self.dtype).removeprefix("torch."),
-        )
-        return CacheLayout.of_plane(plane, page_size)
+        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        groups = []
+        for reach, layers in config.page_groups:
+            plane = PagedPlane(
+                name="target" if reach is None else window_plane(reach),
+                layers=len(layers),
+                heads=config.num_kv_heads,
+                dim=config.head_dim,
+                dtype=dtype,
+            )
+            groups.append(PageGroup((plane,), reach))
+        return CacheLayout(page_size, tuple(groups))
 
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`.
@@ -111,6 +116,13 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
     return weights.linear(o_spec(*size, bias=config.o_bias))
 
 
+def place_in_pools(config: ModelConfig, layers: Sequence[Layer]) -> None:
+    """Tells the layers of a stack which page groups they are in; before runs are made of them."""
+    for group, (_, numbers) in enumerate(config.page_groups):
+        for in_pool, number in enumerate(numbers):
+            layers[number].mixer.move(group, in_pool)
+
+
 def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:
     """Rows, columns and rows of zeros of the embedding and the LM head."""
     return config.vocab_size, config.hidden_size, config.num_added_tokens
@@ -135,4 +147,5 @@ def _build_stack(
                 mlp(config, index, layer.at("mlp")),
             )
         )
+    place_in_pools(config, layers)
     return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps))

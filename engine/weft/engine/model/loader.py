@@ -51,6 +51,7 @@ def load_model(
     dummy: bool = False,
     is_fixed: bool = False,
     num_added_tokens: int = 0,
+    frees_windows: bool = False,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files.
 
@@ -68,12 +69,14 @@ def load_model(
             digest says so.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
         num_added_tokens: See `ModelConfig.num_added_tokens`.
+        frees_windows: See `ModelConfig.frees_windows`.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
         ConfigError: The dtype or the quantisation does not exist, or not on this device.
     """
-    config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
+    config = ModelConfig.load(model_dir)
+    config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
     build = model_class(config.architecture)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)

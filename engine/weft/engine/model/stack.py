@@ -33,9 +33,9 @@ class Run:
         if self._dense is None or not self._dense.fits(pool):
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
-        assert isinstance(first.mixer, Attention)
-        group = step.groups[first.mixer.group]
-        self._dense(hidden, step.positions, group, pool, first.number, step.lora, stream.taps)
+        group, *further = step.groups
+        numbers = first.number, step.lora, stream.taps
+        self._dense(hidden, step.positions, group, pool, *numbers, further)
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
@@ -100,6 +100,8 @@ def _dense_layer(layer: Layer) -> DenseLayer | None:
         down=feed.down_proj,
         cos_sin=mixer.cos_sin,
         spec=mixer.spec,
+        group=mixer.group,
+        pool_shift=mixer.in_pool - mixer.layer,
     )
 
 

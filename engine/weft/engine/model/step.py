@@ -60,6 +60,7 @@ class Step:
                 kv_lens=kv_lens,
                 max_q_len=1,
                 max_kv_len=group.max_kv_len,
+                pool=group.pool,
             )
             for group in self.groups
         )

@@ -26,6 +26,15 @@ class TierReport:
 
 
 @dataclass(slots=True, kw_only=True)
+class WindowCounts:
+    """Pages by state of a group that is freed behind a window."""
+
+    free: int
+    cached: int
+    used: int
+
+
+@dataclass(slots=True, kw_only=True)
 class LoadReport:
     """The engine's state, sent every 100 ms and after changes of note."""
 
@@ -70,6 +79,8 @@ class LoadReport:
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
     """Number of pages pinned for them, cached or used."""
+    window_pages: dict[str, WindowCounts] = field(default_factory=dict)
+    """Pages of the planes whose pages are freed behind a window, by name."""
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts that each request brings to a step, by the number of requests in it from which on
     that holds; none where nothing is drafted."""
@@ -104,3 +115,6 @@ class EngineInfo:
     max_loras: int = 0
     """Adapters on the device at once; 0: it serves none."""
     max_lora_rank: int = 0
+    window_planes: dict[str, int] = field(default_factory=dict)
+    """Layers of the planes whose pages are freed behind a window, by name; `layers` are the others.
+    """

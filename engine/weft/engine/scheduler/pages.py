@@ -12,6 +12,9 @@ page of the request's own, whose positions from `num_computed` on are written ov
 A request may be dropped while a step that has begun still reads and writes its pages. They are
 nobody's then, but they come back to `memory` with the end of the newest step begun at that time:
 before that no other request and no filler may get them.
+
+All this is of the first page group. What requests have of window groups follows it: as many pages
+behind a match, one more with each page of the first group (`weft.engine.scheduler.window_pages`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from weft.engine.memory.keys import token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import NO_MATCH, Match, Node, PrefixTree
 from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.window_pages import WindowPages, continuable
 
 
 class RequestPages:
@@ -33,10 +37,18 @@ class RequestPages:
         memory: the page owner.
         cache: its index; None: nothing is cached.
         page_size: token positions a page.
+        windows: the pages of further groups, which are freed behind a window.
     """
 
-    def __init__(self, memory: PageMemory, cache: PrefixTree | None, page_size: int) -> None:
+    def __init__(
+        self,
+        memory: PageMemory,
+        cache: PrefixTree | None,
+        page_size: int,
+        windows: Sequence[WindowPages] = (),
+    ) -> None:
         self.memory = memory
+        self.windows = windows
         self._cache = cache
         self._page_size = page_size
         self._copies: list[PageCopy] = []
@@ -61,6 +73,8 @@ class RequestPages:
             _, pages = self._returning.popleft()
             self.num_returning -= len(pages)
             self.memory.release(pages)
+        for window in self.windows:
+            window.end_step(number)
 
     def _return_later(self, pages: Sequence[int]) -> None:
         if pages:
@@ -90,7 +104,7 @@ class RequestPages:
             return NO_MATCH
         num_reusable = request.num_tokens - (0 if request.is_fill else 1)
         data = request.keys.packed(request.tokens, 0, num_reusable)
-        return self._cache.find(request.keys.namespace, data)
+        return continuable(self._cache.find(request.keys.namespace, data), self.windows)
 
     def take(self, request: Request, found: Match) -> None:
         """Gives a request without pages the match that was found just now.
@@ -100,6 +114,8 @@ class RequestPages:
         """
         request.pages = [node.page for node in found.path]
         self.memory.retain(request.pages)
+        for window in self.windows:
+            window.take(request, found.path)
         request.num_published_pages = len(request.pages)
         request.num_computed = len(request.pages) * self._page_size
         if found.partial is not None:
@@ -108,6 +124,19 @@ class RequestPages:
             self.memory.retain([request.partial_page])
         request.cache_leaf = found.path[-1] if found.path else None
         request.keys.adopt([node.key for node in found.path])
+
+    def share(self, first: Request, request: Request) -> None:
+        """Gives a request without pages the full pages of the prompt that it has in common with
+        another one, whose KV is there; none if a window group lacks what it needs behind them.
+        """
+        num_pages = (first.num_prompt_tokens - 1) // self._page_size
+        if not all(window.share(first, request, num_pages) for window in self.windows):
+            self.drop(request)
+            return
+        request.pages = first.pages[:num_pages]
+        self.memory.retain(request.pages)
+        request.num_computed = num_pages * self._page_size
+        request.num_published_pages = num_pages
 
     def note_hit(self, request: Request) -> None:
         """Counts the match that `take` gave as a hit: the request was admitted."""
@@ -157,13 +186,18 @@ class RequestPages:
         if num_full <= first:
             return False
         request.num_published_pages = num_full
-        if self._cache is None:
-            return True
+        if self._cache is not None:
+            self._publish(self._cache, request, first, num_full)
+        for window in self.windows:
+            window.publish(request, num_full)
+        return True
+
+    def _publish(self, cache: PrefixTree, request: Request, first: int, num_full: int) -> None:
         leaf = request.cache_leaf
         if num_full == first + 1 and leaf is not None and leaf.is_used:
-            self._publish_one(self._cache, request, leaf, first)
-            return True
-        request.cache_leaf, added = self._cache.insert(
+            self._publish_one(cache, request, leaf, first)
+            return
+        request.cache_leaf, added = cache.insert(
             request.keys,
             request.tokens,
             request.pages,
@@ -177,7 +211,6 @@ class RequestPages:
         for node in added:
             assert node.parent is not None
             self.memory.published(node.page, node.key, node.parent.key)
-        return True
 
     def _publish_one(self, cache: PrefixTree, request: Request, leaf: Node, index: int) -> None:
         size, page = self._page_size, request.pages[index]
@@ -199,21 +232,36 @@ class RequestPages:
             self._return_later(request.pages)
         else:
             self.memory.release(request.pages)
+        for window in self.windows:
+            window.drop(request, self._newest_step)
         request.pages = []
         request.num_computed = 0
         request.num_published_pages = 0
         request.cache_leaf = None
         self.return_promise(request)
 
+    def has_window_room(self, request: Request, *, soon: bool = False) -> bool:
+        """Whether the window groups have room for the request, or will once steps have ended."""
+        return all(window.has_room(request, soon=soon) for window in self.windows)
+
     def promise(self, request: Request, num_pages: int) -> None:
-        """Reserves pages for a request that is admitted."""
+        """Reserves pages for a request that is admitted, for which `has_window_room`."""
         self.memory.promise(num_pages)
         request.num_promised_pages = num_pages
+        for window in self.windows:
+            window.reserve(request)
+
+    def grown(self, requests: Sequence[Request]) -> None:
+        """Notes that requests, for which pages are reserved, have more in the first group."""
+        for window in self.windows:
+            for request in requests:
+                window.grow(request)
 
     def take_promised(self, request: Request, num_pages: int) -> None:
         """Turns reserved pages into the request's next ones."""
         request.pages += self.memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
+        self.grown((request,))
 
     def return_promise(self, request: Request) -> None:
         """Releases reserved pages that were not taken."""

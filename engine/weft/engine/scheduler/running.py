@@ -202,6 +202,7 @@ class RunningPlans:
         pages = self._memory.allocate(len(rows), namespace)
         for request, page in zip(requests, pages, strict=True):
             request.pages.append(page)
+        self._pages.grown(requests)
         columns.limits[rows] = starts + size
         return True
 
@@ -219,6 +220,7 @@ class RunningPlans:
                     return False
                 if self._preempt() is request:
                     return False
+        self._pages.grown((request,))
         return True
 
     def _verifies(
@@ -260,6 +262,7 @@ class RunningPlans:
             if self._memory.num_available_pages < 1:
                 return len(request.pages) * self._page_size - start - 1
             request.pages += self._memory.allocate(1, request.namespace)
+            self._pages.grown((request,))
         return num_drafts
 
 

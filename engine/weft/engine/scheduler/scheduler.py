@@ -521,7 +521,7 @@ class Scheduler:
         if wanted > self._memory.num_available_pages:
             # The page to be copied may be the very one that is missing.
             self.pages.forget_partial(request)
-        if wanted > self._memory.num_available_pages:
+        if wanted > self._memory.num_available_pages or not self.pages.has_window_room(request):
             return False
         self.pages.promise(request, needed)
         return True
@@ -563,7 +563,8 @@ class Scheduler:
             return
         for victim in self._victims.order(victims):
             num_pages = wanted + self._num_pages_to_come(urgent)
-            if self._free_slots and num_pages <= self._num_pages_soon:
+            has_pages = num_pages <= self._num_pages_soon
+            if self._free_slots and has_pages and self.pages.has_window_room(urgent, soon=True):
                 return
             self.preempt(victim)
             self.num_urgent_preemptions += 1

@@ -185,7 +185,15 @@ int weft_check_batch(const Batch *batch, const Pool *pool) {
   Rope rope = {.positions = batch->positions, .slots = batch->slots, .rows = batch->rows,
                .max_positions = batch->max_positions};
   Status status = check_rope(&rope, pool);
-  return status == FINE ? check_attention(&batch->attention, pool, batch->rows) : status;
+  if (status == FINE) status = check_attention(&batch->attention, pool, batch->rows);
+  for (long i = 0; i < batch->num_further && status == FINE; i++) {
+    const Pages *pages = &batch->further[i];
+    const Attention attention = in_pages(batch->attention, pages);
+    rope.slots = pages->slots;
+    status = check_rope(&rope, &pages->pool);
+    if (status == FINE) status = check_attention(&attention, &pages->pool, batch->rows);
+  }
+  return status;
 }
 
 /* A Status; `taps` and `after` may be null. What `after` writes goes on from the taps: these layers

@@ -13,7 +13,17 @@ typedef struct {
   const void *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
   float eps;
   int64_t window; /* as in Attention */
+  int64_t group; /* of pages: 0 is that of the batch's own table */
+  int64_t pool_shift; /* from its number to its index in the group's pool */
 } Layer;
+
+/* A step as a further group of layers sees it; the lengths are the batch's. */
+typedef struct {
+  Pool pool;
+  const int32_t *page_table; /* these three as in Attention */
+  int64_t max_pages, table_stride;
+  const int64_t *slots; /* as in Batch */
+} Pages;
 
 typedef struct {
   Attention attention; /* q and out are set here */
@@ -24,6 +34,8 @@ typedef struct {
   int64_t rows;
   void *scratch; /* rows * scratch_width elements, see layer_scratch_width */
   const Lora *lora; /* or null */
+  const Pages *further; /* of the groups from 1 on, or null */
+  int64_t num_further;
 } Batch;
 
 #define MAX_TAPS 8
@@ -35,6 +47,14 @@ typedef struct {
   int64_t count;
   int64_t layers[MAX_TAPS], columns[MAX_TAPS]; /* where a layer's input begins in a row of out */
 } Taps;
+
+/* The same rows, with the pages of a further group. */
+static Attention in_pages(Attention attention, const Pages *pages) {
+  attention.page_table = pages->page_table;
+  attention.max_pages = pages->max_pages;
+  attention.table_stride = pages->table_stride;
+  return attention;
+}
 
 static const Weight *weight_of(const Layer *layer, Group group) {
   return group == TO_QKV       ? layer->qkv
@@ -121,15 +141,21 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   attention.q = q;
   attention.out = mixed;
   attention.window = layer->window;
+  if (layer->group > 0) {
+    const Pages *pages = &batch->further[layer->group - 1];
+    pool = &pages->pool;
+    rope.slots = pages->slots;
+    attention = in_pages(attention, pages);
+  }
 
   norm_share(is_bf16, 0, normed, hidden, NULL, layer->input_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_qkv = {qkv, NULL, is_bf16};
   product_share(layer, TO_QKV, normed, to_qkv, batch, index, scratch, d, me);
   wait_for_all(me);
-  rope_share(&rope, pool, index, me);
+  rope_share(&rope, pool, index + layer->pool_shift, me);
   wait_for_all(me);
-  attention_share(&attention, pool, plan, index, me);
+  attention_share(&attention, pool, plan, index + layer->pool_shift, me);
   wait_for_all(me);
   Target to_hidden = {hidden, hidden, is_bf16};
   product_share(layer, TO_O, mixed, to_hidden, batch, index, scratch, d, me);
@@ -155,7 +181,7 @@ static void tap_share(const Taps *taps, long layer, const Batch *batch, const Po
   }
 }
 
-/* Layers first .. first + count - 1 of the pool; `taps` or null. */
+/* Layers first .. first + count - 1; `taps` or null. */
 static void layers_share(const Layer *const *layers, long first, long count, const Batch *batch,
                          const Pool *pool, void *hidden, const Taps *taps, Plan *plan,
                          Division *divisions, Member *me) {

@@ -11,7 +11,7 @@ from weft.engine.checkpoint.parts import (
     NormConfig,
 )
 from weft.engine.memory.layout import CacheLayout
-from weft.engine.model.decoder_only import DecoderOnlyLM, vocabulary_size
+from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
 from weft.engine.model.layers.attention import Attention, attention_spec, o_spec, qkv_spec
 from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
@@ -61,6 +61,7 @@ def _build_stack(config: ModelConfig, parts: DecoderConfig, weights: Weights) ->
         _layer(config, parts, index, weights.at("layers").at(index), rotaries)
         for index in range(config.num_layers)
     ]
+    place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     return Stack(embed_tokens, layers, last, parts.embedding_multiplier)
 

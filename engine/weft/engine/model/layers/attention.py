@@ -62,9 +62,6 @@ def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
 class Attention:
     """Grouped-query attention of one layer with rotary positions: a `Mixer`."""
 
-    group = 0
-    """Which of a step's page groups the layer's K and V are in."""
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -83,7 +80,7 @@ class Attention:
 
         Args:
             spec: The layer's constants, from `attention_spec`.
-            layer: The layer's index in the pool.
+            layer: The layer's number, and its index in the pool unless `move` follows.
             cos_sin: [max_positions, head_dim] float32, shared by layers that rotate alike; of one
                 row: heads are not rotated.
             qkv_proj: [hidden] -> q, k and v of all heads.
@@ -94,7 +91,9 @@ class Attention:
             change: What else becomes of q and k before the rotation, or None.
             q_scales: [max_positions] float32: factors on q by its position, or None.
         """
-        self.layer = layer
+        self.layer = self.in_pool = layer
+        self.group = 0
+        """Which of a step's page groups the layer's K and V are in, at `in_pool` of its layers."""
         self.cos_sin = cos_sin
         self.num_adjacent = num_adjacent
         self.qkv_proj = qkv_proj
@@ -117,9 +116,14 @@ class Attention:
     def _is_rotated(self) -> bool:
         return self.cos_sin.shape[0] > 1
 
+    def move(self, group: int, in_pool: int) -> None:
+        """Puts K and V of the layer into a page group, as the layer with this index of it."""
+        self.group, self.in_pool = group, in_pool
+
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`: on a GPU the layer's page group is settled."""
         group = step.groups[self.group]
+        pool = group.pool_of(pool)
         if not pool.is_cuda or group.is_settled:
             return step
         spec, dtype, shape = self.spec, self.qkv_proj.dtype, (rows, self.qkv_proj.out_features)
@@ -145,8 +149,8 @@ class Attention:
             qkv,
             positions,
             self.cos_sin,
-            pool,
-            self.layer,
+            group.pool_of(pool),
+            self.in_pool,
             group.places,
             spec.heads,
             spec.kv_heads,
@@ -164,7 +168,9 @@ class Attention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attention over the requests' pages, and the projection of what it finds."""
         group = step.groups[self.group]
-        mixed = paged_attention(query.q, pool, self.layer, self.spec, group, query.own)
+        mixed = paged_attention(
+            query.q, group.pool_of(pool), self.in_pool, self.spec, group, query.own
+        )
         return Sum(mixed, self.o_proj, addition_to(step.lora, "o", self.layer))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
@@ -175,4 +181,4 @@ class Attention:
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
         products = shape_of(self.qkv_proj), shape_of(self.o_proj)
-        return Attention, self.group, products, id(self.cos_sin), self.is_usual
+        return Attention, products, id(self.cos_sin), self.is_usual

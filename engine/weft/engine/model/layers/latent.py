@@ -42,9 +42,6 @@ class LatentAttention:
     are ever computed.
     """
 
-    group = 0
-    """Which of a step's page groups the layer's latents are in."""
-
     def __init__(
         self,
         config: LatentConfig,
@@ -63,7 +60,7 @@ class LatentAttention:
 
         Args:
             config: Sizes.
-            layer: The layer's index in the pool.
+            layer: The layer's number, and its index in the pool unless `move` follows.
             rotary: Of `rope_dim` elements.
             scale: Factor on the scores.
             down_proj: [hidden] -> the queries' latent, or all queries, then latent and shared key.
@@ -74,7 +71,9 @@ class LatentAttention:
             o_proj: Values of all heads -> [hidden].
         """
         self.config = config
-        self.layer = layer
+        self.layer = self.in_pool = layer
+        self.group = 0
+        """Which of a step's page groups the latents are in, at `in_pool` of its layers."""
         self.rotary = rotary
         self.down_proj = down_proj
         self.q_norm = q_norm
@@ -152,7 +151,8 @@ class LatentAttention:
         turns, adjacent = self.rotary.cos_sin[step.positions], self.rotary.num_adjacent
         key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
-        write_latents(torch.cat((latent, key), dim=1), pool, self.layer, group.places)
+        vectors = torch.cat((latent, key), dim=1)
+        write_latents(vectors, group.pool_of(pool), self.in_pool, group.places)
         if self.q_proj is not None and self.q_norm is not None:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
         own, turned = low.unflatten(1, (heads, -1)).split([sizes.nope_dim, sizes.rope_dim], dim=2)
@@ -163,7 +163,7 @@ class LatentAttention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attention to the latents, and the projections of what it finds."""
         group = step.groups[self.group]
-        mixed = latent_attention(query.q, pool, self.layer, self.spec, group)
+        mixed = latent_attention(query.q, group.pool_of(pool), self.in_pool, self.spec, group)
         values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
         lora = addition_to(step.lora, "o", self.layer)
         return Sum(values.transpose(0, 1).flatten(1).contiguous(), self.o_proj, lora)

@@ -31,6 +31,9 @@ class Query(NamedTuple):
 class Mixer(Protocol):
     """The block of a layer in which rows see one another: attention."""
 
+    def move(self, group: int, in_pool: int) -> None:
+        """Puts what later rows see into a page group, as the layer with this index of its pool."""
+
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """Prepares a step for consecutive layers of this kind, all of whose rows attend.
 
@@ -91,7 +94,7 @@ class Layer(NamedTuple):
     """
 
     number: int
-    """Its index in the pool."""
+    """Its index in the stack."""
     input_norm: AnyNorm | None
     """None: the mixer reads the stream as it is."""
     mixer: Mixer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -181,6 +182,13 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
     pages.add_metric(["used"], load.used_pages)
     pages.add_metric(["quarantined"], load.quarantined_pages)
     yield pages
+    text = "Pages of layers whose pages are freed behind a sliding window, by plane and state"
+    windows = GaugeMetricFamily("weft_kv_window_pages", text, labels=["plane", "state"])
+    for plane, counts_of in load.window_pages.items():
+        for state, count in asdict(counts_of).items():
+            windows.add_metric([plane, state], count)
+    if windows.samples:
+        yield windows
     text = "Pages of host memory in front of a KV pool on a GPU, by state"
     staging = GaugeMetricFamily("weft_staging_pages", text, labels=["state"])
     counts = load.staging or StagingCounts(free=0, used=0, quarantined=0, total=0)

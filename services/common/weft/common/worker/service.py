@@ -156,13 +156,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype)
             for name in info.kv_parts
         ]
-        plane = kv_pb2.Plane(
-            name="target",
-            layers=info.layers,
-            heads=info.kv_heads,
-            parts=parts,
-            draft_digest=bytes.fromhex(info.draft),
-        )
+        planes = [
+            kv_pb2.Plane(name=name, layers=layers, heads=info.kv_heads, parts=parts)
+            for name, layers in {"target": info.layers, **info.window_planes}.items()
+        ]
+        planes[0].draft_digest = bytes.fromhex(info.draft)
         response = worker_pb2.GetInfoResponse(
             worker_id=self._worker_id,
             epoch=info.epoch,
@@ -171,7 +169,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             model_digest=info.model_digest,
             max_context_tokens=info.max_context_tokens,
             vocabulary_size=info.vocab_size,
-            planes=[plane],
+            planes=planes,
             page_size=info.page_size,
             num_pages=info.num_pages,
             dtype=info.dtype,

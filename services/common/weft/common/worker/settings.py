@@ -71,6 +71,12 @@ class WorkerSettings(PageSettings):
     num_pages: int | None = engine_field(
         "num_pages", None, "size of the KV pool in pages, instead of kv_memory_bytes"
     )
+    window_pages: Literal["auto", "keep"] = Field(
+        "auto",
+        description="KV pages of layers with a sliding window, in models that also have others: "
+        "auto frees them behind the window where this worker exchanges no pages, has no tiers and "
+        "drafts no tokens; keep keeps all",
+    )
     max_context_tokens: int | None = engine_field(
         "max_context_tokens", None, "longest prompt plus output in tokens; default the model's"
     )

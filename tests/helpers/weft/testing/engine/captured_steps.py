@@ -25,11 +25,16 @@ class RecordedSteps(StepGraphs):
 
     def __init__(self, engine: Engine, max_drafts: int, tree_rows: tuple[int, ...] = ()) -> None:
         executor, config = engine._executor, engine.config
-        executor.page_table._changed = []
+        for host in (executor.page_table, *executor.window_tables):
+            host._changed = []
         most, tokens = config.max_running_requests, config.max_step_tokens + config.decodes_beside
         table, page_size = executor.page_table, config.page_size
-        inputs = DeviceInputs(table, page_size, most, executor.known, executor._lora, tokens)
+        windows = list(zip(executor.window_tables, executor._pools[1:], strict=True))
+        inputs = DeviceInputs(
+            table, page_size, most, executor.known, executor._lora, tokens, windows
+        )
         inputs._table = inputs._table.clone()  # Else the host's pages are seen before they come.
+        inputs._windows = [(host, pages.clone(), pool) for host, pages, pool in inputs._windows]
         buckets = step_buckets(
             executor._model.config,
             executor.pool.dtype,

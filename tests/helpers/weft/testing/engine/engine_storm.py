@@ -153,7 +153,7 @@ class Storm(EnginePair):
             self.faults["stall"] += 1
         if rng.random() < 0.003 and self.paused:
             self.paused.clear()
-        elif rng.random() < 0.002:
+        elif rng.random() < 0.002 and self.fillers:
             self.paused.add(rng.choice(sorted(self.fillers)))
             self.faults["pause"] += 1
         if rng.random() < 0.001:
@@ -337,9 +337,10 @@ def ride_out(
 def check_empty(engine: Engine) -> None:
     """Checks that nothing is held any more, in any place."""
     assert engine.is_idle
-    engine.memory.check_integrity()
-    counts = engine.memory.counts()
-    assert counts.free + counts.cached == counts.total, counts
+    for memory in engine.memories:
+        memory.check_integrity()
+        counts = memory.counts()
+        assert counts.free + counts.cached == counts.total, counts
     assert (num_quarantined(engine), engine.memory.num_promised_pages) == (0, 0)
     staging = engine.staging_counts()
     assert staging is None or staging.free == staging.total, staging

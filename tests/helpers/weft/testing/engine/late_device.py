@@ -84,13 +84,13 @@ class LateDevice:
         self._rng = rng
         self._early_chance = early_chance
         self._queue: deque[Callable[[], None]] = deque()
+        self._memories = engine.memories
         self._memory = engine.memory
         self._sampler = engine._drawing._sampler
         self._executor = executor = engine._executor
-        self._pool = executor.pool
+        self._pools = executor._pools
         self._run, self._keep = executor.run, executor.keep
         self._copy, self._zero = executor.copy, executor.zero
-        self._set_free = engine.memory._set_free
         self.num_told = self.num_done = 0
         """Number of pieces of work enqueued."""
         self.most_queued = 0
@@ -101,9 +101,11 @@ class LateDevice:
             engine.turn = self.turn  # type: ignore[method-assign]
         for name in ("launch", "keep", "copy", "zero", "mark"):
             setattr(executor, name, getattr(self, name))
-        executor.poison = lambda pages: None  # type: ignore[method-assign]
+        executor.poison = lambda pages, group=0: None  # type: ignore[method-assign]
         self._sampler.begin = self.begin  # type: ignore[method-assign, assignment]
-        engine.memory._set_free = self._fill_free  # type: ignore[method-assign]
+        for group, memory in enumerate(self._memories):
+            fill_free = partial(self._fill_free, group, memory._set_free)
+            memory._set_free = fill_free  # type: ignore[method-assign]
         evict, self._evicting = engine.memory._evict, False
 
         def noted_evict() -> Any:
@@ -120,7 +122,8 @@ class LateDevice:
             engine.pipeline._begins_in_s = lambda step: begins()  # type: ignore[method-assign]
         self._kept: set[int] = set()
         """Free pages that have been given up: what lies there is still to be copied down."""
-        self._pool[self._memory._free] = float("nan")
+        for pool, memory in zip(self._pools, self._memories, strict=True):
+            pool[memory._free] = float("nan")
 
     # -- what it is told -------------------------------------------------------------------------
 
@@ -128,15 +131,19 @@ class LateDevice:
         """See `Executor.launch`; what the host knows is taken along."""
         table = self._executor._page_table
         arrays = StepArrays.of_step(step, table, self._executor.page_size)
-        pages = table.pages.copy()
+        tables = (table, *self._executor.window_tables)
+        copies = [one.pages.copy() for one in tables]
         logits = _Later()
 
         def run() -> None:
-            current, table.pages = table.pages, pages
+            current = [one.pages for one in tables]
+            for one, pages in zip(tables, copies, strict=True):
+                one.pages = pages
             try:
                 value = self._run(arrays)
             finally:
-                table.pages = current
+                for one, pages in zip(tables, current, strict=True):
+                    one.pages = pages
             if value is not None:
                 logits.value = value
 
@@ -179,9 +186,9 @@ class LateDevice:
         """See `LocalExecutor.copy`."""
         self._enqueue(lambda: self._copy(copies))
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[int], group: int = 0) -> None:
         """See `LocalExecutor.zero`."""
-        self._enqueue(lambda: self._zero(pages))
+        self._enqueue(lambda: self._zero(pages, group))
 
     def mark(self) -> _Mark:
         """See `LocalExecutor.mark`."""
@@ -209,8 +216,10 @@ class LateDevice:
     def check_free(self) -> None:
         """Checks that no work wrote to a free page."""
         self._kept &= set(self._memory._free)
-        free = self._pool[[page for page in self._memory._free if page not in self._kept]]
-        assert bool(free.isnan().all()), "a step wrote to a free page"
+        for group, (pool, memory) in enumerate(zip(self._pools, self._memories, strict=True)):
+            kept = self._kept if group == 0 else ()
+            free = pool[[page for page in memory._free if page not in kept]]
+            assert bool(free.isnan().all()), "a step wrote to a free page"
 
     def _enqueue(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
@@ -218,10 +227,11 @@ class LateDevice:
         self.most_queued = max(self.most_queued, len(self._queue))
         self.may_work()
 
-    def _fill_free(self, page: int) -> None:
-        self._set_free(page)
-        if self._evicting:
+    def _fill_free(self, group: int, set_free: Callable[[int], None], page: int) -> None:
+        set_free(page)
+        if self._evicting and group == 0:
             self._kept.add(page)
             return
-        self._kept.discard(page)
-        self._pool[page] = float("nan")
+        if group == 0:
+            self._kept.discard(page)
+        self._pools[group][page] = float("nan")

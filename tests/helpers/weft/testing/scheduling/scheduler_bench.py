@@ -17,7 +17,9 @@ import numpy as np
 from weft.engine.base.config import PolicyName
 from weft.engine.base.pages import PageCopy
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.page_table import PageTable
 from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.window_index import WindowIndex
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
@@ -25,6 +27,7 @@ from weft.engine.scheduler.plan import Plan, PlanItem
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
+from weft.engine.scheduler.window_pages import WindowPages
 from weft.testing.scheduling.adapter_bench import AdapterBench
 from weft.testing.scheduling.bare_request import bare_request
 
@@ -47,9 +50,13 @@ class _Step:
     pages: list[list[int]]
     adapters: list[tuple[int, bytes]]
     """Slot and digest, of those that have one."""
+    window_pages: list[list[int]]
+    """Rows of the page table, where there is a window group."""
     is_done: bool = False
 
-    def run(self, content: Content, adapters: AdapterBench | None) -> None:
+    def run(
+        self, content: Content, adapters: AdapterBench | None, window: WindowBench | None
+    ) -> None:
         """The device gets to it; tokens of earlier steps have been committed."""
         if self.is_done:
             return
@@ -66,6 +73,56 @@ class _Step:
                 if position >= item.start:
                     content[page][offset] = tokens[position]
                 assert content[page][offset] == tokens[position], "a step reads another's KV"
+        if window is not None:
+            for item, pages in zip(self.items, self.window_pages, strict=True):
+                window.run(item, pages)
+
+
+class WindowBench:
+    """A window group of a device.
+
+    Args:
+        cache: Index of the first group's pages.
+        num_pages: Of the group, the null page included.
+        reach: Positions that a row attends to.
+        limits: Budgets.
+        max_pages: Of the longest request.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixTree,
+        num_pages: int,
+        reach: int,
+        limits: SchedulerLimits,
+        max_pages: int,
+    ) -> None:
+        self.reach = reach
+        self.content: Content = [[POISON] * PAGE for _ in range(num_pages)]
+        self.index = WindowIndex(cache, reach, PAGE)
+        self.memory = PageMemory(num_pages, self.index, tracks_freed=True)
+        most = limits.max_step_tokens
+        self.pages = WindowPages(self.memory, self.index, reach, PAGE, most)
+        self.table = PageTable(limits.max_running_requests, max_pages, keeps_changes=False)
+
+    def run(self, item: PlanItem, pages: list[int]) -> None:
+        """The device writes and reads the rows of an item."""
+        tokens, end = item.request.tokens, item.start + item.num_tokens
+        for position in range(max(0, item.start - self.reach + 1), end):
+            page, offset = self.content[pages[position // PAGE]], position % PAGE
+            if position >= item.start:
+                page[offset] = tokens[position]
+            assert page[offset] == tokens[position], "a row's window has another's KV"
+
+    def check(self) -> None:
+        """Poisons what is free, where no step may have written since it was."""
+        fresh = self.memory.take_freed()
+        for page in set(self.memory._free) - set(fresh):
+            assert self.content[page] == [POISON] * PAGE, f"a step wrote to free page {page}"
+        for page in fresh:
+            self.content[page] = [POISON] * PAGE
+        self.memory.check_integrity()
+        self.index.check_integrity()
 
 
 class FakeFills:
@@ -134,6 +191,8 @@ class Bench:
         stop_chance: float = 0.0,
         adapters: AdapterBench | None = None,
         prompt_budget: Callable[[int, int], int] | None = None,
+        reach: int | None = None,
+        num_window_pages: int = 0,
     ) -> None:
         self.rng = rng
         self.is_overlapped = is_overlapped
@@ -149,14 +208,20 @@ class Bench:
         self.fills = FakeFills(self.memory, rng, self.content)
         self.finished: list[Request] = []
         self.freed_slots: list[int] = []
-        pages = RequestPages(self.memory, self.cache, PAGE)
+        self.window: WindowBench | None = None
+        """A window group, beside which nothing is filled."""
+        if reach is not None:
+            sizes = num_window_pages, reach, limits, num_pages
+            self.window = WindowBench(self.cache, *sizes)
+        windows = () if self.window is None else (self.window.pages,)
+        pages = RequestPages(self.memory, self.cache, PAGE, windows)
         waiting = make_queue(policy, ageing_s, pages.num_cached_tokens, limits.max_step_tokens)
         self.adapters = adapters
         self.scheduler = Scheduler(
             limits,
             pages,
             waiting,
-            self.fills,
+            self.fills if self.window is None else None,
             self.finished.append,
             self.freed_slots.append,
             adapters.manager.residency if adapters is not None else None,
@@ -196,7 +261,7 @@ class Bench:
             timeline=Timeline(submitted_at=self.now),
             priority=priority,
             tenant=tenant,
-            candidates=[CANDIDATE, CANDIDATE] if remote else [],
+            candidates=[CANDIDATE, CANDIDATE] if remote and self.window is None else [],
             adapter=adapter,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
@@ -221,7 +286,7 @@ class Bench:
             self._end(self._flying)
         self._flying = step
         if step is not None and self.rng.random() < 0.5:
-            step.run(self.content, self.adapters)
+            step.run(self.content, self.adapters, self.window)
         if step is not None and not self.is_overlapped:
             self._flying = None
             self._end(step)
@@ -229,6 +294,8 @@ class Bench:
         self._poison()
         self.memory.check_integrity()
         self.cache.check_integrity()
+        if self.window is not None:
+            self.window.check()
         return items
 
     def _check_plan(self, items: list[PlanItem]) -> None:
@@ -264,11 +331,15 @@ class Bench:
         digests = [item.request.adapter for item in items]
         assert [bool(slot) for slot in slots] == [bool(digest) for digest in digests]
         adapters = [pair for pair in zip(slots.tolist(), digests, strict=True) if pair[0]]
-        return _Step(number, plan, items, copies, pages, adapters)
+        rows: list[list[int]] = []
+        if self.window is not None:
+            self.window.pages.enter(self.window.table)
+            rows = [self.window.table.pages[item.request.slot].tolist() for item in items]
+        return _Step(number, plan, items, copies, pages, adapters, rows)
 
     def _end(self, step: _Step) -> None:
         """The device has done the step: commits it, and draws."""
-        step.run(self.content, self.adapters)
+        step.run(self.content, self.adapters, self.window)
         self._check_free()
         self.scheduler.commit(step.number, step.plan)
         for request in [item.request for item in step.items if item.draws]:

@@ -1,0 +1,146 @@
+"""Index of the pages of a window group: what cached paths of the prefix tree have of them.
+
+A tree's nodes are pages of the first group, which keeps all positions. The pages of a group whose
+layers have a sliding window are an addition to some of these nodes, and each may be given up by
+itself: a node without one is still part of its path. A request can go on behind a node only if the
+last ones before have their pages, as far back as the window reaches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from weft.engine.memory.prefix_cache import Evicted
+from weft.engine.memory.tree import Node, PrefixTree
+
+_MAX_PASSED_OVER = 64
+"""Pages of pinned nodes that are passed over for one that is evicted."""
+
+
+class WindowIndex:
+    """Implements `weft.engine.memory.prefix_cache.PageIndex` for the pages of a window group.
+
+    Of unused pages those go first that a request left behind its window and no other one has begun
+    with, the oldest of them first; then the least recently used ones, those of pinned nodes last.
+
+    Args:
+        tree: Index of the first group's pages.
+        reach: Positions that a row attends to at most, its own included.
+        page_size: Token positions a page.
+    """
+
+    def __init__(self, tree: PrefixTree, reach: int, page_size: int) -> None:
+        self.num_needed = -(-(reach - 1) // page_size)
+        """Pages before a page border that rows behind it attend to at most."""
+        self._pages: dict[Node, int] = {}
+        self._nodes: dict[int, Node] = {}
+        self._found: set[int] = set()
+        """Pages with which a request has begun."""
+        self._left: OrderedDict[int, None] = OrderedDict()
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self.on_lost: Callable[[int], None] = lambda page: None
+        """Called with each unused page whose node has left the tree."""
+        tree.on_removed.append(self._removed)
+
+    def continuable(self, path: Sequence[Node], num_pages: int) -> int:
+        """The most pages of a path, but no more than `num_pages`, behind which a request can go on:
+        all that its rows attend to is there.
+        """
+        end = index = num_pages
+        while index > 0 and end - index < self.num_needed:
+            index -= 1
+            if path[index] not in self._pages:
+                end = index
+        return end
+
+    def pages_before(self, path: Sequence[Node]) -> list[int]:
+        """The pages that a request needs which goes on behind a path that is continuable."""
+        return [self._pages[node] for node in path[max(0, len(path) - self.num_needed) :]]
+
+    def add(self, node: Node, page: int) -> bool:
+        """Adds a page, which is in use, to a node; False: the node has one already."""
+        if node in self._pages:
+            return False
+        self._pages[node], self._nodes[page] = page, node
+        return True
+
+    def note_found(self, pages: Iterable[int]) -> None:
+        """Notes that a request begins with these pages."""
+        self._found.update(pages)
+
+    def leave_behind(self, pages: Iterable[int]) -> None:
+        """Notes that a request has released these pages, in their order, since its window does not
+        reach them any more.
+        """
+        for page in pages:
+            if page in self._unused and page not in self._found:
+                del self._unused[page]
+                self._left[page] = None
+
+    def has_page(self, page: int) -> bool:
+        """See `PageIndex.has_page`."""
+        return page in self._nodes
+
+    def mark_unused(self, page: int) -> None:
+        """See `PageIndex.mark_unused`."""
+        self._unused[page] = None
+
+    def mark_used(self, page: int) -> None:
+        """See `PageIndex.mark_used`."""
+        self._drop_unused(page)
+
+    def evict(self) -> Evicted | None:
+        """See `PageIndex.evict`."""
+        if self._left:
+            return self._evicted(self._left.popitem(last=False)[0])
+        for _ in range(min(len(self._unused), _MAX_PASSED_OVER)):
+            page, _ = self._unused.popitem(last=False)
+            if not self._nodes[page].num_pins:
+                return self._evicted(page)
+            self._unused[page] = None
+        return self._evicted(self._unused.popitem(last=False)[0]) if self._unused else None
+
+    @property
+    def num_unused_pages(self) -> int:
+        """See `PageIndex.num_unused_pages`."""
+        return len(self._left) + len(self._unused)
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """See `PageIndex.num_evictable_pages`: all, since no page needs another one's place."""
+        return self.num_unused_pages
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless pages and nodes belong together."""
+        assert {page: node for node, page in self._pages.items()} == self._nodes
+        assert all(node.page >= 0 for node in self._pages), "a node has left the tree"
+        assert not self._left.keys() & self._unused.keys()
+        assert (self._left.keys() | self._unused.keys() | self._found) <= self._nodes.keys()
+
+    def _evicted(self, page: int) -> Evicted:
+        node = self._forget(page)
+        assert node.parent is not None
+        return Evicted(page, node.key, node.parent.key)
+
+    def _removed(self, node: Node) -> None:
+        page = self._pages.get(node)
+        if page is None:
+            return
+        self._forget(page)
+        if self._drop_unused(page):
+            self.on_lost(page)
+
+    def _forget(self, page: int) -> Node:
+        node = self._nodes.pop(page)
+        del self._pages[node]
+        self._found.discard(page)
+        return node
+
+    def _drop_unused(self, page: int) -> bool:
+        """Takes a page out of the queues; whether it was in one."""
+        for queue in (self._left, self._unused):
+            if page in queue:
+                del queue[page]
+                return True
+        return False

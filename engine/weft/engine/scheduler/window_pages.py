@@ -1,0 +1,241 @@
+"""Pages of requests in a window group, which are freed behind the window.
+
+Of such a group a request has the pages of consecutive positions: those that its computed tokens'
+window still reaches, and those of tokens that are computed or about to be.
+
+    0          num_computed - reach      num_computed    launched   planned
+    |-- freed or never had --|-- window --|-- written by steps --|
+                             ^ first                             ^ as many as in the first group
+
+A page is freed only once the step that computed the position behind its window has ended, so no
+step under way reads it, and none will.
+
+Admission reserves what a request may have at most: then it never lacks a page here, and only the
+first group's pages decide who is preempted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.engine.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.engine.memory.page_table import PageTable
+from weft.engine.memory.tree import Match, Node
+from weft.engine.memory.window_index import WindowIndex
+from weft.engine.scheduler.state import Request
+
+
+class Reserved(NamedTuple):
+    """Pages that requests may have at once."""
+
+    beside_prompts: int = 0
+    """Beside those of the prompt tokens of two steps."""
+    total: int = 0
+    """If nothing of them were freed."""
+
+    def plus(self, other: Reserved, sign: int = 1) -> Reserved:
+        """The sum, or with sign -1 the difference."""
+        return Reserved(
+            self.beside_prompts + sign * other.beside_prompts, self.total + sign * other.total
+        )
+
+
+NOTHING = Reserved()
+
+
+@dataclass(slots=True)
+class _Held:
+    """The pages of one request."""
+
+    first: int = 0
+    """Number of pages before `pages`."""
+    pages: list[int] = field(default_factory=list)
+    num_entered: int = 0
+    """Number of pages, counted from the request's first position, that are in the page table."""
+    reserved: Reserved = NOTHING
+
+    @property
+    def end(self) -> int:
+        """Number of pages up to the last one."""
+        return self.first + len(self.pages)
+
+
+class WindowPages:
+    """Gives requests pages of a window group, and takes them back behind the window.
+
+    Args:
+        memory: The page owner.
+        index: Its index; None: nothing is cached.
+        reach: Positions that a row attends to at most, its own included.
+        page_size: Token positions a page.
+        max_step_tokens: Most new tokens of a step.
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        index: WindowIndex | None,
+        reach: int,
+        page_size: int,
+        max_step_tokens: int,
+    ) -> None:
+        self.memory = memory
+        self._index = index
+        self._reach = reach
+        self._page_size = page_size
+        self._most = window_reserve(reach, page_size)
+        self._num_spare = memory.num_usable_pages - step_reserve(max_step_tokens, page_size)
+        self._held: dict[Request, _Held] = {}
+        self._reserved = NOTHING
+        self._returning: deque[tuple[int, _Held]] = deque()
+        self._grown: list[Request] = []
+        if index is not None:
+            index.on_lost = memory.forget
+
+    def __len__(self) -> int:
+        """Number of requests that have pages or a reservation."""
+        return len(self._held)
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    def continuable(self, path: Sequence[Node], num_pages: int) -> int:
+        """See `WindowIndex.continuable`."""
+        return 0 if self._index is None else self._index.continuable(path, num_pages)
+
+    def take(self, request: Request, path: Sequence[Node]) -> None:
+        """Gives a request the pages that it needs behind a continuable path."""
+        if self._index is None or not path:
+            return
+        pages = self._index.pages_before(path)
+        self.memory.retain(pages)
+        self._index.note_found(pages)
+        # A sample without full pages to share may have its reservation.
+        held = self._held.setdefault(request, _Held())
+        held.first, held.pages = len(path) - len(pages), pages
+
+    def share(self, first: Request, request: Request, num_pages: int) -> bool:
+        """Gives a request what it needs to go on behind as many pages of another one; False: they
+        are not there any more, or there is no room for it.
+        """
+        held, begin = self._held[first], self._first_read(num_pages * self._page_size)
+        if held.first > begin or not self.reserve(request):
+            return False
+        own = self._held[request]
+        own.first, own.pages = begin, held.pages[begin - held.first : num_pages - held.first]
+        self.memory.retain(own.pages)
+        return True
+
+    def publish(self, request: Request, num_pages: int) -> None:
+        """Adds the request's pages to the nodes of its path, as far as they lack one, and frees
+        those behind the window.
+
+        Args:
+            request: Its cache leaf, if it has one, ends the path.
+            num_pages: Length of the path.
+        """
+        held = self._held.get(request)
+        if held is None:
+            return
+        node, index = request.cache_leaf, num_pages - 1
+        while self._index is not None and node is not None and index >= held.first:
+            if not self._index.add(node, held.pages[index - held.first]):
+                break
+            node, index = node.parent, index - 1
+        num_behind = min(self._first_read(request.num_computed) - held.first, len(held.pages))
+        if num_behind > 0:
+            behind, held.pages = held.pages[:num_behind], held.pages[num_behind:]
+            held.first += num_behind
+            self.memory.release(behind)
+            if self._index is not None:
+                self._index.leave_behind(behind)
+
+    def _first_read(self, position: int) -> int:
+        """The first page that rows from this position on attend to."""
+        return max(0, position - self._reach + 1) // self._page_size
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def has_room(self, request: Request, *, soon: bool = False) -> bool:
+        """Whether the request can be admitted, or is; or can be once steps under way have ended."""
+        held = self._held.get(request)
+        if held is not None and held.reserved is not NOTHING:
+            return True
+        wanted = self._reserved.plus(self._most_of(request))
+        if soon:
+            for _, returning in self._returning:
+                wanted = wanted.plus(returning.reserved, -1)
+        return (
+            wanted.beside_prompts <= self._num_spare or wanted.total <= self.memory.num_usable_pages
+        )
+
+    def reserve(self, request: Request) -> bool:
+        """Reserves what the request may have at most; False: there is no room for it."""
+        if not self.has_room(request):
+            return False
+        held = self._held.setdefault(request, _Held())
+        if held.reserved is NOTHING:
+            held.reserved = self._most_of(request)
+            self._reserved = self._reserved.plus(held.reserved)
+        return True
+
+    def _most_of(self, request: Request) -> Reserved:
+        num_tokens = max(request.num_tokens, request.num_prompt_tokens + request.max_tokens)
+        total = -(-num_tokens // self._page_size)
+        return Reserved(min(total, self._most), total)
+
+    def grow(self, request: Request) -> None:
+        """Gives a request as many pages as it has in the first group."""
+        held = self._held[request]
+        if (num_lacking := len(request.pages) - held.end) > 0:
+            held.pages += self.memory.allocate(num_lacking, request.namespace)
+            self._grown.append(request)
+
+    def enter(self, table: PageTable) -> None:
+        """Enters new pages into the page table, as a step begins."""
+        grown, self._grown = self._grown, []
+        for request in grown:
+            held = self._held.get(request)
+            if held is not None and request.slot >= 0:
+                begin = max(held.first, held.num_entered)
+                table.put(request.slot, begin, held.pages[begin - held.first :])
+                held.num_entered = held.end
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def drop(self, request: Request, newest_step: int) -> None:
+        """Releases all pages of a request and its reservation, at once or, if it takes part in
+        steps under way, when that step has ended.
+        """
+        held = self._held.pop(request, None)
+        if held is None:
+            return
+        if request.num_launched:
+            self._returning.append((newest_step, held))
+        else:
+            self._release(held)
+
+    def end_step(self, number: int) -> None:
+        """Notes that a step, and all before it, have ended on the device too."""
+        while self._returning and self._returning[0][0] <= number:
+            self._release(self._returning.popleft()[1])
+
+    def _release(self, held: _Held) -> None:
+        self.memory.release(held.pages)
+        self._reserved = self._reserved.plus(held.reserved, -1)
+
+
+def continuable(match: Match, windows: Sequence[WindowPages]) -> Match:
+    """The longest beginning of a match behind which a request can go on: every group has what its
+    rows attend to. In models with window groups it ends at a page border.
+    """
+    if not windows:
+        return match
+    num_pages = len(match.path)
+    while True:
+        most = min(window.continuable(match.path, num_pages) for window in windows)
+        if most == num_pages:
+            return Match(match.path[:num_pages], None, 0)
+        num_pages = most

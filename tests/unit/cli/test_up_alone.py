@@ -1,0 +1,34 @@
+"""`weft up --prefill 0`: decode workers know that there is nobody to ask for pages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from weft.cli.up.plan import ModelFolder, plan_mesh
+from weft.cli.up.settings import UpSettings
+from weft.cli.up.state import StateFolder
+from weft.common.settings import load_settings
+from weft.engine.base.config import NEVER_SHIP_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("flags", "most_tokens"),
+    [
+        (["--prefill", "0"], str(NEVER_SHIP_TOKENS)),
+        (["--prefill", "0", "--local-prefill-max-tokens", "7"], "7"),
+        (["--prefill", "0", "--kvstore", "1"], None),
+        ([], None),
+    ],
+)
+def test_workers_that_have_nobody_to_ask_are_told(
+    tmp_path: Path, flags: list[str], most_tokens: str | None
+) -> None:
+    """They may then free pages behind sliding windows."""
+    settings = load_settings(UpSettings, flags, {})
+    models = [ModelFolder("tiny", tmp_path)]
+    plan = plan_mesh(settings, StateFolder(tmp_path / "state"), models, None)
+    (command,) = [spec.command for spec in plan.services if spec.name == "decode-0"]
+    told = dict(pairwise(command)).get("--local-prefill-max-tokens")
+    assert told == most_tokens

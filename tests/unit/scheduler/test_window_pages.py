@@ -1,0 +1,203 @@
+"""Pages of a window group: right whatever the load, and no more than the window needs."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weft.engine.base.config import PolicyName
+from weft.engine.executor.memory_plan import divide_pages
+from weft.engine.memory.keys import PageKeys
+from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup
+from weft.engine.memory.page_memory import PageMemory, step_reserve, window_reserve
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.window_index import WindowIndex
+from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import State
+from weft.engine.scheduler.window_pages import WindowPages
+from weft.testing.scheduling.bare_request import bare_request
+from weft.testing.scheduling.scheduler_bench import NAMESPACE, PAGE, Bench
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+STEM = [random.Random(11).randrange(100) for _ in range(120)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(20, 60),
+    st.integers(1, 6),
+    st.integers(1, 30),
+    st.sampled_from(POLICIES),
+    st.booleans(),
+)
+def test_rows_find_their_window_whatever_the_load(
+    seed: int,
+    num_pages: int,
+    max_running: int,
+    reach: int,
+    policy: PolicyName,
+    is_overlapped: bool,
+) -> None:
+    """Prompts that begin alike, ends that nobody foresees, cancels and preemptions."""
+    rng = random.Random(seed)
+    max_step_tokens = max_running + rng.choice([1, 16])
+    limits = SchedulerLimits(
+        PAGE,
+        max_step_tokens,
+        rng.choice([4, 8, 16]),
+        max_running,
+        by_priority=policy == "priority",
+        preemption_threshold=rng.choice([None, 1, 3]) if policy == "priority" else None,
+    )
+    least = 1 + window_reserve(reach, PAGE) + step_reserve(max_step_tokens, PAGE)
+    bench = Bench(
+        rng,
+        num_pages,
+        limits,
+        policy,
+        is_overlapped=is_overlapped,
+        stop_chance=rng.choice([0.0, 0.1]),
+        reach=reach,
+        num_window_pages=min(num_pages, least + rng.randrange(20)),
+    )
+    requests, capacity = [], bench.memory.num_usable_pages * PAGE
+    for _ in range(rng.randint(1, 14)):
+        num_prompt = rng.randint(1, capacity * 2 // 3)
+        most = rng.randint(1, min(30, capacity - num_prompt))
+        prefix = STEM[: rng.randint(0, 120)]
+        request = bench.add(num_prompt, most, prefix=prefix, priority=rng.randint(-3, 3))
+        requests.append(request)
+        for _ in range(rng.randint(0, 9)):
+            bench.step()
+        if rng.random() < 0.2:
+            bench.scheduler.finish(rng.choice(requests))
+        if rng.random() < 0.1:
+            bench.memory.flush_cache()
+    bench.run(*requests)
+    assert bench.window is not None
+    for memory in (bench.memory, bench.window.memory):
+        counts = memory.counts()
+        assert counts.free + counts.cached == counts.total
+    assert not len(bench.window.pages)
+    assert not any(bench.scheduler.sizes().values())
+
+
+@pytest.mark.parametrize("reach", [1, 2, 4, 5, 9, 30])
+def test_a_match_ends_where_every_row_behind_it_finds_its_window(reach: int) -> None:
+    rng = random.Random()
+    tree = PrefixTree(PAGE)
+    index = WindowIndex(tree, reach, PAGE)
+    tokens = [rng.randrange(100) for _ in range(40 * PAGE)]
+    pages = list(range(1, 41))
+    leaf, path = tree.insert(PageKeys(NAMESPACE, PAGE), tokens, pages, 0, 40, None)
+    for chance in (0.0, 0.5, 0.9, 1.0):
+        held = {page for page in pages if rng.random() < chance}
+        for node in path:
+            if node.page in held:
+                index.add(node, 100 + node.page)
+        for num_pages in range(41):
+            expected = max(
+                end
+                for end in range(num_pages + 1)
+                if all(
+                    pages[position // PAGE] in held
+                    for position in range(max(0, end * PAGE - reach + 1), end * PAGE)
+                )
+            )
+            assert index.continuable(path, num_pages) == expected
+        for node in path:
+            if node.page in held:
+                index._forget(100 + node.page)
+    assert leaf is path[-1]
+
+
+def test_pages_left_behind_go_before_those_that_a_match_has_used() -> None:
+    tree = PrefixTree(PAGE)
+    index = WindowIndex(tree, 9, PAGE)
+    memory = PageMemory(10, index)
+    tokens = list(range(6 * PAGE))
+    _, path = tree.insert(PageKeys(NAMESPACE, PAGE), tokens, [21, 22, 23, 24, 25, 26], 0, 6, None)
+    pages = memory.allocate(6)
+    for node, page in zip(path, pages, strict=True):
+        assert index.add(node, page)
+    index.note_found(pages[:2])
+    behind = pages[:4]
+    memory.release(behind)
+    index.leave_behind(behind)
+    memory.release(pages[4:])
+    order = [pages[2], pages[3], pages[1], pages[0], pages[5], pages[4]]
+    path[4].num_pins = path[5].num_pins = 1
+    assert index.num_evictable_pages == 6
+    memory.allocate(3)  # Those that were free.
+    for page in order:
+        assert memory.allocate(1) == [page]
+
+
+SIZE, REACH, CONTEXT = 16, 128, 32_768 // 4
+"""A window of one in 64 of a context, as of gpt-oss one in 256."""
+
+
+def most_at_once(num_pages: int, windows: tuple[WindowPages, ...]) -> int:
+    """How many requests of CONTEXT tokens are admitted at once."""
+    limits = SchedulerLimits(SIZE, 2048, 2048, 64)
+    pages = RequestPages(PageMemory(num_pages, None), None, SIZE, windows)
+    waiting = make_queue("fcfs", 30.0, pages.num_cached_tokens, 2048)
+    done: list[object] = []
+    scheduler = Scheduler(limits, pages, waiting, None, done.append, lambda slot: None)
+    tokens = list(range(CONTEXT))
+    for number in range(64):
+        fields = {"num_prompt_tokens": CONTEXT, "max_tokens": 500, "arrival": number}
+        scheduler.add(bare_request(tokens.copy(), SIZE, NAMESPACE, **fields))
+    most = 0
+    while not done:
+        plan = scheduler.plan(0.0)
+        drawing = [item.request for item in plan if item.draws]
+        number = scheduler.launch(plan)
+        scheduler.commit(number, plan)
+        for request in drawing:
+            if request.state is State.RUNNING:
+                request.tokens.append(7)
+                if request.num_generated >= request.max_tokens:
+                    scheduler.finish(request)
+        most = max(most, len(scheduler.running) + len(scheduler.prefilling))
+    return most
+
+
+def test_nearly_twice_as_many_requests_with_a_window_in_half_of_the_layers() -> None:
+    halves = [
+        PageGroup((PagedPlane(layers=12, heads=8, dim=64, dtype="bfloat16"),), reach)
+        for reach in (None, REACH)
+    ]
+    layout = CacheLayout(SIZE, tuple(halves))
+    all_kept = 20 * CONTEXT // SIZE
+    num_pages, num_window_pages = divide_pages(layout, all_kept, 64, 2048)
+    sizes = [half.page_bytes(SIZE) for half in halves]
+    spent = num_pages * sizes[0] + num_window_pages * sizes[1]
+    assert spent <= all_kept * sum(sizes)
+    window = WindowPages(PageMemory(num_window_pages, None), None, REACH, SIZE, 2048)
+    before, after = most_at_once(all_kept, ()), most_at_once(num_pages, (window,))
+    print(f"{before} requests with all pages kept, {after} with those behind the window freed")
+    assert after >= 1.8 * before
+
+
+def test_memory_is_divided_by_what_windows_need() -> None:
+    full = PageGroup((PagedPlane(layers=5, heads=2, dim=8, dtype="float32"),))
+    windowed = PageGroup((PagedPlane(layers=25, heads=2, dim=8, dtype="float32"),), 1024)
+    layout = CacheLayout(SIZE, (full, windowed))
+    assert divide_pages(CacheLayout(SIZE, (full,)), 77, 64, 512) == (77,)
+    # With little memory the window is no shorter than what there is room for.
+    assert divide_pages(layout, 900, 64, 512) == (900, 900)
+    needed = 64 * window_reserve(1024, SIZE) + step_reserve(512, SIZE)
+    num_pages, of_window = divide_pages(layout, 100_000, 64, 512)
+    assert needed < of_window < needed + 100_000 // 10
+    assert num_pages == 100_000 + (100_000 - of_window) * 5
+    assert divide_pages(layout, 100_000, 64, 512, is_fixed=True) == (100_000, of_window)
+    assert math.isclose(num_pages * 1 + of_window * 5, 600_000, rel_tol=1e-4)
