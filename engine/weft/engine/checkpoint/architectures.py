@@ -26,6 +26,20 @@ _BUILT_IN = {
 }
 
 
+HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
+"""Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
+with an LM head."""
+
+
+def language_model_name(architecture: str) -> str:
+    """The name of the same decoder with an LM head; one class implements them all."""
+    for end in (HEADLESS, CLASSIFIER):
+        if architecture.endswith(end):
+            name = architecture.removesuffix(end) + LANGUAGE_MODEL
+            return name if name in _BUILT_IN else architecture
+    return architecture
+
+
 def supported_architectures() -> tuple[str, ...]:
     """Names that there are classes for, sorted."""
     return tuple(sorted({*_BUILT_IN, *(point.name for point in _entry_points())}))
@@ -33,7 +47,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 def check_architecture(architecture: str) -> None:
     """Raises ModelError for an architecture that no class implements; imports none."""
-    if architecture not in supported_architectures():
+    if language_model_name(architecture) not in supported_architectures():
         raise _unsupported(architecture)
 
 
@@ -43,7 +57,7 @@ def load_class(architecture: str) -> Any:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if location := _BUILT_IN.get(architecture):
+    if location := _BUILT_IN.get(language_model_name(architecture)):
         module, name = location
         return getattr(import_module(module), name)
     for point in _entry_points():
@@ -58,7 +72,7 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if architecture in _BUILT_IN:
+    if language_model_name(architecture) in _BUILT_IN:
         return None
     reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
     return reader

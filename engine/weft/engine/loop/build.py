@@ -210,7 +210,17 @@ def _load_parts(
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
-    intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens, adapted)
+    intake = Intake(
+        config,
+        layout,
+        loaded.digest,
+        vocab_size,
+        ends,
+        max_tokens,
+        adapted,
+        loaded.pooling,
+        loaded.embedding_size,
+    )
     constraints = Constraints(config, vocab_size, ends, wake)
     tiers = load_tiers(config, layout.page_bytes, executor.page_pool, executor.pin, wake)
     notices = [
@@ -267,11 +277,12 @@ def _load_models(config: EngineConfig, device: torch.device, progress: Progress)
         dummy=config.dummy_weights,
         is_fixed=config.deterministic and device.type == "cuda",
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
+        task=config.task,
     )
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
-    most = loaded.config.max_position_embeddings
+    most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
         loaded,
         drafted,
@@ -360,6 +371,8 @@ def _make_executor(
         states=models.drafted,
         max_drafts=max_drafts(config),
         tree_rows=tree_rows(config),
+        heads=models.loaded.heads,
+        is_fixed=config.deterministic,
         on_capture=progress,
     )
 
@@ -372,7 +385,7 @@ def _describe_engine(
     transport: Transport,
     notices: list[str],
 ) -> EngineInfo:
-    layout = models.layout
+    layout, loaded = models.layout, models.loaded
     return EngineInfo(
         epoch=secrets.randbits(64) | 1,
         model_digest=models.loaded.digest,
@@ -392,6 +405,9 @@ def _describe_engine(
         versions=_versions(),
         notices=notices,
         engine_pid=os.getpid(),
+        task=loaded.pooling.task,
+        embedding_size=loaded.embedding_size if loaded.pooling.task == "embed" else 0,
+        num_labels=loaded.config.num_labels,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.files import Progress, weight_files
+from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
-from weft.engine.model.interface import Model
+from weft.engine.model.interface import Model, WithClasses
+from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.reader import CheckpointReader, WithoutPrefix
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
@@ -35,6 +39,15 @@ class LoadedModel:
     """Dtype of computation and of the KV cache; never auto."""
     weight_format: str
     """Of the products' weights: the dtype, or that of the quantisation."""
+    pooling: PoolingConfig
+    """The task, and how vectors are made."""
+    heads: PooledHeads
+    """What makes vectors of pooled hidden states."""
+
+    @property
+    def embedding_size(self) -> int:
+        """Entries of an embedding."""
+        return self.heads.embedding.out_features or self.config.hidden_size
 
 
 def load_model(
@@ -47,6 +60,7 @@ def load_model(
     dummy: bool = False,
     is_fixed: bool = False,
     num_added_tokens: int = 0,
+    task: str = "auto",
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files.
 
@@ -64,12 +78,15 @@ def load_model(
             digest says so.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
         num_added_tokens: See `ModelConfig.num_added_tokens`.
+        task: See `load_pooling`.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
         ConfigError: The dtype or the quantisation does not exist, or not on this device.
     """
     config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
+    pooling = load_pooling(model_dir, task)
+    config = _for_task(config, pooling.task, model_dir)
     build = model_class(config.architecture)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
@@ -88,29 +105,67 @@ def load_model(
         )
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
         return LoadedModel(
-            model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
+            model=model,
+            config=config,
+            digest=digest,
+            dtype=dtype,
+            weight_format=weight_format,
+            pooling=pooling,
+            heads=_heads(model, pooling, target, dummy=True),
         )
     with Checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
         if config.tie_word_embeddings:
             checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
-        model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
+        reader: CheckpointReader = checkpoint
+        if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
+            reader = WithoutPrefix(checkpoint, _BASE)
+        model = build(config, Weights(reader, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
     try:
         digest = model_digest(config, computed, weight_files(model_dir), scheme.fingerprint())
     except OSError as error:
         raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     return LoadedModel(
-        model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
+        model=model,
+        config=config,
+        digest=digest,
+        dtype=dtype,
+        weight_format=weight_format,
+        pooling=pooling,
+        heads=_heads(model, pooling, target),
     )
 
 
+def _heads(
+    model: Model, pooling: PoolingConfig, device: torch.device, *, dummy: bool = False
+) -> PooledHeads:
+    classes = model.classes if isinstance(model, WithClasses) else None
+    return PooledHeads(read_embedding_head(pooling, device, dummy=dummy), classes)
+
+
+def _for_task(config: ModelConfig, task: Task, model_dir: Path) -> ModelConfig:
+    """The configuration with the head that the task needs."""
+    if task == "embed" and config.head == "tokens":
+        return replace(config, head="none")
+    if task in ("generate", "score") and config.head != "tokens":
+        raise ModelError(
+            f"{model_dir}: {config.architecture} has no LM head, which the task {task} needs; "
+            "load it with --task auto",
+            param="task",
+        )
+    return config
+
+
+_BASE = "model."
+_EMBEDDING = f"{_BASE}embed_tokens.weight"
 _FIXED = "fixed-3"
 """Raised with every change of the bits that operations of deterministic mode make on a GPU."""
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
-    tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
-    return tied_copy or is_rotary_buffer(name)
+    needs_head = config.head == "tokens" and not config.tie_word_embeddings
+    unused_head = name == "lm_head.weight" and not needs_head
+    return unused_head or is_rotary_buffer(name)
