@@ -9,6 +9,7 @@ Task = Literal["generate", "embed", "classify", "score"]
 """What a model serves: tokens, embeddings, values of its classification head, or logits of named
 tokens behind a prompt.
 """
+TASKS: tuple[Task, ...] = ("generate", "embed", "classify", "score")
 Output = Literal["embedding", "token_embeddings", "classes", "label_logits"]
 """embedding: one vector a prompt; token_embeddings: one a token; classes: values of the
 classification head; label_logits: logits of `Pool.label_ids` for the token behind the prompt.
@@ -41,6 +42,8 @@ class Pool:
     """
     normalises: bool | None = None
     """Whether embeddings get length 1; None: as the model's files say."""
+    segment_start: int = 0
+    """Position of the first token of the second of a pair of texts; 0: there is one text."""
     pooling: Pooling = "last"
     """Set by the engine from the model's files."""
 

@@ -61,6 +61,8 @@ class PoolingConfig:
     """The text that goes ahead of inputs that name none; empty: none does."""
     max_tokens: int | None = None
     """Longest input; None: the model's context."""
+    has_bare_scores: bool = False
+    """classify: whether scores of pairs are the head's values, not made probabilities."""
     true_token_id: int | None = None
     """score: the token that says that a document is relevant; None: `yes`."""
     false_token_id: int | None = None
@@ -112,6 +114,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             "prompts": prompts,
             "default_prompt": default,
             "max_tokens": most,
+            "has_bare_scores": _has_bare_scores(raw),
             **config,
         }
     )
@@ -127,6 +130,14 @@ def is_encoder_architecture(architecture: str) -> bool:
     for end in ("ForSequenceClassification", "ForMaskedLM", "Model"):
         stem = stem.removesuffix(end)
     return stem in ENCODER_PREFIXES
+
+
+def _has_bare_scores(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json of a cross-encoder says that its scores are not made probabilities."""
+    own = raw.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or raw.get("sbert_ce_default_activation_function")
+    return isinstance(named, str) and named.endswith("Identity")
 
 
 def _task_of(architecture: str, kinds: list[str]) -> Task:
@@ -199,7 +210,9 @@ def _pooling(fields: Fields) -> Pooling:
         modes = [mode for flag, mode in _FLAGS.items() if fields.flag(flag, False)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
-        raise fields.error("pooling_mode", f"{modes!r} is not supported; one of {', '.join(_MODES)}")
+        raise fields.error(
+            "pooling_mode", f"{modes!r} is not supported; one of {', '.join(_MODES)}"
+        )
     if not fields.flag("include_prompt", True):
         raise fields.error("include_prompt", "false is not supported")
     return _MODES[modes[0]]

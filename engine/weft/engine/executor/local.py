@@ -340,7 +340,10 @@ class LocalExecutor:
         """`_hidden`, and what is made of further rows, begun: log-probabilities and vectors."""
         count, num_scored = len(arrays.logits_rows), sum(len(one.tokens) for one in step.scores)
         wanted = [
-            *((one.request, range(one.first_row, one.first_row + len(one.tokens))) for one in step.scores),
+            *(
+                (one.request, range(one.first_row, one.first_row + len(one.tokens)))
+                for one in step.scores
+            ),
             *((one.request, one.wanted) for one in step.pooled),
         ]
         rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])

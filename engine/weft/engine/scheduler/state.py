@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from weft.engine.base.errors import WeftError
-from weft.engine.base.tasks import Pool
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.base.tasks import Pool
 from weft.engine.memory.keys import PageKeys
 from weft.engine.memory.tree import Node
 from weft.engine.protocol.timeline import FillCandidate, Timeline

@@ -16,6 +16,7 @@ from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
 from weft.gateway.api.end_session import end_session
+from weft.gateway.api.grpc.pooling import PooledCalls
 from weft.gateway.api.tools import (
     NO_TOOLS,
     Tool,
@@ -70,6 +71,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         max_body_bytes: int,
     ) -> None:
         self._pipeline = pipeline
+        self._pooled = PooledCalls(pipeline)
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
@@ -102,6 +104,27 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         )
         translated = _translate(request, call_facts(context, "cmpl"), prompt)
         await self._answer(translated, request.stream, context, gateway_pb2.CompleteResponse)
+
+    async def Embed(
+        self, request: gateway_pb2.EmbedRequest, context: Context
+    ) -> gateway_pb2.EmbedResponse:
+        """See gateway.proto."""
+        self._check_size(request)
+        return await self._pooled.embed(request, context)
+
+    async def Rerank(
+        self, request: gateway_pb2.RerankRequest, context: Context
+    ) -> gateway_pb2.RerankResponse:
+        """See gateway.proto."""
+        self._check_size(request)
+        return await self._pooled.rerank(request, context)
+
+    async def Score(
+        self, request: gateway_pb2.ScoreRequest, context: Context
+    ) -> gateway_pb2.ScoreResponse:
+        """See gateway.proto."""
+        self._check_size(request)
+        return await self._pooled.score(request, context)
 
     async def _answer(
         self,

@@ -238,6 +238,9 @@ class ModelAnswer(Answer):
     max_model_len: int = Field(description="context length, in tokens")
     root: str = Field(description="of an adapter its folder; else the model")
     parent: str | None = Field(description="base model of an adapter")
+    task: Literal["generate", "embed", "classify", "score"] = Field(
+        description="text, embeddings, classes, or scores by the logits of yes and no"
+    )
 
 
 class AdapterAnswer(Answer):

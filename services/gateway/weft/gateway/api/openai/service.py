@@ -338,6 +338,7 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "max_model_len": served.context_tokens,
         "root": served.model.name if entry is None else entry.path,
         "parent": None if entry is None else entry.model,
+        "task": served.task,
     }
 
 

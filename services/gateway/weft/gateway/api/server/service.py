@@ -68,11 +68,21 @@ class GenerationProbe:
                 sampling=Sampling(temperature=0.0),
                 stopping=Stopping(max_tokens=1, ignore_eos=True),
                 timeout_s=_PROBE_S,
+                wants=_probe_of(served.task),
             )
             async with self._pipeline.open(request) as stream:
                 while await stream.next_deltas():
                     pass
         self._good_until = asyncio.get_running_loop().time() + _PROBE_AGE_S
+
+
+def _probe_of(task: Task) -> Wants | None:
+    """What a model is asked for to show that it works."""
+    if task == "embed":
+        return Wants(output="embedding")
+    if task == "classify":
+        return Wants(output="classes")
+    return Wants(output="label_logits", label_ids=(0,)) if task == "score" else None
 
 
 class ServerFace(dialects_pb2_grpc.ServerServiceServicer):
