@@ -46,6 +46,8 @@ class Pool:
     """Position of the first token of the second of a pair of texts; 0: there is one text."""
     pooling: Pooling = "last"
     """Set by the engine from the model's files."""
+    is_whole: bool = False
+    """Whether prompts are computed in one step, of nothing that is cached; set by the engine."""
 
     @property
     def task(self) -> Task:

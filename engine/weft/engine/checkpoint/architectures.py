@@ -29,6 +29,17 @@ _BUILT_IN = {
 HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
 """Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
 with an LM head."""
+_ENCODERS = {
+    f"{stem}{end}": location
+    for stem, location in {
+        "Bert": ("weft.engine.model.archs.bert", "BertModel"),
+        "Roberta": ("weft.engine.model.archs.bert", "BertModel"),
+        "XLMRoberta": ("weft.engine.model.archs.bert", "BertModel"),
+        "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
+    }.items()
+    for end in (HEADLESS, CLASSIFIER, "ForMaskedLM")
+}
+_LOCATIONS = {**_BUILT_IN, **_ENCODERS}
 
 
 def language_model_name(architecture: str) -> str:
@@ -42,7 +53,7 @@ def language_model_name(architecture: str) -> str:
 
 def supported_architectures() -> tuple[str, ...]:
     """Names that there are classes for, sorted."""
-    return tuple(sorted({*_BUILT_IN, *(point.name for point in _entry_points())}))
+    return tuple(sorted({*_LOCATIONS, *(point.name for point in _entry_points())}))
 
 
 def check_architecture(architecture: str) -> None:
@@ -57,7 +68,7 @@ def load_class(architecture: str) -> Any:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if location := _BUILT_IN.get(language_model_name(architecture)):
+    if location := _LOCATIONS.get(language_model_name(architecture)):
         module, name = location
         return getattr(import_module(module), name)
     for point in _entry_points():
@@ -67,15 +78,25 @@ def load_class(architecture: str) -> Any:
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
-    """What the class of another distribution reads config.json with; None: `ModelConfig` does.
+    """What reads config.json in place of `ModelConfig`: for encoders a function of their own, and
+    what the class of another distribution brings; None: nothing does.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None
+    if architecture in _ENCODERS:
+        return _encoder_reader
     reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
     return reader
+
+
+def _encoder_reader(*arguments: Any) -> Any:
+    # Imported here: it needs the class that it makes.
+    from weft.engine.checkpoint.encoder_config import read_encoder_config
+
+    return read_encoder_config(*arguments)
 
 
 def _unsupported(architecture: str) -> ModelError:

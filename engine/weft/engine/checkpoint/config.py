@@ -30,7 +30,7 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization"),
-    *("head", "num_labels"),
+    *("head", "num_labels", "is_encoder"),
 )
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
@@ -154,6 +154,8 @@ class ModelConfig:
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
     head: Literal["tokens", "classes", "none"] = "tokens"
     """What the model makes of final hidden states: logits of tokens, values of classes, nothing."""
+    is_encoder: bool = False
+    """Whether tokens see those behind them too: prompts are computed whole, and have no KV."""
     num_labels: int = 0
     """Classes of the classification head; 0: there is none."""
 

@@ -24,7 +24,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-ActivationName = Literal["identity", "tanh", "relu", "gelu", "silu"]
+ActivationName = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu"]
 _ACTIVATIONS: Mapping[str, ActivationName] = {
     "Identity": "identity",
     "Tanh": "tanh",
@@ -53,6 +53,8 @@ class PoolingConfig:
     task: Task
     pooling: Pooling
     normalises: bool
+    is_encoder: bool = False
+    """Whether tokens see those behind them too, so that prompts are computed whole."""
     dense: tuple[DenseConfig, ...] = ()
     """Layers between pooling and normalisation, in order."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -111,6 +113,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             "task": found,
             "pooling": pooling,
             "normalises": not modules,
+            "is_encoder": is_encoder,
             "prompts": prompts,
             "default_prompt": default,
             "max_tokens": most,
@@ -153,7 +156,7 @@ def _task_of(architecture: str, kinds: list[str]) -> Task:
 def _checked_task(task: str) -> Task:
     for known in ("generate", "embed", "classify", "score"):
         if task == known:
-            return known  # type: ignore[return-value]
+            return known
     raise ModelError(f"task: {task!r}; expected one of {', '.join(TASK_CHOICES)}", param="task")
 
 

@@ -206,9 +206,9 @@ def _pooled(plan: Plan) -> list[PooledRows]:
             request=number,
             slot=item.request.slot,
             pool=item.request.pool,
-            num_tokens=item.request.num_prompt_tokens,
+            prompt_length=item.request.num_prompt_tokens,
             start=item.start,
-            count=item.num_tokens,
+            num_tokens=item.num_tokens,
             lead=int(item.has_lead),
         )
         for number, item in enumerate(plan.chunks, before)

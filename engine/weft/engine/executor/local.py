@@ -352,9 +352,10 @@ class LocalExecutor:
             batch = self._batch(arrays)
             more = torch.from_numpy(rows).to(self.device)
             batch.logits_rows = torch.cat([batch.logits_rows, more])
+            batch.token_types = self._token_types(step, arrays)
             hidden = self._model.forward(batch, self.pool)
         slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
-        hidden, scored, pooled = hidden.split([count, num_scored, len(rows) - num_scored])
+        hidden, scored, pooled = torch.split(hidden, [count, num_scored, len(rows) - num_scored])
 
         def logits(first: int, end: int) -> torch.Tensor:
             own = None if slots is None else slots[first:end]
@@ -370,6 +371,17 @@ class LocalExecutor:
         with torch.inference_mode():
             vectors = self._pooler.begin(step.pooled, pooled, logits_of) if step.pooled else None
         return hidden, scores, vectors
+
+    def _token_types(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
+        """See `Step.token_types`."""
+        if not any(piece.pool.segment_start for piece in step.pooled):
+            return None
+        types = np.zeros(len(arrays.positions), np.int64)
+        for piece in step.pooled:
+            if first := piece.pool.segment_start:
+                begin, end = arrays.cu_q_lens[piece.request : piece.request + 2].tolist()
+                types[begin + first : end] = 1
+        return torch.from_numpy(types).to(self.device)
 
     def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
         token_slots = arrays.adapter_slots

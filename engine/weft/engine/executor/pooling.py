@@ -58,7 +58,7 @@ class Pooler:
         found: list[tuple[PooledRows, torch.Tensor]] = []
         whole: dict[str, list[int]] = {}
         vectors: list[torch.Tensor | None] = [None] * len(pieces)
-        rows = hidden.split([len(piece.wanted) for piece in pieces])
+        rows = torch.split(hidden, [len(piece.wanted) for piece in pieces])
         for number, (piece, own) in enumerate(zip(pieces, rows, strict=True)):
             if piece.pool.output == "token_embeddings":
                 found.append((piece, self._apply(self._heads.embedding, own.float())))
@@ -82,7 +82,7 @@ class Pooler:
     def _apply(self, layers: DenseLayers, rows: torch.Tensor) -> torch.Tensor:
         if not self._is_fixed:
             return layers(rows)
-        return torch.cat([layers(row) for row in rows.split(1)])
+        return torch.cat([layers(row) for row in torch.split(rows, 1)])
 
     def _pooled(self, piece: PooledRows, rows: torch.Tensor) -> torch.Tensor | None:
         """[hidden] float32 of a prompt that ends with these rows; None: more are to come."""
@@ -102,7 +102,7 @@ class Pooler:
                 total += own
         if not piece.is_last:
             return None
-        return total.clone() if pooling == "first" else total / piece.num_tokens
+        return total.clone() if pooling == "first" else total / piece.prompt_length
 
     def _label_logits(
         self,

@@ -40,11 +40,11 @@ class PooledRows(NamedTuple):
     slot: int
     """Slot of the request."""
     pool: Pool
-    num_tokens: int
+    prompt_length: int
     """Tokens of the whole prompt."""
     start: int
     """Position in the prompt of the first token that the request brings."""
-    count: int
+    num_tokens: int
     """Tokens that it brings."""
     lead: int = 0
     """Rows ahead of these, which are run again."""
@@ -52,14 +52,14 @@ class PooledRows(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether the prompt ends here."""
-        return self.start + self.count == self.num_tokens
+        return self.start + self.num_tokens == self.prompt_length
 
     @property
     def wanted(self) -> range:
         """The rows that are needed, counted from the request's own first one."""
         if self.pool.wants_all_rows:
-            return range(self.lead, self.lead + self.count)
-        end = self.lead + self.count
+            return range(self.lead, self.lead + self.num_tokens)
+        end = self.lead + self.num_tokens
         return range(end - 1 if self.is_last else end, end)
 
 

@@ -107,7 +107,7 @@ class Engine:
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config, parts.executor.step_sizes),
+            SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
             pages,
             waiting,
             fills,

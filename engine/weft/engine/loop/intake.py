@@ -171,7 +171,12 @@ class Intake:
         normalises = pool.normalises
         if normalises is None:
             normalises = self._pooling.normalises and pool.task == "embed"
-        return replace(pool, pooling=self._pooling.pooling, normalises=normalises)
+        return replace(
+            pool,
+            pooling=self._pooling.pooling,
+            normalises=normalises,
+            is_whole=self._pooling.is_encoder,
+        )
 
     def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:
         """The samples that are to run, with the tokens generated in earlier attempts."""

@@ -11,6 +11,7 @@ from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.engine.checkpoint.files import Progress, weight_files
 from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
@@ -74,8 +75,8 @@ def load_model(
         progress: Called with (bytes read, bytes in all) as tensors are read.
         quantization: auto (what the checkpoint has), or a format to be made at load (see
             `resolve_quantization`).
-        is_fixed: A token's results do not depend on what else a step holds on a GPU either; the
-            digest says so.
+        is_fixed: A token's results do not depend on what else a step holds, wherever that takes
+            other operations; the digest says so then.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
         num_added_tokens: See `ModelConfig.num_added_tokens`.
         task: See `load_pooling`.
@@ -87,6 +88,8 @@ def load_model(
     config = replace(ModelConfig.load(model_dir), num_added_tokens=num_added_tokens)
     pooling = load_pooling(model_dir, task)
     config = _for_task(config, pooling.task, model_dir)
+    # Native operations of a CPU take one order in any case; encoders have others too.
+    is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = model_class(config.architecture)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
@@ -166,6 +169,8 @@ _FIXED = "fixed-3"
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
+    if isinstance(config, EncoderConfig):
+        return is_unused_of_encoder(name, config)
     needs_head = config.head == "tokens" and not config.tie_word_embeddings
     unused_head = name == "lm_head.weight" and not needs_head
     return unused_head or is_rotary_buffer(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -18,13 +19,14 @@ ACTIVATIONS: Mapping[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
     "tanh": torch.tanh,
     "relu": functional.relu,
     "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """norm(activation(weight @ x + bias)), in float32: there are few rows, and these are results."""
+    """norm(activation(weight @ x + bias)), in float32: rows are few, and these are results."""
 
     weight: torch.Tensor
     """[out, in] float32."""
@@ -33,6 +35,7 @@ class DenseLayer:
     activation: ActivationName = "identity"
     norm: torch.Tensor | None = None
     """Weight of a layer norm behind the activation, [out] float32."""
+    norm_bias: torch.Tensor | None = None
     norm_eps: float = 1e-5
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +43,7 @@ class DenseLayer:
         y = ACTIVATIONS[self.activation](functional.linear(x, self.weight, self.bias))
         if self.norm is None:
             return y
-        return functional.layer_norm(y, self.norm.shape, self.norm, None, self.norm_eps)
+        return functional.layer_norm(y, self.norm.shape, self.norm, self.norm_bias, self.norm_eps)
 
 
 class DenseLayers:

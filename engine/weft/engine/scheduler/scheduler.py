@@ -464,6 +464,8 @@ class Scheduler:
         # One row more than the budget has: with it, a chunk of one page might never fit.
         has_lead = self._limits.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
+        if num_tokens < pending and self._limits.has_whole_prompts:
+            return 0
         if num_tokens < pending:
             to_border = (start + num_tokens) // page_size * page_size - start
             # With no room for what its page lacks, the first prompt of a step takes what there is.

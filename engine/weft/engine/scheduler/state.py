@@ -196,7 +196,8 @@ class Request:
         """Leading tokens that are not computed where their KV is known. The owner of a prompt runs
         its last token, or all of one of which more is wanted than what follows.
         """
-        is_computed_anew = self.pool is not None and self.pool.wants_all_rows
+        pool = self.pool
+        is_computed_anew = pool is not None and (pool.wants_all_rows or pool.is_whole)
         if is_computed_anew or self.prompt_logprobs is not None:
             return 0
         return len(self.tokens) - (not self.is_fill)

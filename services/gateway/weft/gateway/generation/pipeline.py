@@ -593,4 +593,7 @@ def _routing(
 
 def _is_computed_anew(wants: Wants | None, pooling: PoolingConfig) -> bool:
     """Whether all of a prompt is computed, whatever is cached."""
-    return wants is not None and (pooling.pooling != "last" or wants.output == "token_embeddings")
+    if wants is None:
+        return False
+    is_whole = pooling.is_encoder or pooling.pooling != "last"
+    return is_whole or wants.output == "token_embeddings"

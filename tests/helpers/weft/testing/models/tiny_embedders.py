@@ -1,4 +1,4 @@
-"""Small random embedders and rerankers with the files that sentence-transformers keeps beside them."""
+"""Small random embedders and rerankers, with the files that sentence-transformers keeps."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ _TOOL_CHOICES = {
     gateway_pb2.TOOL_MODE_REQUIRED: "required",
 }
 AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
+PooledRequest = gateway_pb2.EmbedRequest | gateway_pb2.RerankRequest | gateway_pb2.ScoreRequest
 
 
 class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
@@ -167,7 +168,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
             )
         await context.write(last)
 
-    def _check_size(self, request: AnyRequest) -> None:
+    def _check_size(self, request: AnyRequest | PooledRequest) -> None:
         if request.ByteSize() > self._max_body_bytes:
             raise invalid("request", f"larger than {self._max_body_bytes} bytes")
 

@@ -1,4 +1,4 @@
-"""Answers with vectors, ranks and scores, as pydantic models: the documented shape of what is sent."""
+"""Answers with vectors, ranks and scores, as pydantic models: the documented shape."""
 
 from __future__ import annotations
 

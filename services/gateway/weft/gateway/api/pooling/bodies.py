@@ -1,8 +1,8 @@
 """Request bodies for vectors in place of text, with the fields that clients of OpenAI, Cohere, Jina
 and vLLM send.
 
-Unknown fields are ignored, as in `weft.gateway.api.openai.bodies`; those that would change the answer
-and are not supported are listed, and refused by name.
+Unknown fields are ignored, as in `weft.gateway.api.openai.bodies`; those that would change the
+answer and are not supported are listed, and refused by name.
 """
 
 from __future__ import annotations

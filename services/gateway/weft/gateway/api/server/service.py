@@ -11,13 +11,14 @@ from google.protobuf.empty_pb2 import Empty
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from weft.engine.base.errors import PermissionDenied, WeftError
+from weft.engine.base.tasks import Task
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
 from weft.gateway.api.edge import Context
 from weft.gateway.api.server.version import version
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.request import GenerateRequest, Sampling, Stopping, TokenPrompt
+from weft.gateway.request import GenerateRequest, Sampling, Stopping, TokenPrompt, Wants
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
 _PROBE_S = 10.0
