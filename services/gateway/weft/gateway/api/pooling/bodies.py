@@ -32,8 +32,10 @@ class PoolBody(Body):
         description="-1000000 to 1000000, default 0: less is more urgent, where workers run with "
         "the scheduling policy `priority`",
     )
-    session_id: str | None = Field(None, description="not used")
-    end_session: bool | None = Field(None, description="not used")
+    session_id: str | None = Field(
+        None, description="keeps requests of one name on one worker, and what they cache; 128 bytes"
+    )
+    end_session: bool | None = Field(None, description="nothing is kept for it any more")
     timeout: float | None = Field(
         None,
         description="longest duration of the request, in seconds; the server's own limit applies "
