@@ -108,6 +108,8 @@ class WorkerStatus:
     model: str = ""
     dtype: str = ""
     weight_format: str = ""
+    task: str = ""
+    """What it serves: generate, embed, classify or score."""
     running_requests: int = 0
     waiting_requests: int = 0
     filling_requests: int = 0
@@ -259,6 +261,7 @@ def _add_info(status: WorkerStatus, info: worker_pb2.GetInfoResponse) -> None:
     status.epoch = f"{info.epoch:016x}"
     status.model, status.dtype = info.model, info.dtype
     status.weight_format = info.weight_format
+    status.task = info.task
     status.transports = [_TRANSPORTS.get(kind, str(kind)) for kind in info.transports]
     status.transport_detail = info.transport_detail
     status.notices = list(info.notices)
@@ -382,6 +385,7 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
         pinned = f"{worker.sessions:,} sessions pin {worker.pinned_pages:,} pages"
         details = [worker.transport_detail, *worker.notices, worker.problem]
         details.append(pinned if worker.sessions else "")
+        details.append(f"task {worker.task}" if worker.task not in ("", "generate") else "")
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

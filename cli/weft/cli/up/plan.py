@@ -231,6 +231,7 @@ def _worker(
                 "port": address.rpartition(":")[2],
                 "dtype": settings.dtype,
                 "quantization": settings.quantization,
+                "task": settings.task,
                 "transport": settings.transport,
                 "kv-memory-bytes": settings.kv_memory_bytes,
                 "host-cache-bytes": settings.host_cache_bytes,

@@ -61,6 +61,11 @@ class UpSettings(Settings):
         description="number format of the weights; auto = what the machine computes fast; float16 "
         "needs a GPU",
     )
+    task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
+        "auto",
+        description="what the models serve: text, embeddings, classes, or scores by the logits of "
+        "yes and no; auto = what their files are for",
+    )
     quantization: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="number format of the products' weights; auto = what the checkpoint has; int8 "

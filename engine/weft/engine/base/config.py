@@ -106,6 +106,10 @@ class EngineConfig:
     role: Role = "decode"
     worker_id: str = "worker-0"
     """Stable worker name, kept over restarts."""
+    task: Literal["auto", "generate", "embed", "classify", "score"] = "auto"
+    """What the model serves: tokens, embeddings, classes, or scores by the logits of two tokens;
+    auto: what its files are for.
+    """
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16."""
     quantization: str = "auto"

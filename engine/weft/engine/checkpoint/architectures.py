@@ -68,14 +68,40 @@ _FAMILIES = {
 _OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
 
 
+HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
+"""Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
+with an LM head."""
+_ENCODERS = {
+    f"{stem}{end}": location
+    for stem, location in {
+        "Bert": ("weft.engine.model.archs.bert", "BertModel"),
+        "Roberta": ("weft.engine.model.archs.bert", "BertModel"),
+        "XLMRoberta": ("weft.engine.model.archs.bert", "BertModel"),
+        "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
+    }.items()
+    for end in (HEADLESS, CLASSIFIER, "ForMaskedLM")
+}
+_LOCATIONS = {**_BUILT_IN, **_ENCODERS}
+
+
+def language_model_name(architecture: str) -> str:
+    """The name of the same decoder with an LM head; one class implements them all."""
+    for end in (HEADLESS, CLASSIFIER):
+        if architecture.endswith(end):
+            name = architecture.removesuffix(end) + LANGUAGE_MODEL
+            return name if name in _BUILT_IN else architecture
+    return architecture
+
+
 def supported_architectures() -> tuple[str, ...]:
     """Names that there are classes for, sorted."""
-    return tuple(sorted({*_BUILT_IN, *_FAMILIES, *(point.name for point in _entry_points())}))
+    points = (point.name for point in _entry_points())
+    return tuple(sorted({*_LOCATIONS, *_FAMILIES, *points}))
 
 
 def check_architecture(architecture: str) -> None:
     """Raises ModelError for an architecture that no class implements; imports none."""
-    if architecture not in supported_architectures():
+    if language_model_name(architecture) not in supported_architectures():
         raise _unsupported(architecture)
 
 
@@ -85,7 +111,8 @@ def load_class(architecture: str) -> Any:
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    location = _OF_PARTS if architecture in _FAMILIES else _BUILT_IN.get(architecture)
+    name = language_model_name(architecture)
+    location = _OF_PARTS if name in _FAMILIES else _LOCATIONS.get(name)
     if location is not None:
         module, name = location
         return getattr(import_module(module), name)
@@ -96,12 +123,13 @@ def load_class(architecture: str) -> Any:
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
-    """What an architecture's config.json is read with; None: `ModelConfig` does it.
+    """What reads config.json in place of `ModelConfig`: a function of a family or of encoders, or
+    what the class of another distribution brings; None: nothing does.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
     """
-    if architecture in _BUILT_IN:
+    if language_model_name(architecture) in _BUILT_IN:
         return None
     if architecture in _FAMILIES:
         module, name = _FAMILIES[architecture]
@@ -109,8 +137,17 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
             import_module(f"weft.engine.checkpoint.families.{module}"), name
         )
         return found
+    if architecture in _ENCODERS:
+        return _encoder_reader
     reader: Callable[..., Any] | None = getattr(load_class(architecture), "read_config", None)
     return reader
+
+
+def _encoder_reader(*arguments: Any) -> Any:
+    # Imported here: it needs the class that it makes.
+    from weft.engine.checkpoint.encoder_config import read_encoder_config
+
+    return read_encoder_config(*arguments)
 
 
 def _unsupported(architecture: str) -> ModelError:

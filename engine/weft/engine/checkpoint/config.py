@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 from weft.engine.base.end_tokens import end_token_ids, tokenizer_end_token
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.architectures import check_architecture, configuration_reader
+from weft.engine.checkpoint.architectures import (
+    CLASSIFIER,
+    HEADLESS,
+    check_architecture,
+    configuration_reader,
+    language_model_name,
+)
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig, qwen_experts
@@ -27,7 +33,7 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
-    "frees_windows",
+    *("frees_windows", "head", "num_labels", "is_encoder"),
 )
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
@@ -120,6 +126,12 @@ class ModelConfig:
     """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
     frees_windows: bool = False
     """Whether layers with a sliding window have pages of their own, freed behind the window."""
+    head: Literal["tokens", "classes", "none"] = "tokens"
+    """What the model makes of final hidden states: logits of tokens, values of classes, nothing."""
+    is_encoder: bool = False
+    """Whether tokens see those behind them too: prompts are computed whole, and have no KV."""
+    num_labels: int = 0
+    """Classes of the classification head; 0: there is none."""
 
     @property
     def value_dim(self) -> int:
@@ -181,7 +193,8 @@ class ModelConfig:
             raise ModelError(f"{where}: {error.message}", param="architectures") from error
         if read_config is not None:
             return _checked(read_config(raw, generation or {}, where), architecture, where)
-        family = _FAMILIES.get(architecture, _Family())
+        family = _FAMILIES.get(language_model_name(architecture), _Family())
+        is_classifier = architecture.endswith(CLASSIFIER)
         attention_bias = fields.flag("attention_bias", False)
         _refuse_unsupported(fields)
         hidden_size = fields.positive("hidden_size")
@@ -209,6 +222,8 @@ class ModelConfig:
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
+            head="classes" if is_classifier else _head_of(architecture),
+            num_labels=num_labels(fields) if is_classifier else 0,
         )
         check_shape(config, fields)
         return config
@@ -291,6 +306,20 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.error("architectures", "expected a list with the name of the model's class")
     return names[0]
+
+
+def _head_of(architecture: str) -> Literal["tokens", "none"]:
+    return "none" if architecture.endswith(HEADLESS) else "tokens"
+
+
+def num_labels(fields: Fields) -> int:
+    """Classes of a classification head: those that are named, else two, as in transformers.
+
+    Raises:
+        ModelError: The names are no object.
+    """
+    names = list(fields.section("id2label"))
+    return len(names) if names else fields.positive("num_labels", 2)
 
 
 def _default_head_dim(fields: Fields, family: _Family) -> int | None:

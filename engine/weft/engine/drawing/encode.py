@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts, parents_of
-from weft.engine.executor.step_input import LATE, ScoredRows, StepInput
+from weft.engine.executor.step_input import LATE, PooledRows, ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 
@@ -59,6 +59,7 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
         adapters=_adapters(plan),
         drafts=drafts,
         scores=_scores(plan) if plan.chunks else (),
+        pooled=_pooled(plan) if plan.chunks else (),
     )
 
 
@@ -195,6 +196,24 @@ def _scores(plan: Plan) -> list[ScoredRows]:
             tokens = item.request.tokens[first : first + count]
             found.append(ScoredRows(number, num_top, int(item.has_lead), tokens))
     return found
+
+
+def _pooled(plan: Plan) -> list[PooledRows]:
+    """The chunks of prompts of which vectors are wanted."""
+    before = len(plan.decodes) + len(plan.verifies)
+    return [
+        PooledRows(
+            request=number,
+            slot=item.request.slot,
+            pool=item.request.pool,
+            prompt_length=item.request.num_prompt_tokens,
+            start=item.start,
+            num_tokens=item.num_tokens,
+            lead=int(item.has_lead),
+        )
+        for number, item in enumerate(plan.chunks, before)
+        if item.request.pool is not None
+    ]
 
 
 def _num_scored(item: PlanItem) -> int:

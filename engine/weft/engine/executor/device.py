@@ -15,6 +15,9 @@ from weft.kernels.cpu import native_cpu, native_cpu_missing
 MAX_FIXED_GROUP = 64
 """Query heads of a KV head in a tile of rows of deterministic attention on a GPU."""
 
+_VECTOR = 16
+"""Numbers that one instruction takes at most, of those that activations are computed with."""
+
 
 def find_device(config: EngineConfig) -> torch.device:
     """The configured device; checks that it exists."""
@@ -46,10 +49,20 @@ def promise_determinism(
         raise ConfigError(f"deterministic: {reason}", param="deterministic")
     if device.type == "cuda":
         return _promise_on_gpu(config, loaded, device)
+    if loaded.pooling.pooling == "mean" and not loaded.config.is_encoder:
+        raise ConfigError(
+            "deterministic: not with the mean of a decoder's hidden states, which is summed up as "
+            "prompts are cut",
+            param="deterministic",
+        )
     native, dim = native_cpu(), layout.plane.dim
     group = loaded.config.num_heads // loaded.config.num_kv_heads
     if native is None:
         reason = f"it needs the native operations ({native_cpu_missing()})"
+    elif loaded.config.is_encoder and loaded.config.intermediate_size % _VECTOR:
+        reason = f"an encoder's intermediate_size must be a multiple of {_VECTOR}"
+    elif loaded.config.is_encoder:
+        return ["deterministic: a prompt is computed whole, each of its rows in one order"]
     elif dim % 8 or dim > native.max_dim or group > native.max_group:
         reason = f"the native attention does not take heads of {dim} in groups of {group}"
     else:

@@ -23,12 +23,14 @@ from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.keeping import KeptStates, TokenKeeper
+from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
-from weft.engine.executor.step_input import ScoredRows, StepInput
+from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.interface import Model
+from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.step import Step
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
@@ -69,6 +71,8 @@ class LocalExecutor:
         max_drafts: of a request in a step.
         tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
             form no trees.
+        heads: What makes vectors of hidden states; None: nothing but pooling.
+        is_fixed: A prompt's vectors do not depend on what else a step holds.
         on_capture: see `StepGraphs`.
     """
 
@@ -88,12 +92,17 @@ class LocalExecutor:
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
         window_pages: Sequence[int] = (),
+        heads: PooledHeads | None = None,
+        is_fixed: bool = False,
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
         self._model = model
         self._on_capture = on_capture
+        heads = PooledHeads(DenseLayers(), None) if heads is None else heads
+        width = model.config.hidden_size
+        self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
         self.page_size = layout.page_size
         counts = (num_pages, *window_pages)
@@ -208,9 +217,10 @@ class LocalExecutor:
         if step.pages is not None:
             new = np.flatnonzero(step.pages >= 0)
             self._page_table.note(step.slots[new], step.bounds[new] // self.page_size)
-        arrays, scores = StepArrays.of_step(step, self._page_table, self.page_size), None
-        if step.scores:
-            (hidden, scores), bucket = self._scored(step.scores, arrays), None
+        arrays = StepArrays.of_step(step, self._page_table, self.page_size)
+        scores, vectors = None, None
+        if step.scores or step.pooled:
+            (hidden, scores, vectors), bucket = self._with_more_rows(step, arrays), None
         else:
             hidden, bucket = self._hidden(arrays)
         self._verifying = None
@@ -222,7 +232,7 @@ class LocalExecutor:
             num_rows = int((arrays.verify_rows >= 0).sum())
             self._verifying = Verifying(rows_of, rows, num_rows)
         if not hidden.shape[0]:
-            return Launched(None, scores)
+            return Launched(None, scores, vectors)
         on_device = None
         has_trees = arrays.ancestors is not None and len(arrays.sources) > arrays.num_decodes
         if self._inputs is not None:
@@ -237,7 +247,7 @@ class LocalExecutor:
             captured=self._captured(arrays, bucket),
             rows=None if self._verifying is None else partial(_rows_of, self._verifying),
         )
-        return Launched(drawable, scores)
+        return Launched(drawable, scores, vectors)
 
     def _launch_decodes(self, step: StepInput, bucket: GraphBucket) -> Drawable:
         """`launch` of a step of decodes alone."""
@@ -318,8 +328,12 @@ class LocalExecutor:
         return Mark(self.device)
 
     def run(self, arrays: StepArrays) -> torch.Tensor | None:
-        """Runs a step given as arrays: [L, vocab] float32; None without rows to draw from."""
+        """Runs a step given as arrays: [L, vocab] float32, or [L, hidden] of a model without an LM
+        head; None without rows to draw from.
+        """
         hidden, _ = self._hidden(arrays)
+        if self._model.config.head != "tokens":
+            return hidden if hidden.shape[0] else None
         return self._logits(hidden, arrays) if hidden.shape[0] else None
 
     def _hidden(self, arrays: StepArrays) -> tuple[torch.Tensor, GraphBucket | None]:
@@ -330,27 +344,54 @@ class LocalExecutor:
                 return self.graphs.forward(arrays, bucket), bucket
             return self._model.forward(self._batch(arrays), self.pool), None
 
-    def _scored(
-        self, scored: Sequence[ScoredRows], arrays: StepArrays
-    ) -> tuple[torch.Tensor, PromptScores]:
-        """`_hidden`, and the log-probabilities of these rows, begun."""
-        count = len(arrays.logits_rows)
-        firsts = [int(arrays.cu_q_lens[one.request]) + one.first_row for one in scored]
-        rows = np.concatenate(
-            [first + np.arange(len(one.tokens)) for first, one in zip(firsts, scored, strict=True)]
-        )
+    def _with_more_rows(
+        self, step: StepInput, arrays: StepArrays
+    ) -> tuple[torch.Tensor, PromptScores | None, PooledStates | None]:
+        """`_hidden`, and what is made of further rows, begun: log-probabilities and vectors."""
+        count, num_scored = len(arrays.logits_rows), sum(len(one.tokens) for one in step.scores)
+        wanted = [
+            *(
+                (one.request, range(one.first_row, one.first_row + len(one.tokens)))
+                for one in step.scores
+            ),
+            *((one.request, one.wanted) for one in step.pooled),
+        ]
+        rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])
+        rows = rows.astype(np.int64)
         with torch.inference_mode():
             batch = self._batch(arrays)
             more = torch.from_numpy(rows).to(self.device)
             batch.logits_rows = torch.cat([batch.logits_rows, more])
+            batch.token_types = self._token_types(step, arrays)
             hidden = self._model.forward(batch, self.pool)
         slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
+        hidden, scored, pooled = torch.split(hidden, [count, num_scored, len(rows) - num_scored])
 
         def logits(first: int, end: int) -> torch.Tensor:
             own = None if slots is None else slots[first:end]
-            return self._logits_of(hidden[count + first : count + end], own)
+            return self._logits_of(scored[first:end], own)
 
-        return hidden[:count], PromptScores(scored, hidden[count:], logits)
+        def logits_of(hidden: torch.Tensor, pieces: Sequence[int]) -> torch.Tensor:
+            own = None
+            if step.adapters is not None:
+                own = step.adapters[[step.pooled[number].request for number in pieces]]
+            return self._logits_of(hidden, own)
+
+        scores = PromptScores(step.scores, scored, logits) if step.scores else None
+        with torch.inference_mode():
+            vectors = self._pooler.begin(step.pooled, pooled, logits_of) if step.pooled else None
+        return hidden, scores, vectors
+
+    def _token_types(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
+        """See `Step.token_types`."""
+        if not any(piece.pool.segment_start for piece in step.pooled):
+            return None
+        types = np.zeros(len(arrays.positions), np.int64)
+        for piece in step.pooled:
+            if first := piece.pool.segment_start:
+                begin, end = arrays.cu_q_lens[piece.request : piece.request + 2].tolist()
+                types[begin + first : end] = 1
+        return torch.from_numpy(types).to(self.device)
 
     def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
         token_slots = arrays.adapter_slots

@@ -10,6 +10,7 @@ from weft.engine.base.arrays import Int64Array
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.device_sampling import CapturedDraw, RowsOnDevice
+from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageTable
@@ -45,6 +46,8 @@ class Launched(NamedTuple):
     """
     scores: PromptScores | None = None
     """Log-probabilities of prompts; None: none are wanted."""
+    vectors: PooledStates | None = None
+    """Vectors of prompts; None: none are wanted."""
 
 
 class Executor(Protocol):

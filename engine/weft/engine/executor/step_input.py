@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.tasks import Pool
 
 LATE = -1
 """Start position that only the device knows: the end of the step under way."""
@@ -29,6 +30,37 @@ class ScoredRows(NamedTuple):
     """The first of these rows, counted from the request's own first one."""
     tokens: list[int]
     """The prompt's token behind each of them."""
+
+
+class PooledRows(NamedTuple):
+    """Rows of a request of whose hidden states vectors are made."""
+
+    request: int
+    """Number of the request in the step."""
+    slot: int
+    """Slot of the request."""
+    pool: Pool
+    prompt_length: int
+    """Tokens of the whole prompt."""
+    start: int
+    """Position in the prompt of the first token that the request brings."""
+    num_tokens: int
+    """Tokens that it brings."""
+    lead: int = 0
+    """Rows ahead of these, which are run again."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.start + self.num_tokens == self.prompt_length
+
+    @property
+    def wanted(self) -> range:
+        """The rows that are needed, counted from the request's own first one."""
+        if self.pool.wants_all_rows:
+            return range(self.lead, self.lead + self.num_tokens)
+        end = self.lead + self.num_tokens
+        return range(end - 1 if self.is_last else end, end)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +113,8 @@ class StepInput:
     """Drafts on the device, of the verified requests; None: they are in `tokens`."""
     scores: Sequence[ScoredRows] = ()
     """Pieces of prompts whose log-probabilities are wanted."""
+    pooled: Sequence[PooledRows] = ()
+    """Pieces of prompts of which vectors are wanted."""
 
     @property
     def num_rows(self) -> int:

@@ -106,6 +106,8 @@ class EngineParts:
     """Proposes drafts; None: nothing is drafted."""
     gate: DraftGate | None = None
     """Decides how many drafts pay; None without a drafter."""
+    whole_prompt_tokens: int = 0
+    """Longest prompt of a model that computes prompts whole; 0: they may be cut."""
     token_s: float = UNKNOWN_STEP_S
     """Seconds a token of a step with a few tokens."""
     host: HostPriority = field(default_factory=HostPriority)
@@ -218,7 +220,17 @@ def _load_parts(
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
-    intake = Intake(config, layout, loaded.digest, vocab_size, ends, max_tokens, adapted)
+    intake = Intake(
+        config,
+        layout,
+        loaded.digest,
+        vocab_size,
+        ends,
+        max_tokens,
+        adapted,
+        loaded.pooling,
+        loaded.embedding_size,
+    )
     constraints = Constraints(config, vocab_size, ends, wake)
     tiers = load_tiers(config, layout.page_bytes, executor.page_pool, executor.pin, wake)
     notices = [
@@ -227,7 +239,7 @@ def _load_parts(
         *([] if tiers is None else tiers.notices),
     ]
     prefixes: PrefixTree | None = None
-    if config.prefix_cache:
+    if config.prefix_cache and not loaded.config.is_encoder:
         prefixes = PrefixTree(config.page_size, EVICTION_POLICIES[config.kv_eviction_policy])
     host = HostPriority()
     return EngineParts(
@@ -245,6 +257,7 @@ def _load_parts(
         adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
+        whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
         token_s=time_token(
             executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
         ),
@@ -274,14 +287,15 @@ def _load_models(config: EngineConfig, device: torch.device, progress: Progress)
         lambda done, total: progress(done, total, "loading the model"),
         quantization=config.quantization,
         dummy=config.dummy_weights,
-        is_fixed=config.deterministic and device.type == "cuda",
+        is_fixed=config.deterministic,
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         frees_windows=not config.keeps_windows,
+        task=config.task,
     )
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
-    most = loaded.config.max_position_embeddings
+    most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
         loaded,
         drafted,
@@ -295,6 +309,8 @@ def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> L
     """Creates the memory for adapters; None if none are served."""
     if not config.enable_lora:
         return None
+    if models.loaded.config.is_encoder:
+        raise ConfigError("enable_lora: not supported for encoders", param="enable_lora")
     dtype: torch.dtype = getattr(torch, models.loaded.dtype)
     drafts = draft_adapters(config, models.drafted, device)
     projections = projections_of(models.loaded.config, config.lora_projections)
@@ -308,6 +324,10 @@ def _size_pools(
     config: EngineConfig, models: _Models, device: torch.device, lora: LoraPool | None
 ) -> _Pools:
     """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free."""
+    if models.loaded.config.is_encoder:
+        pages = -(-models.max_context_tokens // config.page_size)
+        told = "an encoder: no KV pool, no prefix cache; prompts are computed whole"
+        return _Pools(1 + config.max_running_requests * pages, (), 0, [told])
     draft, layout = models.draft, models.layout
     page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
     size, context = config.kv_memory_bytes, models.max_context_tokens
@@ -391,15 +411,23 @@ def _make_executor(
         config.max_running_requests,
         max_tokens,
         device,
-        max_step_tokens=config.max_step_tokens + config.decodes_beside,
-        cuda_graphs=config.cuda_graphs,
+        max_step_tokens=_max_step_tokens(config, models),
+        cuda_graphs=config.cuda_graphs and not models.loaded.config.is_encoder,
         lora=lora,
         states=models.drafted,
         max_drafts=max_drafts(config),
         tree_rows=tree_rows(config),
         window_pages=pools.window_pages,
+        heads=models.loaded.heads,
+        is_fixed=config.deterministic,
         on_capture=progress,
     )
+
+
+def _max_step_tokens(config: EngineConfig, models: _Models) -> int:
+    """Rows of the largest step; an encoder's has room for the longest prompt."""
+    whole = models.max_context_tokens if models.loaded.config.is_encoder else 0
+    return max(config.max_step_tokens + config.decodes_beside, whole)
 
 
 def _describe_engine(
@@ -410,7 +438,7 @@ def _describe_engine(
     transport: Transport,
     notices: list[str],
 ) -> EngineInfo:
-    layout = models.layout
+    layout, loaded = models.layout, models.loaded
     return EngineInfo(
         epoch=secrets.randbits(64) | 1,
         model_digest=models.loaded.digest,
@@ -432,6 +460,9 @@ def _describe_engine(
         versions=_versions(),
         notices=notices,
         engine_pid=os.getpid(),
+        task=loaded.pooling.task,
+        embedding_size=loaded.embedding_size if loaded.pooling.task == "embed" else 0,
+        num_labels=loaded.config.num_labels,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )

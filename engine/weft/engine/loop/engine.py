@@ -39,7 +39,7 @@ from weft.engine.protocol.submits import Ping, Pong, Submit
 from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
-from weft.engine.scheduler.plan import Plan, Run
+from weft.engine.scheduler.plan import LaterVectors, Plan, Run
 from weft.engine.scheduler.policies import make_queue
 from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
@@ -109,7 +109,7 @@ class Engine:
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config, parts.executor.step_sizes),
+            SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
             pages,
             waiting,
             fills,
@@ -488,10 +488,23 @@ class Engine:
         runs: Sequence[Run] = ()
         if plan.scores is not None:
             self._new_tokens.take_prompt(plan, plan.scores)
+        if plan.vectors is not None:
+            self._take_vectors(plan, plan.vectors)
         if drawn is not None:
             num_surplus, runs = self._take_tokens(drawn, plan), drawn.runs
         self.stats.step(plan, duration_s, self.costs, num_surplus, runs)
         self.drafting.observe(plan, runs, duration_s)
+
+    def _take_vectors(self, plan: Plan, vectors: LaterVectors) -> None:
+        """Emits vectors, and ends the requests whose prompts are complete."""
+        before = len(plan.decodes) + len(plan.verifies)
+        for pooled, made in vectors.wait():
+            request, start, *_ = plan.chunks[pooled.request - before]
+            if request.state is State.FINISHED:
+                continue
+            self._out.vectors(request.key, start if len(made) > 1 else 0, made)
+            if pooled.is_last:
+                self._end_sample(request, "stop", None)
 
     def _take_tokens(self, drawn: Drawn, plan: Plan) -> int:
         """Appends and emits new tokens; ends samples where they end, and forks others.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.base.tasks import MAX_LABELS, Pool, Task
+from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.memory.keys import PageKeys, namespace_digest
 from weft.engine.memory.layout import CacheLayout
@@ -32,6 +35,8 @@ class Intake:
         eos_token_ids: of the model.
         max_tokens: longest prompt plus output that the context and the pool allow.
         adapter_parts: names of the projections that adapters may change here.
+        pooling: the task that the model serves, and how it makes vectors; None: it generates.
+        embedding_size: entries of an embedding; 0: unknown.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Intake:
         eos_token_ids: tuple[int, ...],
         max_tokens: int,
         adapter_parts: Collection[str] = (),
+        pooling: PoolingConfig | None = None,
+        embedding_size: int = 0,
     ) -> None:
         self._page_size = config.page_size
         self._layout = layout.describe()
@@ -52,6 +59,9 @@ class Intake:
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._max_tokens = max_tokens
+        self._pooling = pooling
+        self._task: Task = "generate" if pooling is None else pooling.task
+        self._embedding_size = embedding_size
         self._arrivals = itertools.count()
         self._namespaces: dict[tuple[str, bytes], bytes] = {}
 
@@ -90,10 +100,13 @@ class Intake:
                 raise InvalidRequest(message, stage="validate", param="logit_bias")
         if submit.prompt_logprobs is not None and submit.sampling.n > 1:
             raise InvalidRequest("only with n = 1", stage="validate", param="prompt_logprobs")
+        pool = self._pool(submit)
         wanted = submit.stop.max_tokens
         room = self._max_tokens - num_prompt
         if submit.prompt_logprobs is not None and wanted == 1:
             room += 1  # A token that is only drawn has no position: the prompt may fill them all.
+        if pool is not None:
+            room, wanted = room + 1, 0
         if room < 1:
             message = (
                 f"the prompt has {num_prompt} tokens; prompt and output may have "
@@ -121,6 +134,7 @@ class Intake:
             first_token_deadline=now + submit.first_token_timeout_s,
             deadline=now + submit.total_timeout_s,
             timeline=Timeline(submitted_at=now),
+            pool=pool,
             candidates=list(submit.candidates),
             cache_salt=submit.cache_salt,
             priority=submit.priority,
@@ -131,6 +145,37 @@ class Intake:
             adapter=submit.adapter,
             traceparent=submit.traceparent,
             unforked_samples=unforked,
+        )
+
+    def _pool(self, submit: Submit) -> Pool | None:
+        """The vectors that a submit wants, as the model makes them; None: it wants tokens."""
+        pool = submit.pool
+        wanted: Task = "generate" if pool is None else pool.task
+        if wanted != self._task:
+            message = f"this model serves the task {self._task}, not {wanted}"
+            raise InvalidRequest(message, stage="validate", param="model")
+        if pool is None or self._pooling is None:
+            return None
+        if submit.sampling.n > 1 or submit.progress or submit.prompt_logprobs is not None:
+            raise InvalidRequest("only one prompt, and no tokens", stage="validate", param="pool")
+        if pool.output == "label_logits" and not 0 < len(pool.label_ids) <= MAX_LABELS:
+            message = f"1 to {MAX_LABELS} labels, not {len(pool.label_ids)}"
+            raise InvalidRequest(message, stage="validate", param="label_ids")
+        if any(not 0 <= label < self.vocab_size for label in pool.label_ids):
+            message = f"a label is not below the vocabulary size {self.vocab_size}"
+            raise InvalidRequest(message, stage="validate", param="label_ids")
+        size = pool.dimensions
+        if size is not None and not 0 < size <= self._embedding_size:
+            message = f"{size}, but embeddings of this model have {self._embedding_size} entries"
+            raise InvalidRequest(message, stage="validate", param="dimensions")
+        normalises = pool.normalises
+        if normalises is None:
+            normalises = self._pooling.normalises and pool.task == "embed"
+        return replace(
+            pool,
+            pooling=self._pooling.pooling,
+            normalises=normalises,
+            is_whole=self._pooling.is_encoder,
         )
 
     def _samples(self, submit: Submit, max_tokens: int) -> dict[int, list[int]]:

@@ -11,9 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+from weft.engine.base.arrays import Float32Array
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import WeftError, error_class
 from weft.engine.base.request import SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.base.tasks import Pool
 from weft.engine.checkpoint.adapters.digest import adapter_digest
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
@@ -36,6 +39,8 @@ class GeneratedSample:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of all tokens of the prompt but the first."""
+    vectors: list[Float32Array] = field(default_factory=list)
+    """[n, width] each: of the prompt, where vectors were wanted."""
     finish_reason: str = ""
     timeline: Timeline | None = None
 
@@ -202,9 +207,47 @@ class LLM:
                 prompts, sampling, stop, adapters or [b""] * len(prompts), strict=True
             )
         ]
+        return self._finish(submits, max_at_once or len(submits))
+
+    def pool(
+        self, prompts: Sequence[Sequence[int]], pool: Pool, adapters: Sequence[bytes] = ()
+    ) -> list[Float32Array]:
+        """Makes vectors of prompts of token ids.
+
+        Args:
+            prompts: Token ids of each prompt.
+            pool: What is wanted of them.
+            adapters: See `generate`.
+
+        Returns:
+            [n, width] of each prompt: one vector, or one for each of its tokens.
+
+        Raises:
+            WeftError: a prompt was refused; nothing else goes on.
+        """
+        submits = [
+            Submit(
+                gateway=_SESSION,
+                request_id=str(next(self._ids)),
+                attempt=1,
+                prompt=list(prompt),
+                sampling=SamplingParams(temperature=0.0),
+                stop=StopCriteria(),
+                pool=pool,
+                first_token_timeout_s=NO_TIMEOUT_S,
+                total_timeout_s=NO_TIMEOUT_S,
+                adapter=adapter,
+            )
+            for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
+        ]
+        groups = self._finish(submits, len(submits))
+        return [np.concatenate(samples[0].vectors) for samples in groups]
+
+    def _finish(self, submits: list[Submit], max_at_once: int) -> list[list[GeneratedSample]]:
+        """Runs submits to their end; cancels them if one fails."""
         groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
         try:
-            self._run(submits, groups, max_at_once or len(submits))
+            self._run(submits, groups, max_at_once)
         except BaseException:
             cancels = [Cancel(gateway=_SESSION, request_id=i, attempt=1) for i in groups]
             self.engine.turn(Inbox(cancels=cancels))
@@ -244,6 +287,9 @@ def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list
         raise to_error(failed.failure)
     for scores in batch.prompt_logprobs:
         groups[scores.request_id][0].prompt_logprobs += scores.logprobs
+    for vectors in batch.vectors:
+        made = np.frombuffer(vectors.values, "<f4").reshape(-1, vectors.width)
+        groups[vectors.request_id][0].vectors.append(made)
     for tokens in batch.all_tokens():
         sample = groups[tokens.request_id][tokens.sample]
         sample.token_ids += tokens.ids

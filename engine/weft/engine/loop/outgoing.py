@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from weft.engine.base.arrays import Float32Array
 from weft.engine.base.errors import WeftError
 from weft.engine.base.request import PromptLogprobs, TokenLogprob
+from weft.engine.base.tasks import PooledVectors
 from weft.engine.protocol.adapters import AdapterReply
 from weft.engine.protocol.fills import FillCommand, FillReply
 from weft.engine.protocol.messages import Outbox
@@ -74,6 +76,12 @@ class Outgoing:
         """Reports log-probabilities of tokens of a prompt."""
         event = PromptLogprobs(key.request_id, key.attempt, first_position, logprobs)
         self.gateway(key.gateway).prompt_logprobs.append(event)
+
+    def vectors(self, key: RequestKey, first_row: int, vectors: Float32Array) -> None:
+        """Reports vectors of a prompt, [n, width], from one on."""
+        values = vectors.astype("<f4", copy=False).tobytes()
+        event = PooledVectors(key.request_id, key.attempt, first_row, vectors.shape[1], values)
+        self.gateway(key.gateway).vectors.append(event)
 
     def all_tokens(self, request: Request) -> None:
         """Reports all tokens that a sample has generated (log-probabilities are not kept)."""

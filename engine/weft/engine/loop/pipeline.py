@@ -267,7 +267,7 @@ class StepPipeline:
             launched = self._executor.launch(
                 step_input(plan, self._executor.page_table, self._executor.page_size)
             )
-            step.drawable, plan.scores = launched
+            step.drawable, plan.scores, plan.vectors = launched
         except Exception as error:
             self._fail(step, error)
         self._start_s = max(0.9 * self._start_s, self._clock() - started_at)

@@ -13,6 +13,7 @@ from weft.engine.model.layers.lm_head import LMHead
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import cos_sin_table
+from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
@@ -55,10 +56,18 @@ class DecoderOnlyLM:
         self.config = config
         self.dtype = weights.dtype
         self.model = stack
-        head = self.model.embed_tokens
-        if not config.tie_word_embeddings:
-            head = weights.vocabulary(head_name, *vocabulary_size(config))
-        self.lm_head = LMHead(weights.packed(head))
+        self._lm_head = _read_lm_head(config, weights, stack.embed_tokens, head_name)
+        self.classes: DenseLayers | None = None
+        """The classification head; None: there is none."""
+        if config.head == "classes":
+            score = read_dense(weights, "score", config.num_labels, config.hidden_size, bias=False)
+            self.classes = DenseLayers([score])
+
+    @property
+    def lm_head(self) -> LMHead:
+        """The LM head; only of models that have one."""
+        assert self._lm_head is not None, "the model has no LM head"
+        return self._lm_head
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """The shape of one page of this model's KV."""
@@ -102,6 +111,16 @@ class DecoderOnlyLM:
 
     def scale_logits(self, logits: torch.Tensor) -> None:
         """Does in place to logits what the model does behind its LM head: nothing."""
+
+
+def _read_lm_head(
+    config: ModelConfig, weights: Weights, embed_tokens: torch.Tensor, name: str
+) -> LMHead | None:
+    if config.head != "tokens":
+        return None
+    if config.tie_word_embeddings:
+        return LMHead(weights.packed(embed_tokens))
+    return LMHead(weights.packed(weights.vocabulary(name, *vocabulary_size(config))))
 
 
 def qkv_projection(config: ModelConfig, weights: Weights) -> LinearWeight:

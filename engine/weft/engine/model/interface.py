@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.lora import LoraStep
 
 
 class Model(Protocol):
-    """A decoder-only language model over a paged KV pool."""
+    """A decoder-only language model over a paged KV pool, or an encoder, which needs none."""
 
     config: ModelConfig
 
@@ -37,8 +38,18 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """[L, hidden] from `forward` -> [L, config.num_embeddings] float32.
 
-        `lora` is the step's for these rows: `step.lora.select(step.logits_rows)`.
+        Only of models that have an LM head. `lora` is the step's for these rows:
+        `step.lora.select(step.logits_rows)`.
         """
+
+
+@runtime_checkable
+class WithClasses(Protocol):
+    """A model that may have a classification head."""
+
+    @property
+    def classes(self) -> DenseLayers | None:
+        """The head; None: there is none."""
 
 
 class ModelClass(Protocol):

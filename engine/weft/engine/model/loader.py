@@ -9,15 +9,20 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.engine.checkpoint.files import Progress, weight_files
+from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
-from weft.engine.model.interface import Model
+from weft.engine.model.interface import Model, WithClasses
+from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.reader import CheckpointReader, WithoutPrefix
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
@@ -39,6 +44,15 @@ class LoadedModel:
     """Dtype of computation and of the KV cache; never auto."""
     weight_format: str
     """Of the products' weights: the dtype, or that of the quantisation."""
+    pooling: PoolingConfig
+    """The task, and how vectors are made."""
+    heads: PooledHeads
+    """What makes vectors of pooled hidden states."""
+
+    @property
+    def embedding_size(self) -> int:
+        """Entries of an embedding."""
+        return self.heads.embedding.out_features or self.config.hidden_size
 
 
 def load_model(
@@ -52,6 +66,7 @@ def load_model(
     is_fixed: bool = False,
     num_added_tokens: int = 0,
     frees_windows: bool = False,
+    task: str = "auto",
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files.
 
@@ -65,11 +80,12 @@ def load_model(
         progress: Called with (bytes read, bytes in all) as tensors are read.
         quantization: auto (what the checkpoint has), or a format to be made at load (see
             `resolve_quantization`).
-        is_fixed: A token's results do not depend on what else a step holds on a GPU either; the
-            digest says so.
+        is_fixed: A token's results do not depend on what else a step holds, wherever that takes
+            other operations; the digest says so then.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
         num_added_tokens: See `ModelConfig.num_added_tokens`.
         frees_windows: See `ModelConfig.frees_windows`.
+        task: See `load_pooling`.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
@@ -77,6 +93,10 @@ def load_model(
     """
     config = ModelConfig.load(model_dir)
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
+    pooling = load_pooling(model_dir, task)
+    config = _for_task(config, pooling.task, model_dir)
+    # Native operations of a CPU take one order in any case; encoders have others too.
+    is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = model_class(config.architecture)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
@@ -95,7 +115,13 @@ def load_model(
         )
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
         return LoadedModel(
-            model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
+            model=model,
+            config=config,
+            digest=digest,
+            dtype=dtype,
+            weight_format=weight_format,
+            pooling=pooling,
+            heads=_heads(model, pooling, target, dummy=True),
         )
     with Checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
@@ -103,7 +129,10 @@ def load_model(
         if config.tie_word_embeddings:
             for body, head in product(config.names.bodies, config.names.heads):
                 checkpoint.check_alike(f"{body}.embed_tokens.weight", f"{head}.weight")
-        model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
+        reader: CheckpointReader = checkpoint
+        if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
+            reader = WithoutPrefix(checkpoint, _BASE)
+        model = build(config, Weights(reader, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
         left_out = [prefix for prefix in config.names.left_out if checkpoint.has_below(prefix)]
     if left_out:
@@ -113,16 +142,46 @@ def load_model(
     except OSError as error:
         raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     return LoadedModel(
-        model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
+        model=model,
+        config=config,
+        digest=digest,
+        dtype=dtype,
+        weight_format=weight_format,
+        pooling=pooling,
+        heads=_heads(model, pooling, target),
     )
 
 
+def _heads(
+    model: Model, pooling: PoolingConfig, device: torch.device, *, dummy: bool = False
+) -> PooledHeads:
+    classes = model.classes if isinstance(model, WithClasses) else None
+    return PooledHeads(read_embedding_head(pooling, device, dummy=dummy), classes)
+
+
+def _for_task(config: ModelConfig, task: Task, model_dir: Path) -> ModelConfig:
+    """The configuration with the head that the task needs."""
+    if task == "embed" and config.head == "tokens":
+        return replace(config, head="none")
+    if task in ("generate", "score") and config.head != "tokens":
+        raise ModelError(
+            f"{model_dir}: {config.architecture} has no LM head, which the task {task} needs; "
+            "load it with --task auto",
+            param="task",
+        )
+    return config
+
+
+_BASE = "model."
+_EMBEDDING = f"{_BASE}embed_tokens.weight"
 _FIXED = "fixed-3"
 """Raised with every change of the bits that operations of deterministic mode make on a GPU."""
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
-    heads = [f"{head}.weight" for head in config.names.heads]
-    tied_copy = config.tie_word_embeddings and name in heads
-    return tied_copy or is_rotary_buffer(name) or config.names.is_left_out(name)
+    if isinstance(config, EncoderConfig):
+        return is_unused_of_encoder(name, config)
+    needs_head = config.head == "tokens" and not config.tie_word_embeddings
+    unused_head = not needs_head and name in [f"{head}.weight" for head in config.names.heads]
+    return unused_head or is_rotary_buffer(name) or config.names.is_left_out(name)

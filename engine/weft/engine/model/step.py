@@ -29,6 +29,8 @@ class Step:
     """`logits_rows` are all rows, in their order."""
     lora: LoraStep | None = None
     """The step's adapters; None if no token uses one."""
+    token_types: torch.Tensor | None = None
+    """[T] int64: 0 in the first of a pair of texts, 1 in the second; None: there are no pairs."""
     slots: torch.Tensor | None = None
     """[R] int64: each request's slot; for padding the one after the last. None where no model needs
     it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.engine.base.tasks import Task
 from weft.engine.protocol.adapters import AdapterState
 from weft.engine.protocol.fills import StagingCounts
 
@@ -112,6 +113,12 @@ class EngineInfo:
     """What a page has of each position and head, `head_dim` elements each."""
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
+    task: Task = "generate"
+    """What the model serves."""
+    embedding_size: int = 0
+    """Entries of its embeddings; 0: it serves none."""
+    num_labels: int = 0
+    """Classes of its classification head; 0: it has none."""
     max_loras: int = 0
     """Adapters on the device at once; 0: it serves none."""
     max_lora_rank: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.engine.base.request import PromptLogprobs, SamplingParams, StopCriteria, TokenLogprob
+from weft.engine.base.tasks import Pool, PooledVectors
 from weft.engine.protocol.timeline import FillCandidate, Timeline
 
 
@@ -35,6 +36,8 @@ class Submit:
     """Number of alternatives per token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens."""
+    pool: Pool | None = None
+    """Vectors that are wanted in place of tokens; None: tokens are."""
     candidates: list[FillCandidate] = field(default_factory=list)
     first_token_timeout_s: float = 600.0
     total_timeout_s: float = 600.0
@@ -205,6 +208,7 @@ class GatewayBatch:
     tokens: list[Tokens] = field(default_factory=list)
     """Tokens of drafts, and repeated ones; of a sample also in `columns`, these come first."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    vectors: list[PooledVectors] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)

@@ -35,7 +35,7 @@ class NewTokenEstimate:
         left = sum(
             max(0, min(request.max_tokens, MAX_EXPECTED_TOKENS) - request.num_generated)
             for request in requests
-            if not request.is_fill
+            if request.draws
         )
         return int(left * self.ratio)
 

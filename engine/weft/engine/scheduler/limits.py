@@ -28,22 +28,30 @@ class SchedulerLimits(NamedTuple):
     """
     step_sizes: Sequence[int] = ()
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
+    has_whole_prompts: bool = False
+    """Whether a prompt is computed in one step or not at all."""
     has_draft: bool = False
     """Whether a draft head continues from states that the model leaves in the slots."""
 
     @classmethod
-    def of(cls, config: EngineConfig, step_sizes: Sequence[int]) -> SchedulerLimits:
-        """The limits that follow from an engine's settings and its captured steps."""
+    def of(
+        cls, config: EngineConfig, step_sizes: Sequence[int], whole_prompt_tokens: int = 0
+    ) -> SchedulerLimits:
+        """The limits that follow from an engine's settings, its captured steps, and its longest
+        prompt, where prompts are not cut; 0: they are.
+        """
+        whole = whole_prompt_tokens
         by_priority = config.scheduling_policy == "priority"
         return cls(
             config.page_size,
-            config.max_step_tokens,
-            config.prefill_chunk_tokens,
+            max(config.max_step_tokens, whole),
+            whole or config.prefill_chunk_tokens,
             config.max_running_requests,
             by_priority=by_priority,
             preemption_threshold=config.preemption_threshold if by_priority else None,
             decodes_beside=config.decodes_beside,
             shared_step_tokens=config.shared_step_tokens,
             step_sizes=step_sizes,
+            has_whole_prompts=whole > 0,
             has_draft=config.head_dir is not None,
         )

@@ -97,12 +97,11 @@ class RequestPages:
     def find(self, request: Request) -> Match:
         """Finds the longest cached prefix of a request; changes nothing.
 
-        The owner of a prompt always runs its last token, and all of one whose log-probabilities
-        are wanted.
+        Only what `Request.num_reusable_tokens` covers.
         """
-        if self._cache is None or request.prompt_logprobs is not None:
+        num_reusable = request.num_reusable_tokens
+        if self._cache is None or not num_reusable:
             return NO_MATCH
-        num_reusable = request.num_tokens - (0 if request.is_fill else 1)
         data = request.keys.packed(request.tokens, 0, num_reusable)
         return continuable(self._cache.find(request.keys.namespace, data), self.windows)
 

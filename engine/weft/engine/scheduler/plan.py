@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Int64Array
+from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Array
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.request import TokenLogprob
@@ -75,6 +75,28 @@ class LaterScores(Protocol):
         ...
 
 
+class Pooled(Protocol):
+    """Rows of a request of which vectors were wanted."""
+
+    @property
+    def request(self) -> int:
+        """Number of the request in the step."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its prompt ended with the step."""
+        ...
+
+
+class LaterVectors(Protocol):
+    """Vectors of a step's prompts, which may still be computed."""
+
+    def wait(self) -> Sequence[tuple[Pooled, Float32Array]]:
+        """Waits for them: [n, width] of each prompt, or of a piece's tokens."""
+        ...
+
+
 class Run(NamedTuple):
     """Tokens that a request with drafts drew in one step: at least one unless it failed."""
 
@@ -128,6 +150,8 @@ class Plan:
         """
         self.scores: LaterScores | None = None
         """Log-probabilities of prompts, once the step has begun; None: no chunk wants any."""
+        self.vectors: LaterVectors | None = None
+        """Vectors of prompts, once the step has begun; None: no chunk wants any."""
         self.drafting_s = 0.0
         """Seconds that drafting took before the step. Captured chains are launched with the step
         and take almost no time here.

@@ -220,6 +220,8 @@ class Scheduler:
         self._start_waiting_fills()
         chunks: list[PlanItem] = []
         for request in self.prefilling:
+            if not request.num_pending:
+                continue  # All of it is under way, and nothing is drawn behind it.
             taken = self._plan_chunk(request, budget, chunks)
             # A prompt that got nothing ends the search: shorter ones might pass it for ever.
             budget = self._budget_behind(budget, taken, chunks) if taken else 0
@@ -462,6 +464,8 @@ class Scheduler:
         # One row more than the budget has: with it, a chunk of one page might never fit.
         has_lead = self._limits.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
+        if num_tokens < pending and self._limits.has_whole_prompts:
+            return 0
         if num_tokens < pending:
             to_border = (start + num_tokens) // page_size * page_size - start
             # With no room for what its page lacks, the first prompt of a step takes what there is.
@@ -472,7 +476,7 @@ class Scheduler:
         if num_pages > 0:
             self.pages.take_promised(request, num_pages)
         is_last = num_tokens == pending
-        samples = is_last and not request.is_fill
+        samples = is_last and request.draws
         items.append(PlanItem(request, start, num_tokens, samples, has_lead))
         return num_tokens
 

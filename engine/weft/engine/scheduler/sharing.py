@@ -52,7 +52,7 @@ class PrefixSharing:
         """
         size, num_pages = self._page_size, len(found.path)
         start, end = num_pages * size, (num_pages + 1) * size
-        if end >= request.num_tokens + request.is_fill or request.prompt_logprobs is not None:
+        if end > request.num_reusable_tokens:
             return False  # The owner of a prompt runs its last token, or all, in any case.
         leaf = found.path[-1] if found.path else None
         wanted: list[int] | None = None

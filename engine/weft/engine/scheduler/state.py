@@ -8,6 +8,7 @@ from enum import Enum
 
 from weft.engine.base.errors import WeftError
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.base.tasks import Pool
 from weft.engine.memory.keys import PageKeys
 from weft.engine.memory.tree import Node
 from weft.engine.protocol.timeline import FillCandidate, Timeline
@@ -84,6 +85,8 @@ class Request:
     first_token_deadline: float
     deadline: float
     timeline: Timeline
+    pool: Pool | None = None
+    """Vectors that it wants of its prompt in place of tokens; None: it generates, or fills."""
     is_fill: bool = False
     lease_id: bytes = b""
     """Lease of a fill job."""
@@ -182,6 +185,22 @@ class Request:
         """
         params = self.params
         return params.has_penalties or params.constraint is not None or self.stop.min_tokens > 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn behind its prompt."""
+        return not self.is_fill and self.pool is None
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens that are not computed where their KV is known. The owner of a prompt runs
+        its last token, or all of one of which more is wanted than what follows.
+        """
+        pool = self.pool
+        is_computed_anew = pool is not None and (pool.wants_all_rows or pool.is_whole)
+        if is_computed_anew or self.prompt_logprobs is not None:
+            return 0
+        return len(self.tokens) - (not self.is_fill)
 
     @property
     def num_tokens(self) -> int:

@@ -307,7 +307,7 @@ class OwnerFills:
     def _end_token(self, request: Request) -> int:
         """End of what the first candidate may fill; the owner runs a prompt's last token."""
         size = self._config.page_size
-        end = (request.num_tokens - (0 if request.is_fill else 1)) // size * size
+        end = request.num_reusable_tokens // size * size
         if request.candidates and request.candidates[0].kind == "kvstore":
             return min(end, request.candidates[0].match_tokens)
         return end

@@ -113,8 +113,6 @@ class StoreLink:
         num_pages = self._num_pages(request)
         if num_pages == 0 or self._num_cached_pages(request, num_pages) == num_pages:
             return
-        if request.prompt_logprobs is not None:
-            return
         keys = request.keys.upto(request.tokens, num_pages)
         lookup = StoreLookup(
             lookup=next(self._ids),
@@ -168,7 +166,7 @@ class StoreLink:
 
     def _num_pages(self, request: Request) -> int:
         """Number of pages of a prompt for which a store is useful."""
-        return (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+        return request.num_reusable_tokens // self._page_size
 
     # -- puts ------------------------------------------------------------------------------------
 

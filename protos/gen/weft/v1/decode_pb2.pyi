@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weft.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,36 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _PoolOutput:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolOutputEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolOutput.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_OUTPUT_UNSPECIFIED: _PoolOutput.ValueType  # 0
+    POOL_OUTPUT_EMBEDDING: _PoolOutput.ValueType  # 1
+    """One vector, pooled as the model's files say."""
+    POOL_OUTPUT_TOKEN_EMBEDDINGS: _PoolOutput.ValueType  # 2
+    """One vector for each token."""
+    POOL_OUTPUT_CLASSES: _PoolOutput.ValueType  # 3
+    """Values of the model's classification head."""
+    POOL_OUTPUT_LABEL_LOGITS: _PoolOutput.ValueType  # 4
+    """Logits of `label_ids` for the token behind the prompt."""
+
+class PoolOutput(_PoolOutput, metaclass=_PoolOutputEnumTypeWrapper):
+    """What is made of a prompt's hidden states."""
+
+POOL_OUTPUT_UNSPECIFIED: PoolOutput.ValueType  # 0
+POOL_OUTPUT_EMBEDDING: PoolOutput.ValueType  # 1
+"""One vector, pooled as the model's files say."""
+POOL_OUTPUT_TOKEN_EMBEDDINGS: PoolOutput.ValueType  # 2
+"""One vector for each token."""
+POOL_OUTPUT_CLASSES: PoolOutput.ValueType  # 3
+"""Values of the model's classification head."""
+POOL_OUTPUT_LABEL_LOGITS: PoolOutput.ValueType  # 4
+"""Logits of `label_ids` for the token behind the prompt."""
+Global___PoolOutput: _TypeAlias = PoolOutput  # noqa: Y015
 
 @_typing.final
 class PrefillCandidate(_message.Message):
@@ -87,6 +118,7 @@ class Submit(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     END_SESSION_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 64 bytes."""
     attempt: _builtins.int
@@ -146,6 +178,12 @@ class Submit(_message.Message):
         n = 1. Their PromptLogprobs come before the first token that this attempt generates.
         """
 
+    @_builtins.property
+    def pool(self) -> Global___PoolOptions:
+        """Absent: tokens are wanted. With it no token is drawn: the request ends with the Vectors of its
+        prompt, and n, stop and both log-probabilities stay empty.
+        """
+
     def __init__(
         self,
         *,
@@ -169,14 +207,65 @@ class Submit(_message.Message):
         session_id: _builtins.str = ...,
         end_session: _builtins.bool = ...,
         prompt_logprobs: _common_pb2.LogprobOptions | None = ...,
+        pool: Global___PoolOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "pool", b"pool", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "total_timeout", b"total_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "end_session", b"end_session", "first_token_timeout", b"first_token_timeout", "logprobs", b"logprobs", "model", b"model", "pool", b"pool", "prefill_candidates", b"prefill_candidates", "priority", b"priority", "progress", b"progress", "prompt", b"prompt", "prompt_length", b"prompt_length", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "tenant", b"tenant", "total_timeout", b"total_timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class PoolOptions(_message.Message):
+    """Vectors that a request wants in place of tokens. A model that does not serve the task for them
+    fails the request.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    LABEL_IDS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    SEGMENT_START_FIELD_NUMBER: _builtins.int
+    output: Global___PoolOutput.ValueType
+    dimensions: _builtins.int
+    """Leading entries of an embedding that are wanted, before it is normalised; absent: all."""
+    normalize: _builtins.bool
+    """Whether embeddings get length 1; absent: as the model's files say."""
+    segment_start: _builtins.int
+    """Position of the first token of the second of a pair of texts, for encoders that tell them apart;
+    0: there is one text.
+    """
+    @_builtins.property
+    def label_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With POOL_OUTPUT_LABEL_LOGITS: 1..64 tokens."""
+
+    def __init__(
+        self,
+        *,
+        output: Global___PoolOutput.ValueType = ...,
+        label_ids: _abc.Iterable[_builtins.int] | None = ...,
+        dimensions: _builtins.int | None = ...,
+        normalize: _builtins.bool | None = ...,
+        segment_start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "label_ids", b"label_ids", "normalize", b"normalize", "output", b"output", "segment_start", b"segment_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+
+Global___PoolOptions: _TypeAlias = PoolOptions  # noqa: Y015
 
 @_typing.final
 class SampleProgress(_message.Message):
@@ -609,6 +698,40 @@ class SessionEvent(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Vectors(_message.Message):
+        """Vectors of one prompt: its only one, or those of consecutive tokens, in order."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REQUEST_ID_FIELD_NUMBER: _builtins.int
+        ATTEMPT_FIELD_NUMBER: _builtins.int
+        FIRST_ROW_FIELD_NUMBER: _builtins.int
+        WIDTH_FIELD_NUMBER: _builtins.int
+        VALUES_FIELD_NUMBER: _builtins.int
+        request_id: _builtins.str
+        attempt: _builtins.int
+        first_row: _builtins.int
+        """Number of the first of them."""
+        width: _builtins.int
+        """Numbers in each."""
+        values: _builtins.bytes
+        """float32, little-endian, one vector after another."""
+        def __init__(
+            self,
+            *,
+            request_id: _builtins.str = ...,
+            attempt: _builtins.int = ...,
+            first_row: _builtins.int = ...,
+            width: _builtins.int = ...,
+            values: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_row", b"first_row", "request_id", b"request_id", "values", b"values", "width", b"width"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Preempted(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -717,6 +840,7 @@ class SessionEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionEvent.Welcome: ...
     @_builtins.property
@@ -733,6 +857,8 @@ class SessionEvent(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Failed]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.PromptLogprobs]: ...
+    @_builtins.property
+    def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent.Vectors]: ...
     def __init__(
         self,
         *,
@@ -744,10 +870,11 @@ class SessionEvent(_message.Message):
         finished: _abc.Iterable[Global___SessionEvent.Finished] | None = ...,
         failed: _abc.Iterable[Global___SessionEvent.Failed] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SessionEvent.PromptLogprobs] | None = ...,
+        vectors: _abc.Iterable[Global___SessionEvent.Vectors] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "pong", b"pong", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pong", b"_pong", "_welcome", b"_welcome", "accepted", b"accepted", "failed", b"failed", "finished", b"finished", "pong", b"pong", "preempted", b"preempted", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "vectors", b"vectors", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pong: _TypeAlias = _typing.Literal["pong"]  # noqa: Y015
     _WhichOneofArgType__pong: _TypeAlias = _typing.Literal["_pong", b"_pong"]  # noqa: Y015

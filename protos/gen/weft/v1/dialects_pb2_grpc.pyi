@@ -319,3 +319,88 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class PoolingServiceStub:
+    """Vectors in place of text: embeddings as OpenAI's API has them, ranks as Cohere's and Jina's, scores
+    and classes as vLLM's.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PoolingServiceAsyncStub: ...
+    CreateEmbeddings: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Turns texts into vectors."""
+    RerankDocuments: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Orders documents by their relevance to a query."""
+    ScorePairs: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Scores pairs of texts."""
+    ClassifyTexts: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Gives the classes of texts."""
+    PoolTexts: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Gives what the model makes of texts, raw: a vector of each text, or of each of its tokens."""
+
+@_typing.type_check_only
+class PoolingServiceAsyncStub(PoolingServiceStub):
+    """Vectors in place of text: embeddings as OpenAI's API has them, ranks as Cohere's and Jina's, scores
+    and classes as vLLM's.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    CreateEmbeddings: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Turns texts into vectors."""
+    RerankDocuments: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Orders documents by their relevance to a query."""
+    ScorePairs: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Scores pairs of texts."""
+    ClassifyTexts: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Gives the classes of texts."""
+    PoolTexts: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Gives what the model makes of texts, raw: a vector of each text, or of each of its tokens."""
+
+class PoolingServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Vectors in place of text: embeddings as OpenAI's API has them, ranks as Cohere's and Jina's, scores
+    and classes as vLLM's.
+    """
+
+    @_abc_1.abstractmethod
+    def CreateEmbeddings(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Turns texts into vectors."""
+
+    @_abc_1.abstractmethod
+    def RerankDocuments(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Orders documents by their relevance to a query."""
+
+    @_abc_1.abstractmethod
+    def ScorePairs(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Scores pairs of texts."""
+
+    @_abc_1.abstractmethod
+    def ClassifyTexts(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Gives the classes of texts."""
+
+    @_abc_1.abstractmethod
+    def PoolTexts(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Gives what the model makes of texts, raw: a vector of each text, or of each of its tokens."""
+
+def add_PoolingServiceServicer_to_server(servicer: PoolingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

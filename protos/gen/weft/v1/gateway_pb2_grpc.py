@@ -45,6 +45,21 @@ class GatewayServiceStub:
                 request_serializer=weft_dot_v1_dot_gateway__pb2.CompleteRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_gateway__pb2.CompleteResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/weft.v1.GatewayService/Embed',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/weft.v1.GatewayService/Rerank',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.RerankRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/weft.v1.GatewayService/Score',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/weft.v1.GatewayService/Tokenize',
                 request_serializer=weft_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
@@ -110,6 +125,27 @@ class GatewayServiceServicer:
 
     def Complete(self, request, context):
         """Continues a text: one message, or many when `stream` is set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns texts into vectors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Orders documents by their relevance to a query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Scores pairs of texts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,6 +237,21 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.Complete,
                     request_deserializer=weft_dot_v1_dot_gateway__pb2.CompleteRequest.FromString,
                     response_serializer=weft_dot_v1_dot_gateway__pb2.CompleteResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.EmbedRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.RerankRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.RerankResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.ScoreRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.ScoreResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -308,6 +359,87 @@ class GatewayService:
             '/weft.v1.GatewayService/Complete',
             weft_dot_v1_dot_gateway__pb2.CompleteRequest.SerializeToString,
             weft_dot_v1_dot_gateway__pb2.CompleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/Embed',
+            weft_dot_v1_dot_gateway__pb2.EmbedRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/Rerank',
+            weft_dot_v1_dot_gateway__pb2.RerankRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/Score',
+            weft_dot_v1_dot_gateway__pb2.ScoreRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,12 @@ class GatewayServiceStub:
     """Answers a conversation: one message, or many when `stream` is set."""
     Complete: _grpc.UnaryStreamMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]
     """Continues a text: one message, or many when `stream` is set."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EmbedRequest, _gateway_pb2.EmbedResponse]
+    """Turns texts into vectors."""
+    Rerank: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RerankRequest, _gateway_pb2.RerankResponse]
+    """Orders documents by their relevance to a query."""
+    Score: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ScoreRequest, _gateway_pb2.ScoreResponse]
+    """Scores pairs of texts."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeResponse]
     """Turns a text or a conversation into token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]
@@ -74,6 +80,12 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """Answers a conversation: one message, or many when `stream` is set."""
     Complete: _aio.UnaryStreamMultiCallable[_gateway_pb2.CompleteRequest, _gateway_pb2.CompleteResponse]  # type: ignore[assignment]
     """Continues a text: one message, or many when `stream` is set."""
+    Embed: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EmbedRequest, _gateway_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Turns texts into vectors."""
+    Rerank: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RerankRequest, _gateway_pb2.RerankResponse]  # type: ignore[assignment]
+    """Orders documents by their relevance to a query."""
+    Score: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ScoreRequest, _gateway_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Scores pairs of texts."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns a text or a conversation into token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -120,6 +132,30 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.CompleteResponse], _abc.AsyncIterator[_gateway_pb2.CompleteResponse]]:
         """Continues a text: one message, or many when `stream` is set."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _gateway_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.EmbedResponse, _abc.Awaitable[_gateway_pb2.EmbedResponse]]:
+        """Turns texts into vectors."""
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _gateway_pb2.RerankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.RerankResponse, _abc.Awaitable[_gateway_pb2.RerankResponse]]:
+        """Orders documents by their relevance to a query."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _gateway_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ScoreResponse, _abc.Awaitable[_gateway_pb2.ScoreResponse]]:
+        """Scores pairs of texts."""
 
     @_abc_1.abstractmethod
     def Tokenize(

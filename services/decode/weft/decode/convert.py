@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from weft.decode.assembly import Assembly
@@ -20,6 +21,7 @@ from weft.engine.base.request import (
     SamplingParams,
     StopCriteria,
 )
+from weft.engine.base.tasks import Output, Pool
 from weft.engine.protocol.handle import ADAPTER_DIGEST_BYTES
 from weft.engine.protocol.submits import SampleProgress, Submit
 from weft.engine.protocol.timeline import FillCandidate
@@ -28,6 +30,12 @@ from weft.v1 import common_pb2, decode_pb2
 MAX_ID_BYTES = 64
 MAX_CANDIDATES = 64
 MAX_TIMEOUT_S = 86_400.0
+OUTPUTS: Mapping[decode_pb2.PoolOutput.ValueType, Output] = {
+    decode_pb2.POOL_OUTPUT_EMBEDDING: "embedding",
+    decode_pb2.POOL_OUTPUT_TOKEN_EMBEDDINGS: "token_embeddings",
+    decode_pb2.POOL_OUTPUT_CLASSES: "classes",
+    decode_pb2.POOL_OUTPUT_LABEL_LOGITS: "label_logits",
+}
 
 
 def submit_from_proto(assembly: Assembly, session: int) -> Submit:
@@ -63,6 +71,7 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
         stop=_stop(message.stop),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        pool=_pool(message.pool) if message.HasField("pool") else None,
         candidates=[
             FillCandidate(
                 worker_id=candidate.worker_id,
@@ -91,6 +100,19 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
             )
             for entry in message.progress
         ],
+    )
+
+
+def _pool(message: decode_pb2.PoolOptions) -> Pool:
+    output = OUTPUTS.get(message.output)
+    if output is None:
+        raise InvalidRequest("no output is named", param="pool")
+    return Pool(
+        output=output,
+        label_ids=tuple(message.label_ids),
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        normalises=message.normalize if message.HasField("normalize") else None,
+        segment_start=message.segment_start,
     )
 
 

@@ -9,6 +9,7 @@ from weft.common.rpc.errors import cut, error_detail, grpc_code
 from weft.common.worker.fills import TRANSPORTS
 from weft.engine.base.errors import WeftError, error_class
 from weft.engine.base.request import PromptLogprobs, TokenLogprob
+from weft.engine.base.tasks import PooledVectors
 from weft.engine.protocol.submits import Failed, Finished, GatewayBatch, Pong, TokenColumns, Tokens
 from weft.engine.protocol.timeline import FillRecord, Timeline
 from weft.v1 import common_pb2, decode_pb2
@@ -27,6 +28,8 @@ _KEY_BYTES = 96
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 16
 _ALTERNATIVE_BYTES = 13
+_NUMBER_BYTES = 4
+"""Of a vector."""
 _ENTRY_BYTES = 8
 """Size of an entry in addition to its own bytes."""
 SOURCES = {
@@ -77,6 +80,7 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
     for batch in batches:
         merged.accepted += batch.accepted
         merged.prompt_logprobs += batch.prompt_logprobs
+        merged.vectors += batch.vectors
         for tokens in batch.all_tokens():
             key = (tokens.request_id, tokens.attempt, tokens.sample)
             known = last.get(key)
@@ -113,6 +117,9 @@ def batch_to_proto(
         )
     for scores in batch.prompt_logprobs:
         for _ in _add_prompt_logprobs(events, scores):
+            yield from events.take_full()
+    for vectors in batch.vectors:
+        for _ in _add_vectors(events, vectors):
             yield from events.take_full()
     for tokens in batch.tokens:
         _add_tokens(events, tokens)
@@ -172,6 +179,23 @@ def _add_prompt_logprobs(events: _Events, scores: PromptLogprobs) -> Iterator[No
         )
         for logprob in some:
             _add_logprob(out, logprob)
+        yield
+
+
+def _add_vectors(events: _Events, vectors: PooledVectors) -> Iterator[None]:
+    """Adds as many entries as the size requires; yields behind each."""
+    request_id, attempt, first_row, width, values = vectors
+    row_bytes = _NUMBER_BYTES * width
+    count = max(1, (MAX_EVENT_BYTES - _KEY_BYTES) // row_bytes)
+    for start in range(0, len(values), count * row_bytes):
+        some = values[start : start + count * row_bytes]
+        events.room(_KEY_BYTES + len(some)).vectors.add(
+            request_id=request_id,
+            attempt=attempt,
+            first_row=first_row + start // row_bytes,
+            width=width,
+            values=some,
+        )
         yield
 
 

@@ -60,6 +60,7 @@ _EDGES_FACE = "weft.v1.OpenAIService"
 SERVICES = (
     "weft.v1.GatewayService",
     _EDGES_FACE,
+    "weft.v1.PoolingService",
     "weft.v1.ResponsesService",
     "weft.v1.AnthropicService",
     "weft.v1.OllamaService",

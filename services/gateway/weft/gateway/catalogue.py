@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from weft.common.adapters.manifest import Entry
 from weft.engine.base.errors import DeadlineExceeded, ModelNotFound
+from weft.engine.base.tasks import TASKS, Task
 from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
 from weft.gateway.admission.slo.admission import LatencyAdmission
@@ -43,6 +44,12 @@ class ServedModel:
     def context_tokens(self) -> int:
         """Smallest context length of all known owners."""
         return self.fleet.max_context_tokens(self.model.max_context_tokens)
+
+    @property
+    def task(self) -> Task:
+        """What its workers serve, as far as they have said, else what its files are for."""
+        told = self.fleet.task()
+        return next((task for task in TASKS if task == told), self.model.pooling.task)
 
     def problem(self) -> str:
         """Why it cannot be served now; empty if it can."""

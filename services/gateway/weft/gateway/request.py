@@ -11,6 +11,7 @@ from weft.engine.base.request import (
     MIN_REPETITION_PENALTY,
     Constraint,
 )
+from weft.engine.base.tasks import Output
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
 
@@ -46,7 +47,45 @@ class ChatPrompt:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairPrompt:
+    """Two texts whose relation is scored; a request's `wants` decides how a model reads them."""
+
+    first: str
+    second: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrappedPrompt:
+    """A text between two fixed ones, which are never cut."""
+
+    head: str
+    text: str
+    tail: str
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | WrappedPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """Vectors that a request wants of its prompts in place of tokens."""
+
+    output: Output
+    dimensions: int | None = None
+    """Leading entries of embeddings; None: all."""
+    normalises: bool | None = None
+    """Whether embeddings get length 1; None: as the model's files say."""
+    truncate_tokens: int | None = None
+    """Tokens to which longer prompts are cut; 0: the longest that the model takes. None: longer
+    ones are refused.
+    """
+    prompt_name: str | None = None
+    """The model's prompt that goes ahead of texts; None: its default one."""
+    instruction: str = ""
+    """What makes a document relevant; empty: the model's default."""
+    label_ids: tuple[int, ...] = ()
+    """Tokens whose logits make scores, set once the model is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +239,8 @@ class GenerateRequest:
     """Latency targets of the client; those of its tenant apply where it gives none."""
     tenant: Tenant | None = None
     """Tenant of the request; None: the gateway asks for no API keys."""
+    wants: Wants | None = None
+    """Vectors that are wanted; None: tokens are."""
     adapter: ResolvedAdapter | None = None
     """Adapter that `model` refers to, once resolved; None: the base model."""
 
@@ -213,5 +254,7 @@ class PreparedPrompt:
     """Most tokens of each sample; prompt and output together fit the context."""
     begins_reasoning: bool = False
     """Whether the prompt ends within the model's reasoning, or else the model begins with it."""
+    segment_start: int = 0
+    """Position of the first token of the second of a pair of texts; 0: there is one text."""
     has_reasoned: bool = False
     """Whether the prompt ends behind the model's reasoning, for example with an empty one."""

@@ -22,6 +22,7 @@ from weft.gateway.request import (
     Sampling,
     Stopping,
     TokenPrompt,
+    Wants,
 )
 from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.stop_patterns import PatternError, stop_patterns
@@ -37,6 +38,8 @@ MAX_MESSAGES = 1024
 MAX_CHOICES = 4096
 MAX_TOOLS = 128
 MAX_SALT_BYTES = 128
+MAX_INPUTS = 2048
+"""Most inputs of a request for vectors, as OpenAI's API."""
 MAX_ROUTING_KEY_BYTES = 256
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Most log-probabilities of the tokens of a request's prompts, alternatives included."""
@@ -78,7 +81,17 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
     if first_s is not None and not first_s > 0:
         raise invalid("ttft_timeout", f"must be above 0 seconds, not {first_s:g}")
     _check_targets(request.targets)
+    if request.wants is not None:
+        _check_wants(request.wants)
+        max_prompts = max(max_prompts, MAX_INPUTS)
     _check_prompts(request, model, max_prompts)
+
+
+def _check_wants(wants: Wants) -> None:
+    if wants.dimensions is not None:
+        check_range("dimensions", wants.dimensions, 1, MAX_TOKENS)
+    if wants.truncate_tokens is not None:
+        check_range("truncate_prompt_tokens", wants.truncate_tokens, 0, MAX_TOKENS)
 
 
 def _check_prompt_logprobs(num_alternatives: int, request: GenerateRequest) -> None:

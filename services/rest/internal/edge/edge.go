@@ -93,6 +93,8 @@ func register(
 			ctx, mux, weftv1.NewOpenAIServiceClient(backend)),
 		weftv1.RegisterResponsesServiceHandlerClient(
 			ctx, mux, weftv1.NewResponsesServiceClient(backend)),
+		weftv1.RegisterPoolingServiceHandlerClient(
+			ctx, mux, weftv1.NewPoolingServiceClient(backend)),
 		weftv1.RegisterAnthropicServiceHandlerClient(
 			ctx, mux, weftv1.NewAnthropicServiceClient(backend)),
 		weftv1.RegisterOllamaServiceHandlerClient(

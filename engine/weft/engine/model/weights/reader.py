@@ -52,3 +52,32 @@ class CheckpointReader(Protocol):
         Raises:
             ModelError: Tensors are missing, or some were there of which no part was read.
         """
+
+
+class WithoutPrefix:
+    """A reader of a checkpoint whose names lack a prefix that models ask with.
+
+    Args:
+        reader: Reads the checkpoint.
+        prefix: Left out of names that begin with it.
+    """
+
+    def __init__(self, reader: CheckpointReader, prefix: str) -> None:
+        self._reader = reader
+        self._prefix = prefix
+
+    def has(self, name: str) -> bool:
+        """See `CheckpointReader.has`."""
+        return self._reader.has(name.removeprefix(self._prefix))
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """See `CheckpointReader.shape_of`."""
+        return self._reader.shape_of(name.removeprefix(self._prefix))
+
+    def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """See `CheckpointReader.read_into`."""
+        self._reader.read_into(part._replace(name=part.name.removeprefix(self._prefix)), out)
+
+    def finish(self) -> None:
+        """See `CheckpointReader.finish`."""
+        self._reader.finish()

@@ -41,7 +41,7 @@ class TieredFills:
 
     def next_state(self, request: Request) -> State:
         """See `Fills.next_state`."""
-        if request.prompt_logprobs is not None:
+        if not request.num_reusable_tokens:
             return State.PREFILLING
         if self._tiers is not None and self._tiers.plan(request):
             return State.LOADING

@@ -245,7 +245,7 @@ class Tiers:
         if request.passes_over_tiers:
             return False
         first = request.num_computed // self._page_size
-        end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+        end = request.num_reusable_tokens // self._page_size
         if end <= first:
             return False
         runs = self._find(request, first, end)
@@ -495,7 +495,7 @@ class Tiers:
 
     def _fetch(self, request: Request) -> None:
         assert self.disk is not None
-        end = (request.num_tokens - (0 if request.is_fill else 1)) // self._page_size
+        end = request.num_reusable_tokens // self._page_size
         first = self._num_cached_pages(request, end)
         keys = request.keys.upto(request.tokens, end)
         most = min(MAX_OPEN_FETCHES, self.host.pages.memory.num_usable_pages // 2)

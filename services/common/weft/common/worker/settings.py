@@ -44,6 +44,11 @@ class WorkerSettings(PageSettings):
         "auto",
         description="number format of weights and KV; auto = what the machine computes fast",
     )
+    task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
+        "auto",
+        description="what the model serves: text, embeddings, classes, or scores by the logits of "
+        "yes and no; auto = what its files are for",
+    )
     quantization: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="number format of the products' weights; auto = what the checkpoint has; int8 "

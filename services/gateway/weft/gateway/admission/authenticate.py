@@ -40,6 +40,7 @@ KEYLESS = frozenset(
 FACES = (
     "/weft.v1.GatewayService/",
     "/weft.v1.OpenAIService/",
+    "/weft.v1.PoolingService/",
     "/weft.v1.ResponsesService/",
     "/weft.v1.AnthropicService/",
     "/weft.v1.OllamaService/",

@@ -10,6 +10,7 @@ from weft.engine.base.errors import ConfigError
 from weft.gateway.api.anthropic.service import AnthropicFace
 from weft.gateway.api.ollama.service import OllamaFace
 from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.pooling.service import PoolingFace
 from weft.gateway.api.responses.service import ResponsesFace
 from weft.gateway.api.responses.store import MemoryResponses, ResponseStore
 from weft.gateway.api.server.service import ServerFace
@@ -74,6 +75,8 @@ def add_dialects(
     dialects_pb2_grpc.add_AnthropicServiceServicer_to_server(anthropic, server)
     ollama = OllamaFace(pipeline, models, bodies)
     dialects_pb2_grpc.add_OllamaServiceServicer_to_server(ollama, server)
+    vectors = PoolingFace(pipeline, bodies)
+    dialects_pb2_grpc.add_PoolingServiceServicer_to_server(vectors, server)
     other = ServerFace(
         pipeline,
         models,

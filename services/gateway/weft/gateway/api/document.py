@@ -14,6 +14,14 @@ from weft.gateway.api.anthropic.bodies import CountTokensBody, MessagesBody
 from weft.gateway.api.ollama import answers as ollama
 from weft.gateway.api.ollama.bodies import ChatBody, GenerateBody, ShowBody
 from weft.gateway.api.openai.answers import ErrorAnswer
+from weft.gateway.api.pooling import answers as pooling
+from weft.gateway.api.pooling.bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from weft.gateway.api.responses import answers as responses
 from weft.gateway.api.responses.bodies import ResponsesBody
 from weft.gateway.api.server import answers as server
@@ -38,6 +46,8 @@ class Route:
     """Model of the messages of a streamed answer; None: it is never streamed."""
     event_kind: str = _EVENTS
     answer_kind: str = _JSON
+    is_alias: bool = False
+    """Whether the same path with its version is there too."""
     query: tuple[str, ...] = ()
     """Names of its query parameters, all of them texts that may be absent."""
 
@@ -125,6 +135,59 @@ _DIALECTS = (
         ),
     ),
     Dialect(
+        "Pooling",
+        ErrorAnswer,
+        (
+            Route(
+                "post",
+                "/v1/embeddings",
+                "Turns texts into vectors.",
+                pooling.EmbeddingsAnswer,
+                EmbeddingsBody,
+            ),
+            *(
+                Route(
+                    "post",
+                    path,
+                    "Orders documents by their relevance to a query.",
+                    pooling.RerankAnswer,
+                    RerankBody,
+                    is_alias=path == "/rerank",
+                )
+                for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+            ),
+            *(
+                Route(
+                    "post",
+                    path,
+                    "Scores pairs of texts.",
+                    pooling.ScoreAnswer,
+                    ScoreBody,
+                    is_alias=path == "/score",
+                )
+                for path in ("/v1/score", "/score")
+            ),
+            *(
+                Route(
+                    "post",
+                    path,
+                    "Gives the classes of texts.",
+                    pooling.ClassifyAnswer,
+                    ClassifyBody,
+                    is_alias=path == "/classify",
+                )
+                for path in ("/v1/classify", "/classify")
+            ),
+            Route(
+                "post",
+                "/pooling",
+                "Gives what the model makes of texts.",
+                pooling.PoolingAnswer,
+                PoolingBody,
+            ),
+        ),
+    ),
+    Dialect(
         "Server",
         ErrorAnswer,
         (
@@ -181,6 +244,8 @@ def _operation(dialect: Dialect, route: Route) -> dict[str, Any]:
     if route.event is not None:
         answers |= content(route.event, route.event_kind)
     words = [word.strip("{}") for word in route.path.replace("/v1", "").split("/") if word]
+    if route.is_alias:
+        words.insert(0, "alias")
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": "_".join([route.method, *words]),

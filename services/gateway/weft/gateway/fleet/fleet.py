@@ -77,6 +77,11 @@ class ModelFleet:
         limits = [info.max_context_tokens for info in known if info is not None]
         return min([bound, *(limit for limit in limits if limit)])
 
+    def task(self) -> str:
+        """What the decode workers serve; empty while none is known."""
+        known = (worker.info for worker in self.workers("decode"))
+        return next((info.task for info in known if info is not None and info.task), "")
+
 
 class Fleet:
     """All workers that discovery names.

@@ -50,6 +50,9 @@ class SessionHandler(Protocol):
     def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
         """Called with log-probabilities of prompt tokens, before the tokens of the same message."""
 
+    def on_vectors(self, event: decode_pb2.SessionEvent.Vectors, now: float) -> None:
+        """Called with vectors of a prompt; `now` is the event loop's time."""
+
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         """Called with new tokens of one sample; `now` is the event loop's time."""
 
@@ -238,6 +241,13 @@ class DecodeSession:
             if handler is not None and handler.attempt == scores.attempt:
                 self._silent.discard(scores.request_id)
                 handler.on_prompt_logprobs(scores)
+        if event.vectors:
+            now = asyncio.get_running_loop().time()
+            for vectors in event.vectors:
+                handler = handlers.get(vectors.request_id)
+                if handler is not None and handler.attempt == vectors.attempt:
+                    self._silent.discard(vectors.request_id)
+                    handler.on_vectors(vectors, now)
         if event.tokens:
             now = asyncio.get_running_loop().time()
             for tokens in event.tokens:

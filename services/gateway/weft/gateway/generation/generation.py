@@ -10,6 +10,7 @@ from weft.common.tasks import log_failure
 from weft.engine.base.errors import Internal, Overloaded, PeerUnavailable, WeftError
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
+from weft.gateway.generation.prompt_vectors import PromptVectors
 from weft.gateway.generation.resume import Losses, ResumeLimits
 from weft.gateway.generation.sample_output import SampleOutput
 from weft.gateway.generation.submit import submit_messages
@@ -119,6 +120,8 @@ class Generation:
         ]
         self.prompt_scores = PromptScores(prompt.ids, is_wanted=request.prompt_logprobs is not None)
         """Log-probabilities of the prompt's tokens."""
+        self.vectors = PromptVectors(_num_vectors(request, prompt))
+        """Vectors of the prompt, where they are wanted."""
         self.attempt = 0
         self.error: WeftError | None = None
         """The error with which the prompt failed for good."""
@@ -181,6 +184,7 @@ class Generation:
             ),
         )
         self.prompt_scores.restart()
+        self.vectors.restart()
         placement.session.submit(self.wire_id, self, messages)
         placement.begin()
         if self._request.ends_session:
@@ -227,6 +231,14 @@ class Generation:
         problem = self.prompt_scores.add(event)
         if problem:
             self._violated(problem)
+
+    def on_vectors(self, event: decode_pb2.SessionEvent.Vectors, now: float) -> None:
+        """See `SessionHandler`."""
+        problem = self.vectors.add(event)
+        if problem:
+            self._violated(problem)
+        elif not self._has_proven:
+            self._prove(now)
 
     def on_tokens(self, event: decode_pb2.SessionEvent.Tokens, now: float) -> None:
         """See `SessionHandler`."""
@@ -307,6 +319,9 @@ class Generation:
         if sample.finish_reason is None:
             if not self.prompt_scores.is_complete:
                 self._violated(f"the end of a sample, but {self.prompt_scores.missing}")
+                return
+            if not self.vectors.is_complete and event.reason != CANCELLED:
+                self._violated(f"the end of a prompt with {self.vectors.num_rows} vectors")
                 return
             if event.completion_tokens != len(sample.ids):
                 self._violated(
@@ -407,6 +422,13 @@ class Generation:
         if self._attempt_trace is not None:
             self._attempt_trace.end(error)
         return placement
+
+
+def _num_vectors(request: GenerateRequest, prompt: PreparedPrompt) -> int:
+    """Vectors that a prompt's owner sends."""
+    if request.wants is None:
+        return 0
+    return len(prompt.ids) if request.wants.output == "token_embeddings" else 1
 
 
 def _began(timeline: common_pb2.Timeline) -> tuple[float, int]:

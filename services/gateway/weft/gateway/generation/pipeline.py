@@ -20,6 +20,7 @@ from weft.engine.base.errors import (
     PeerUnavailable,
     WeftError,
 )
+from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.gateway.admission.admission import Admission, shutting_down
 from weft.gateway.admission.authenticate import in_tenant_cache
 from weft.gateway.admission.keys import Tenant
@@ -37,6 +38,7 @@ from weft.gateway.request import (
     PreparedPrompt,
     ResolvedAdapter,
     Sampling,
+    Wants,
 )
 from weft.gateway.routing import RoutingRequest
 from weft.gateway.settings import GatewaySettings
@@ -46,6 +48,7 @@ from weft.gateway.telemetry.request_trace import RequestTrace
 from weft.gateway.text.answer.demand import blame_constraint
 from weft.gateway.text.answer.make import reasoning_of, settle_constraint
 from weft.gateway.text.model_card import ModelCard
+from weft.gateway.text.pooled_prompts import for_model
 from weft.gateway.text.render import RenderPlan
 from weft.gateway.text.stop_patterns import stop_patterns
 from weft.gateway.text.stops import StopAutomaton
@@ -257,6 +260,7 @@ class RequestPipeline:
         first_deadline = deadline if first_s is None else min(deadline, account.arrival + first_s)
         card = await self._models.card(resolved, max(0.0, first_deadline - loop.time()))
         check_request(request, card, self._settings.max_prompts)
+        request = for_model(request, card, served.task)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
         request = replace(
@@ -278,7 +282,8 @@ class RequestPipeline:
             account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, first_deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
-            routing = _routing(request, prompts, self._named_worker(served, request))
+            worker_id = self._named_worker(served, request)
+            routing = _routing(request, prompts, worker_id, card.pooling)
             await self._pass_gate(gated, request, prompts, routing, first_deadline, trace)
             if self._has_ended:
                 raise shutting_down("admit")
@@ -363,7 +368,9 @@ class RequestPipeline:
     ) -> list[PreparedPrompt]:
         try:
             async with asyncio.timeout_at(deadline):
-                return await served.preparer.prepare(card, request.prompts, request.stopping)
+                return await served.preparer.prepare(
+                    card, request.prompts, request.stopping, request.wants
+                )
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed while the request was tokenised", stage="prepare"
@@ -544,6 +551,8 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
     """Most tokens that a request may come to, as far as it says."""
+    if request.wants is not None:
+        return sum(len(prompt.ids) for prompt in prompts)
     given = request.stopping.max_tokens
     output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
     return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
@@ -561,7 +570,10 @@ def _num_tokens(account: _Account) -> int | None:
 
 
 def _routing(
-    request: GenerateRequest, prompts: list[PreparedPrompt], worker_id: str
+    request: GenerateRequest,
+    prompts: list[PreparedPrompt],
+    worker_id: str,
+    pooling: PoolingConfig,
 ) -> list[RoutingRequest]:
     """Each prompt as policies see it, with its name on Sessions."""
     base = request.request_id
@@ -575,7 +587,17 @@ def _routing(
             worker_id=worker_id,
             first_token_s=request.targets.first_token_s,
             adapter=b"" if request.adapter is None else request.adapter.digest,
-            is_computed_anew=request.prompt_logprobs is not None,
+            is_computed_anew=(
+                request.prompt_logprobs is not None or _is_computed_anew(request.wants, pooling)
+            ),
         )
         for number, prompt in enumerate(prompts)
     ]
+
+
+def _is_computed_anew(wants: Wants | None, pooling: PoolingConfig) -> bool:
+    """Whether all of a prompt is computed, whatever is cached."""
+    if wants is None:
+        return False
+    is_whole = pooling.is_encoder or pooling.pooling != "last"
+    return is_whole or wants.output == "token_embeddings"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from weft.gateway.text.model_card import ModelCard
 from weft.v1 import common_pb2
 
 _SETTLE_TIMEOUT_S = 1.0
+MAX_AT_ONCE = 256
+"""Most prompts of a request at workers at once: their queues are bounded."""
 
 
 class Delta(NamedTuple):
@@ -68,6 +71,8 @@ class TokenStream(Listener):
         self._failed: Generation | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_open = 0
+        self._waiting: deque[Generation] = deque()
+        """Prompts that begin when others have ended."""
         self.generations: list[Generation] = []
         self.error: WeftError | None = None
         """Why the whole request failed."""
@@ -80,7 +85,8 @@ class TokenStream(Listener):
         """
         self.generations = generations
         self._num_open = sum(len(generation.samples) for generation in generations)
-        for generation in generations:
+        self._waiting.extend(generations[MAX_AT_ONCE:])
+        for generation in generations[:MAX_AT_ONCE]:
             generation.start()
 
     async def next_deltas(self) -> list[Delta]:
@@ -162,7 +168,12 @@ class TokenStream(Listener):
 
     def on_settled(self) -> None:
         """See `Listener`."""
-        if all(generation.is_settled for generation in self.generations):
+        if self._waiting and self.error is None:
+            try:
+                self._waiting.popleft().start()
+            except WeftError as error:
+                self.fail(error)
+        elif all(generation.is_settled for generation in self.generations):
             self._on_done()
         self._wake()
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 from weft.engine.base.request import Constraint
-from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling
+from weft.engine.base.tasks import Output
+from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling, Wants
 from weft.v1 import common_pb2, decode_pb2
 
 _MAX_TOKENS_PER_MESSAGE = 32_768
 """Most tokens per message, of at most 5 bytes each: well under the 256 KiB of a Session message."""
+_OUTPUTS: Mapping[Output, decode_pb2.PoolOutput.ValueType] = {
+    "embedding": decode_pb2.POOL_OUTPUT_EMBEDDING,
+    "token_embeddings": decode_pb2.POOL_OUTPUT_TOKEN_EMBEDDINGS,
+    "classes": decode_pb2.POOL_OUTPUT_CLASSES,
+    "label_logits": decode_pb2.POOL_OUTPUT_LABEL_LOGITS,
+}
 
 
 def submit_messages(
@@ -80,6 +87,8 @@ def submit_messages(
     if prompt_logprobs is not None:
         submit.prompt_logprobs.top_logprobs = prompt_logprobs
         submit.prompt_logprobs.SetInParent()
+    if request.wants is not None:
+        submit.pool.CopyFrom(_pool(request.wants, prompt))
     generated_parts = _add_progress(submit, samples, _MAX_TOKENS_PER_MESSAGE - len(first))
     messages = [decode_pb2.SessionRequest(submit=submit)]  # a copy: it is complete by now
     for start in range(0, len(rest), _MAX_TOKENS_PER_MESSAGE):
@@ -87,6 +96,16 @@ def submit_messages(
         part = decode_pb2.PromptPart(request_id=wire_id, attempt=attempt, tokens=tokens)
         messages.append(decode_pb2.SessionRequest(prompt_part=part))
     return messages + generated_parts
+
+
+def _pool(wants: Wants, prompt: PreparedPrompt) -> decode_pb2.PoolOptions:
+    return decode_pb2.PoolOptions(
+        output=_OUTPUTS[wants.output],
+        label_ids=wants.label_ids,
+        dimensions=wants.dimensions,
+        normalize=wants.normalises,
+        segment_start=prompt.segment_start,
+    )
 
 
 def sampling_to_proto(sampling: Sampling, seed: int) -> common_pb2.SamplingParams:

@@ -14,7 +14,7 @@ from weft.gateway.request import GenerateRequest
 if TYPE_CHECKING:
     from weft.gateway.generation.stream import TokenStream
 
-_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}
+_OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "embd": "embeddings"}
 """Operation names of OpenTelemetry's conventions, by the kind of the request id."""
 
 

@@ -15,6 +15,7 @@ from weft.engine.base.errors import ModelError
 from weft.engine.base.request import Reasoning
 from weft.engine.base.tokenizer_files import read_json, read_tokenizer
 from weft.engine.checkpoint.adapters.files import TOKENIZER_FILE
+from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.gateway.request import SAMPLING_RANGES, SamplingDefaults
 from weft.gateway.text.answer.formats import (
     FORMATS,
@@ -62,6 +63,10 @@ class ModelCard:
     vocabulary_size: int
     """First invalid id; the model's size, which may exceed the tokenizer's."""
     max_context_tokens: int
+    pooling: PoolingConfig
+    """What its files are for, and how they make vectors."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes of its classification head."""
     max_token_bytes: int
     """Length of the longest token, which bounds the number of tokens of a text from below; 0: no
     such bound.
@@ -129,6 +134,7 @@ def load_model_card(
     config = _text_config(read_json(folder / "config.json", required=True))
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
+    pooling = load_pooling(folder)
     parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser)
     tokenizer: Tokenizer = parts["tokenizer"]
     return ModelCard(
@@ -139,7 +145,11 @@ def load_model_card(
         sampling=_sampling(folder, generation_config) if has_own_sampling else SamplingDefaults(),
         eos_ids=_eos_ids(config, generation_config, tokenizer, specials),
         vocabulary_size=_integer(config, "vocab_size", tokenizer.get_vocab_size()),
-        max_context_tokens=min(context, max_context_tokens or context),
+        max_context_tokens=min(
+            context, max_context_tokens or context, pooling.max_tokens or context
+        ),
+        pooling=pooling,
+        labels=_labels(config),
         created=int(time.time()),
     )
 
@@ -221,6 +231,17 @@ def _integer(config: dict[str, Any], name: str, default: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {name} is {value!r}; a positive integer is expected")
     return value
+
+
+def _labels(config: dict[str, Any]) -> tuple[str, ...]:
+    """Names of classes, in their order."""
+    named = config.get("id2label")
+    if not isinstance(named, dict):
+        return ()
+    try:
+        return tuple(str(named[key]) for key in sorted(named, key=int))
+    except ValueError as error:
+        raise ModelError(f"config.json: id2label: {error}") from error
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

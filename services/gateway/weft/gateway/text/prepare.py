@@ -10,21 +10,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from tokenizers import Tokenizer
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import (
     ChatPrompt,
+    PairPrompt,
     PreparedPrompt,
     Prompt,
     Stopping,
     TextPrompt,
     TokenPrompt,
+    Wants,
+    WrappedPrompt,
 )
 from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.model_card import ModelCard, least_tokens
-from weft.gateway.text.tokens import decode, encode
+from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair
 from weft.gateway.validate import invalid
 
 T = TypeVar("T")
@@ -37,6 +41,7 @@ class _Tokenized(NamedTuple):
     begins_reasoning: bool = False
     has_reasoned: bool = False
     """See `PreparedPrompt`."""
+    segment_start: int = 0
 
 
 class Preparer:
@@ -61,9 +66,19 @@ class Preparer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
-        self, model: ModelCard, prompts: Sequence[Prompt], stopping: Stopping
+        self,
+        model: ModelCard,
+        prompts: Sequence[Prompt],
+        stopping: Stopping,
+        wants: Wants | None = None,
     ) -> list[PreparedPrompt]:
         """Prepares the prompts of a checked request.
+
+        Args:
+            model: Theirs.
+            prompts: At least one.
+            stopping: When answers end.
+            wants: Vectors that are wanted; None: tokens are.
 
         Raises:
             InvalidRequest: A template refuses its messages, or a prompt is empty.
@@ -71,11 +86,13 @@ class Preparer:
         """
         if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
             # Nothing to do that a thread would be worth: its words would wait in a busy loop.
-            tokenized = self._tokenize_all(model, prompts)
+            tokenized = self._tokenize_all(model, prompts, wants)
         else:
-            tokenized = await self._in_thread(lambda: self._tokenize_all(model, tuple(prompts)))
+            tokenized = await self._in_thread(
+                lambda: self._tokenize_all(model, tuple(prompts), wants)
+            )
         return [
-            self._fit(prompt, given, stopping)
+            self._fit(prompt, given, stopping, wants)
             for prompt, given in zip(prompts, tokenized, strict=True)
         ]
 
@@ -116,7 +133,14 @@ class Preparer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _tokenize_all(self, model: ModelCard, prompts: Sequence[Prompt]) -> list[_Tokenized]:
+    def _tokenize_all(
+        self, model: ModelCard, prompts: Sequence[Prompt], wants: Wants | None = None
+    ) -> list[_Tokenized]:
+        most = None if wants is None else wants.truncate_tokens
+        if most is not None:
+            context = self._context_tokens()
+            most = min(context, most or context)
+            return [_tokenize_cut(model, prompt, most) for prompt in prompts]
         for prompt in prompts:
             self._refuse_hopeless(model, prompt)
         return [_tokenize(model, prompt) for prompt in prompts]
@@ -128,16 +152,27 @@ class Preparer:
         elif isinstance(prompt, ChatPrompt):
             tools = [json.dumps(tool) for tool in prompt.tools]
             least = least_tokens(model, [*tools, *(_content(m) for m in prompt.messages)])
+        elif isinstance(prompt, PairPrompt):
+            least = least_tokens(model, [prompt.first, prompt.second])
+        elif isinstance(prompt, WrappedPrompt):
+            least = least_tokens(model, [prompt.text])
         else:
             least = len(prompt.ids)
         if least > self._context_tokens():
             raise self._too_long(prompt, f"at least {least}; shorten it")
 
-    def _fit(self, prompt: Prompt, given: _Tokenized, stopping: Stopping) -> PreparedPrompt:
+    def _fit(
+        self, prompt: Prompt, given: _Tokenized, stopping: Stopping, wants: Wants | None
+    ) -> PreparedPrompt:
         ids = given.ids
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
         context = self._context_tokens()
+        if wants is not None:
+            if len(ids) > context:
+                problem = f"{len(ids)}; shorten it, or give truncate_prompt_tokens"
+                raise self._too_long(prompt, problem)
+            return PreparedPrompt(ids=ids, max_tokens=0, segment_start=given.segment_start)
         # A token that is only drawn needs no room.
         room = context - len(ids) + stopping.is_score_alone
         max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
@@ -180,7 +215,32 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> _Tokenized:
         if model.reasoning is None:
             return _Tokenized(ids)
         return _Tokenized(ids, *_reasoning_at_end(prompt, text, model.reasoning))
+    if isinstance(prompt, PairPrompt):
+        ids, second = encode_pair(tokenizer, prompt.first, prompt.second)
+        return _Tokenized(ids, segment_start=second)
+    if isinstance(prompt, WrappedPrompt):
+        return _Tokenized([one for part in _wrapped(tokenizer, prompt) for one in part])
     return _Tokenized(list(prompt.ids))
+
+
+def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> _Tokenized:
+    """A prompt's tokens, at most so many: what is too much is cut from the end of its text."""
+    if isinstance(prompt, TokenPrompt):
+        return _Tokenized(list(prompt.ids[:most]))
+    tokenizer = model.tokenizer
+    if isinstance(prompt, PairPrompt):
+        ids, second = encode_pair(tokenizer, prompt.first, prompt.second, most)
+        return _Tokenized(ids, segment_start=second)
+    if isinstance(prompt, WrappedPrompt):
+        head, text, tail = _wrapped(tokenizer, prompt)
+        return _Tokenized([*head, *text[: max(0, most - len(head) - len(tail))], *tail])
+    assert isinstance(prompt, TextPrompt)
+    return _Tokenized(encode_cut(tokenizer, prompt.text, most, prompt.add_special_tokens))
+
+
+def _wrapped(tokenizer: Tokenizer, prompt: WrappedPrompt) -> list[list[int]]:
+    texts = (prompt.head, prompt.text, prompt.tail)
+    return [encode(tokenizer, text, add_special_tokens=False) for text in texts]
 
 
 def _render(model: ModelCard, prompt: ChatPrompt) -> str:

@@ -990,3 +990,288 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 	Streams:  []grpc.StreamDesc{},
 	Metadata: "weft/v1/dialects.proto",
 }
+
+const (
+	PoolingService_CreateEmbeddings_FullMethodName = "/weft.v1.PoolingService/CreateEmbeddings"
+	PoolingService_RerankDocuments_FullMethodName  = "/weft.v1.PoolingService/RerankDocuments"
+	PoolingService_ScorePairs_FullMethodName       = "/weft.v1.PoolingService/ScorePairs"
+	PoolingService_ClassifyTexts_FullMethodName    = "/weft.v1.PoolingService/ClassifyTexts"
+	PoolingService_PoolTexts_FullMethodName        = "/weft.v1.PoolingService/PoolTexts"
+)
+
+// PoolingServiceClient is the client API for PoolingService service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Vectors in place of text: embeddings as OpenAI's API has them, ranks as Cohere's and Jina's, scores
+// and classes as vLLM's.
+type PoolingServiceClient interface {
+	// Turns texts into vectors.
+	CreateEmbeddings(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Orders documents by their relevance to a query.
+	RerankDocuments(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Scores pairs of texts.
+	ScorePairs(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Gives the classes of texts.
+	ClassifyTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Gives what the model makes of texts, raw: a vector of each text, or of each of its tokens.
+	PoolTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+}
+
+type poolingServiceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewPoolingServiceClient(cc grpc.ClientConnInterface) PoolingServiceClient {
+	return &poolingServiceClient{cc}
+}
+
+func (c *poolingServiceClient) CreateEmbeddings(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[0], PoolingService_CreateEmbeddings_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_CreateEmbeddingsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *poolingServiceClient) RerankDocuments(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[1], PoolingService_RerankDocuments_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_RerankDocumentsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *poolingServiceClient) ScorePairs(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[2], PoolingService_ScorePairs_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_ScorePairsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *poolingServiceClient) ClassifyTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[3], PoolingService_ClassifyTexts_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_ClassifyTextsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+func (c *poolingServiceClient) PoolTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[4], PoolingService_PoolTexts_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_PoolTextsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
+// PoolingServiceServer is the server API for PoolingService service.
+// All implementations must embed UnimplementedPoolingServiceServer
+// for forward compatibility.
+//
+// Vectors in place of text: embeddings as OpenAI's API has them, ranks as Cohere's and Jina's, scores
+// and classes as vLLM's.
+type PoolingServiceServer interface {
+	// Turns texts into vectors.
+	CreateEmbeddings(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Orders documents by their relevance to a query.
+	RerankDocuments(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Scores pairs of texts.
+	ScorePairs(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Gives the classes of texts.
+	ClassifyTexts(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Gives what the model makes of texts, raw: a vector of each text, or of each of its tokens.
+	PoolTexts(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	mustEmbedUnimplementedPoolingServiceServer()
+}
+
+// UnimplementedPoolingServiceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedPoolingServiceServer struct{}
+
+func (UnimplementedPoolingServiceServer) CreateEmbeddings(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method CreateEmbeddings not implemented")
+}
+func (UnimplementedPoolingServiceServer) RerankDocuments(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method RerankDocuments not implemented")
+}
+func (UnimplementedPoolingServiceServer) ScorePairs(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method ScorePairs not implemented")
+}
+func (UnimplementedPoolingServiceServer) ClassifyTexts(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method ClassifyTexts not implemented")
+}
+func (UnimplementedPoolingServiceServer) PoolTexts(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method PoolTexts not implemented")
+}
+func (UnimplementedPoolingServiceServer) mustEmbedUnimplementedPoolingServiceServer() {}
+func (UnimplementedPoolingServiceServer) testEmbeddedByValue()                        {}
+
+// UnsafePoolingServiceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to PoolingServiceServer will
+// result in compilation errors.
+type UnsafePoolingServiceServer interface {
+	mustEmbedUnimplementedPoolingServiceServer()
+}
+
+func RegisterPoolingServiceServer(s grpc.ServiceRegistrar, srv PoolingServiceServer) {
+	// If the following call panics, it indicates UnimplementedPoolingServiceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&PoolingService_ServiceDesc, srv)
+}
+
+func _PoolingService_CreateEmbeddings_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PoolingServiceServer).CreateEmbeddings(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_CreateEmbeddingsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _PoolingService_RerankDocuments_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PoolingServiceServer).RerankDocuments(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_RerankDocumentsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _PoolingService_ScorePairs_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PoolingServiceServer).ScorePairs(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_ScorePairsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _PoolingService_ClassifyTexts_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PoolingServiceServer).ClassifyTexts(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_ClassifyTextsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _PoolingService_PoolTexts_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PoolingServiceServer).PoolTexts(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_PoolTextsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+// PoolingService_ServiceDesc is the grpc.ServiceDesc for PoolingService service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var PoolingService_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "weft.v1.PoolingService",
+	HandlerType: (*PoolingServiceServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "CreateEmbeddings",
+			Handler:       _PoolingService_CreateEmbeddings_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "RerankDocuments",
+			Handler:       _PoolingService_RerankDocuments_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ScorePairs",
+			Handler:       _PoolingService_ScorePairs_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ClassifyTexts",
+			Handler:       _PoolingService_ClassifyTexts_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "PoolTexts",
+			Handler:       _PoolingService_PoolTexts_Handler,
+			ServerStreams: true,
+		},
+	},
+	Metadata: "weft/v1/dialects.proto",
+}

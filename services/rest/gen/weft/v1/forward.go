@@ -8,6 +8,15 @@ func init() {
 	forward_OpenAIService_ChatCompletions_0 = forward.Stream
 	forward_OpenAIService_Completions_0 = forward.Stream
 	forward_ResponsesService_CreateResponse_0 = forward.Stream
+	forward_PoolingService_CreateEmbeddings_0 = forward.Stream
+	forward_PoolingService_RerankDocuments_0 = forward.Stream
+	forward_PoolingService_RerankDocuments_1 = forward.Stream
+	forward_PoolingService_RerankDocuments_2 = forward.Stream
+	forward_PoolingService_ScorePairs_0 = forward.Stream
+	forward_PoolingService_ScorePairs_1 = forward.Stream
+	forward_PoolingService_ClassifyTexts_0 = forward.Stream
+	forward_PoolingService_ClassifyTexts_1 = forward.Stream
+	forward_PoolingService_PoolTexts_0 = forward.Stream
 	forward_AnthropicService_CreateMessage_0 = forward.Stream
 	forward_OllamaService_Chat_0 = forward.Stream
 	forward_OllamaService_Generate_0 = forward.Stream

@@ -16,6 +16,7 @@ from weft.gateway.admission.slo.targets import Targets
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts, earliest
 from weft.gateway.api.end_session import end_session
+from weft.gateway.api.grpc.pooling import PooledCalls
 from weft.gateway.api.tools import (
     NO_TOOLS,
     Tool,
@@ -56,6 +57,7 @@ _TOOL_CHOICES = {
     gateway_pb2.TOOL_MODE_REQUIRED: "required",
 }
 AnyRequest = gateway_pb2.ChatRequest | gateway_pb2.CompleteRequest
+PooledRequest = gateway_pb2.EmbedRequest | gateway_pb2.RerankRequest | gateway_pb2.ScoreRequest
 
 
 class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
@@ -70,6 +72,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         max_body_bytes: int,
     ) -> None:
         self._pipeline = pipeline
+        self._pooled = PooledCalls(pipeline)
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
@@ -102,6 +105,27 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         )
         translated = _translate(request, call_facts(context, "cmpl"), prompt)
         await self._answer(translated, request.stream, context, gateway_pb2.CompleteResponse)
+
+    async def Embed(
+        self, request: gateway_pb2.EmbedRequest, context: Context
+    ) -> gateway_pb2.EmbedResponse:
+        """See gateway.proto."""
+        self._check_size(request)
+        return await self._pooled.embed(request, context)
+
+    async def Rerank(
+        self, request: gateway_pb2.RerankRequest, context: Context
+    ) -> gateway_pb2.RerankResponse:
+        """See gateway.proto."""
+        self._check_size(request)
+        return await self._pooled.rerank(request, context)
+
+    async def Score(
+        self, request: gateway_pb2.ScoreRequest, context: Context
+    ) -> gateway_pb2.ScoreResponse:
+        """See gateway.proto."""
+        self._check_size(request)
+        return await self._pooled.score(request, context)
 
     async def _answer(
         self,
@@ -144,7 +168,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
             )
         await context.write(last)
 
-    def _check_size(self, request: AnyRequest) -> None:
+    def _check_size(self, request: AnyRequest | PooledRequest) -> None:
         if request.ByteSize() > self._max_body_bytes:
             raise invalid("request", f"larger than {self._max_body_bytes} bytes")
 

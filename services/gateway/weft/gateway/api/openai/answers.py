@@ -241,6 +241,9 @@ class ModelAnswer(Answer):
     default_sampling_params: dict[str, float] = Field(
         description="what applies where a request does not say"
     )
+    task: Literal["generate", "embed", "classify", "score"] = Field(
+        description="text, embeddings, classes, or scores by the logits of yes and no"
+    )
 
 
 class AdapterAnswer(Answer):

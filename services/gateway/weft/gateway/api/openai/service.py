@@ -339,6 +339,7 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
         "root": served.model.name if entry is None else entry.path,
         "parent": None if entry is None else entry.model,
         "default_sampling_params": asdict(served.model.sampling),
+        "task": served.task,
     }
 
 

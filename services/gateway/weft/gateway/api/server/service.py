@@ -11,13 +11,14 @@ from google.protobuf.empty_pb2 import Empty
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from weft.engine.base.errors import PermissionDenied, WeftError
+from weft.engine.base.tasks import Task
 from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.api.answer import JSON, json_body
 from weft.gateway.api.edge import Context
 from weft.gateway.api.server.version import version
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.generation.pipeline import RequestPipeline
-from weft.gateway.request import GenerateRequest, Sampling, Stopping, TokenPrompt
+from weft.gateway.request import GenerateRequest, Sampling, Stopping, TokenPrompt, Wants
 from weft.v1 import dialects_pb2, dialects_pb2_grpc
 
 _PROBE_S = 10.0
@@ -68,11 +69,21 @@ class GenerationProbe:
                 sampling=Sampling(temperature=0.0),
                 stopping=Stopping(max_tokens=1, ignore_eos=True),
                 timeout_s=_PROBE_S,
+                wants=_probe_of(served.task),
             )
             async with self._pipeline.open(request) as stream:
                 while await stream.next_deltas():
                     pass
         self._good_until = asyncio.get_running_loop().time() + _PROBE_AGE_S
+
+
+def _probe_of(task: Task) -> Wants | None:
+    """What a model is asked for to show that it works."""
+    if task == "embed":
+        return Wants(output="embedding")
+    if task == "classify":
+        return Wants(output="classes")
+    return Wants(output="label_logits", label_ids=(0,)) if task == "score" else None
 
 
 class ServerFace(dialects_pb2_grpc.ServerServiceServicer):

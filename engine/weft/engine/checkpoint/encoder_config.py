@@ -1,0 +1,161 @@
+"""The configuration of bidirectional encoders: BERT, RoBERTa, XLM-R and ModernBERT. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.engine.checkpoint.config import ModelConfig, RopeConfig, num_labels
+from weft.engine.checkpoint.fields import Fields
+from weft.engine.checkpoint.pooling import ActivationName
+
+_ACTIVATIONS: Mapping[str, ActivationName] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+_GLOBAL_THETA, _LOCAL_THETA = 160_000.0, 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """An encoder. What it has not in common with decoders is at neutral values there."""
+
+    is_encoder: bool = True
+    activation: ActivationName = "gelu"
+    norm_eps: float
+    """Of layer norms."""
+    num_token_types: int = 0
+    """Kinds of texts in a pair that have an embedding; 0: none."""
+    position_offset: int = 0
+    """Number of the first position in the table of positions."""
+    reach: int | None = None
+    """Tokens to each side that local layers see; None: there are no local layers."""
+    global_layers: tuple[int, ...] = ()
+    """Layers, from 0, that see all tokens, where there are local ones."""
+    local_theta: float = _LOCAL_THETA
+    """Base of the rotary wavelengths of local layers."""
+    norm_bias: bool = True
+    classifier_bias: bool = True
+    classifier_activation: ActivationName = "tanh"
+
+    def sees_all(self, layer: int) -> bool:
+        """Whether a layer, from 0, sees all tokens."""
+        return self.reach is None or layer in self.global_layers
+
+
+def read_encoder_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Reads the config.json of an encoder; see `weft.engine.model.interface.ConfiguredModelClass`.
+
+    Raises:
+        ModelError: A value is missing, malformed or not supported.
+    """
+    fields = Fields(raw, where)
+    architecture = str(raw["architectures"][0])
+    if architecture.startswith("ModernBert"):
+        own = _modern(fields)
+    else:
+        own = _classic(fields, is_roberta=not architecture.startswith("Bert"))
+    hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    if hidden % heads:
+        raise fields.error("num_attention_heads", f"{heads} does not divide {hidden}")
+    is_classifier = architecture.endswith("ForSequenceClassification")
+    head: Literal["classes", "none"] = "classes" if is_classifier else "none"
+    return EncoderConfig(
+        architecture=architecture,
+        model_type=fields.text("model_type", ""),
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden,
+        num_layers=fields.positive("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=fields.positive("intermediate_size"),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        qk_norm=False,
+        moe=None,
+        sliding_window=None,
+        eos_token_ids=(),
+        bos_token_id=None,
+        head=head,
+        num_labels=num_labels(fields) if is_classifier else 0,
+        **own,
+    )
+
+
+def _classic(fields: Fields, *, is_roberta: bool) -> dict[str, Any]:
+    kind = fields.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise fields.error("position_embedding_type", f"{kind!r} is not supported")
+    padding = fields.get("pad_token_id")
+    offset = (1 if padding is None else int(padding)) + 1 if is_roberta else 0
+    rows = fields.positive("max_position_embeddings", 512)
+    return {
+        "max_position_embeddings": rows - offset,
+        "rope": RopeConfig(theta=1.0),
+        "activation": _activation(fields, "hidden_act"),
+        "norm_eps": fields.number("layer_norm_eps", 1e-12),
+        "num_token_types": fields.positive("type_vocab_size", 2),
+        "position_offset": offset,
+        **dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True),
+    }
+
+
+def _modern(fields: Fields) -> dict[str, Any]:
+    num_layers, every = (
+        fields.positive("num_hidden_layers"),
+        fields.positive("global_attn_every_n_layers", 3),
+    )
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        layers = tuple(range(0, num_layers, every))
+    else:
+        layers = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    bias = fields.flag("attention_bias", False)
+    return {
+        "max_position_embeddings": fields.positive("max_position_embeddings", 8192),
+        "rope": RopeConfig(theta=_theta(fields, "full_attention", "global", _GLOBAL_THETA)),
+        "local_theta": _theta(fields, "sliding_attention", "local", _LOCAL_THETA),
+        "activation": _activation(fields, "hidden_activation"),
+        "norm_eps": fields.number("norm_eps", 1e-5),
+        "norm_bias": fields.flag("norm_bias", False),
+        "reach": fields.positive("local_attention", 128) // 2,
+        "global_layers": layers,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": fields.flag("mlp_bias", False),
+        "classifier_bias": fields.flag("classifier_bias", False),
+        "classifier_activation": _activation(fields, "classifier_activation"),
+    }
+
+
+def _theta(fields: Fields, kind: str, name: str, default: float) -> float:
+    rope = fields.section("rope_parameters").section(kind)
+    rope_type = rope.text("rope_type", "default")
+    if rope_type != "default":
+        raise rope.error("rope_type", f"{rope_type!r} is not supported")
+    return rope.number("rope_theta", fields.number(f"{name}_rope_theta", default))
+
+
+def _activation(fields: Fields, name: str) -> ActivationName:
+    given = fields.text(name, "gelu")
+    found = _ACTIVATIONS.get(given)
+    if found is None:
+        raise fields.error(name, f"{given!r} is not supported")
+    return found
+
+
+def is_unused_of_encoder(name: str, config: EncoderConfig) -> bool:
+    """Whether an encoder's tensor has no part in vectors: heads of its training, and counters."""
+    if name.endswith("embeddings.position_ids"):
+        return True
+    if config.head == "classes":
+        return False
+    heads = ("cls.", "lm_head.", "head.", "decoder.", "pooler.", "classifier.")
+    return name.removeprefix("bert.").removeprefix("roberta.").startswith(heads)

@@ -1,0 +1,161 @@
+"""Makes vectors of the hidden states of prompts, as the steps that compute them go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from weft.engine.base.arrays import Float32Array
+from weft.engine.base.device_copies import Fetched
+from weft.engine.executor.step_input import PooledRows
+from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
+
+ROWS_AT_ONCE = 64
+"""Rows whose logits exist at a time."""
+
+
+class Pooler:
+    """Sums up hidden states of prompts by slot, and turns what is complete into vectors.
+
+    Args:
+        heads: The model's.
+        max_requests: Slots.
+        hidden_size: Width of hidden states.
+        device: Where these are.
+        is_fixed: Vectors are made one by one, so that none depends on the others.
+    """
+
+    def __init__(
+        self,
+        heads: PooledHeads,
+        max_requests: int,
+        hidden_size: int,
+        device: torch.device,
+        *,
+        is_fixed: bool = False,
+    ) -> None:
+        self._heads = heads
+        self._is_fixed = is_fixed
+        self._shape = (max_requests, hidden_size)
+        self._device = device
+        self._sums: torch.Tensor | None = None
+
+    def begin(
+        self,
+        pieces: Sequence[PooledRows],
+        hidden: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    ) -> PooledStates:
+        """Takes in the wanted rows of a step.
+
+        Args:
+            pieces: Whose rows they are, at least one.
+            hidden: [S, hidden]: their rows after the final norm, one piece's behind another's.
+            logits_of: Computes logits [n, vocab] float32 of n of these rows, and of the pieces that
+                they belong to.
+        """
+        found: list[tuple[PooledRows, torch.Tensor]] = []
+        whole: dict[str, list[int]] = {}
+        vectors: list[torch.Tensor | None] = [None] * len(pieces)
+        rows = torch.split(hidden, [len(piece.wanted) for piece in pieces])
+        for number, (piece, own) in enumerate(zip(pieces, rows, strict=True)):
+            if piece.pool.output == "token_embeddings":
+                found.append((piece, self._apply(self._heads.embedding, own.float())))
+                continue
+            vectors[number] = self._pooled(piece, own)
+            if piece.is_last:
+                whole.setdefault(piece.pool.output, []).append(number)
+        for output, numbers in whole.items():
+            pooled = torch.stack([_given(vectors[number]) for number in numbers])
+            made: Sequence[torch.Tensor] | torch.Tensor
+            if output == "embedding":
+                made = self._apply(self._heads.embedding, pooled)
+            elif output == "classes":
+                assert self._heads.classes is not None, "the model has no classification head"
+                made = self._apply(self._heads.classes, pooled)
+            else:
+                made = self._label_logits(pieces, numbers, pooled.to(hidden.dtype), logits_of)
+            found += [(pieces[number], row) for number, row in zip(numbers, made, strict=True)]
+        return PooledStates(found)
+
+    def _apply(self, layers: DenseLayers, rows: torch.Tensor) -> torch.Tensor:
+        if not self._is_fixed:
+            return layers(rows)
+        return torch.cat([layers(row) for row in torch.split(rows, 1)])
+
+    def _pooled(self, piece: PooledRows, rows: torch.Tensor) -> torch.Tensor | None:
+        """[hidden] float32 of a prompt that ends with these rows; None: more are to come."""
+        pooling = piece.pool.pooling
+        if pooling == "last":
+            return rows[-1].float() if piece.is_last else None
+        own = rows[0].float() if pooling == "first" else rows.float().sum(0)
+        if piece.start == 0 and piece.is_last:
+            total = own
+        else:
+            if self._sums is None:
+                self._sums = torch.zeros(self._shape, device=self._device)
+            total = self._sums[piece.slot]
+            if piece.start == 0:
+                total.copy_(own)
+            elif pooling == "mean":
+                total += own
+        if not piece.is_last:
+            return None
+        return total.clone() if pooling == "first" else total / piece.prompt_length
+
+    def _label_logits(
+        self,
+        pieces: Sequence[PooledRows],
+        numbers: Sequence[int],
+        pooled: torch.Tensor,
+        logits_of: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        made = []
+        for first in range(0, len(numbers), ROWS_AT_ONCE):
+            some = numbers[first : first + ROWS_AT_ONCE]
+            logits = logits_of(pooled[first : first + ROWS_AT_ONCE], some)
+            for row, number in zip(logits, some, strict=True):
+                made.append(row[list(pieces[number].pool.label_ids)])
+        return made
+
+
+def _given(vector: torch.Tensor | None) -> torch.Tensor:
+    assert vector is not None
+    return vector
+
+
+class PooledStates:
+    """Vectors of a step, which may still be computed.
+
+    Args:
+        found: Each piece that has some, and its vectors: [width], or [rows, width] of its tokens.
+    """
+
+    def __init__(self, found: Sequence[tuple[PooledRows, torch.Tensor]]) -> None:
+        self._pieces = [piece for piece, _ in found]
+        self._shapes = [vectors.shape for _, vectors in found]
+        flat = [vectors.reshape(-1) for _, vectors in found]
+        self._fetched = Fetched(torch.cat(flat)) if flat else None
+
+    def wait(self) -> list[tuple[PooledRows, Float32Array]]:
+        """Waits for them: [n, width] of each prompt or piece, normalised and cut as wanted."""
+        if self._fetched is None:
+            return []
+        values = self._fetched.wait().numpy()
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        return [
+            (piece, _finished(piece, part.reshape(-1, shape[-1])))
+            for piece, part, shape in zip(self._pieces, parts, self._shapes, strict=True)
+        ]
+
+
+def _finished(piece: PooledRows, vectors: Float32Array) -> Float32Array:
+    pool = piece.pool
+    if pool.dimensions is not None:
+        vectors = vectors[:, : pool.dimensions]
+    if pool.normalises:
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = vectors / np.maximum(lengths, 1e-12)
+    return np.ascontiguousarray(vectors, np.float32)

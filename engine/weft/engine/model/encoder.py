@@ -1,0 +1,47 @@
+"""What all bidirectional encoders have in common: whole prompts, no KV, no tokens drawn."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from weft.engine.checkpoint.encoder_config import EncoderConfig
+from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.engine.model.layers.encoder import Ragged
+from weft.engine.model.pooled_heads import DenseLayers
+from weft.engine.model.step import Step
+from weft.kernels.lora import LoraStep
+
+
+class Encoder(ABC):
+    """A `Model` whose tokens see those behind them too.
+
+    Its pages count tokens and hold nothing: a step has whole prompts.
+    """
+
+    classes: DenseLayers | None
+    """The classification head; None: there is none."""
+
+    def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.dtype = dtype
+
+    def kv_layout(self, page_size: int) -> CacheLayout:
+        """The shape of a page: one number a token, which nothing reads."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        plane = PagedPlane(layers=1, heads=1, dim=1, dtype=dtype)
+        return CacheLayout.of_plane(plane, page_size)
+
+    def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
+        """Runs whole prompts: [L, hidden], final hidden states of `step.logits_rows`."""
+        bounds = step.groups[0].cu_q_lens.tolist()
+        hidden = self.encode(step, Ragged(bounds, step.positions))
+        return hidden if step.wants_all else hidden.index_select(0, step.logits_rows)
+
+    def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
+        """Never called: an encoder has no LM head."""
+        raise AssertionError("an encoder has no LM head")
+
+    @abstractmethod
+    def encode(self, step: Step, batch: Ragged) -> torch.Tensor:
+        """[T, hidden]: final hidden states of all rows."""

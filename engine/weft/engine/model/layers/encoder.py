@@ -1,0 +1,128 @@
+"""Layers of bidirectional encoders, over a ragged batch of whole prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from weft.engine.checkpoint.pooling import ActivationName
+from weft.engine.model.pooled_heads import ACTIVATIONS
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.encoder_attention import encoder_attention
+from weft.kernels.linear import LinearWeight, linear
+
+_GRAIN = 32_768
+"""Numbers of which torch gives each thread at least so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+    @classmethod
+    def read(
+        cls, weights: Weights, name: str, size: int, eps: float, *, bias: bool = True
+    ) -> LayerNorm:
+        """Reads a norm below a prefix of a checkpoint's names."""
+        added = weights.read([TensorSlice(f"{name}.bias", (size,))]) if bias else None
+        return cls(weights.norm(name, size), added, eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A batch of whole prompts."""
+
+    bounds: list[int]
+    """[R + 1]: prompt r has rows bounds[r] to bounds[r + 1]."""
+    positions: torch.Tensor
+    """[T] int64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderAttention:
+    """Attention of each token to all of its prompt, or to those near it."""
+
+    num_heads: int
+    qkv: LinearWeight
+    out: LinearWeight
+    reach: int | None = None
+    """Tokens to each side that a token sees; None: all."""
+    cos_sin: torch.Tensor | None = None
+    """[max_positions, head_dim] float32: rotations of q and k; None: none."""
+
+    def __call__(
+        self, x: torch.Tensor, batch: Ragged, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden], with `residual` added."""
+        qkv = linear(x, self.qkv).view(len(x), 3, self.num_heads, -1)
+        q, k, v = qkv.unbind(1)
+        if self.cos_sin is not None:
+            cos, sin = self.cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        mixed = encoder_attention(q, k, v, batch.bounds, self.reach)
+        return linear(mixed.view(len(x), -1), self.out, residual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    up: LinearWeight
+    down: LinearWeight
+    activation: ActivationName
+    is_fixed: bool = False
+    """Whether a token's bits do not depend on what else a step holds."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden], with `residual` added."""
+        activated = _activated(self.activation, linear(x, self.up), is_fixed=self.is_fixed)
+        return linear(activated, self.down, residual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GluMLP:
+    """down(activation(a) * b), of a product with both halves."""
+
+    up: LinearWeight
+    down: LinearWeight
+    activation: ActivationName
+    is_fixed: bool = False
+    """Whether a token's bits do not depend on what else a step holds."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden], with `residual` added."""
+        half, gate = linear(x, self.up).chunk(2, dim=-1)
+        activated = _activated(self.activation, half, is_fixed=self.is_fixed)
+        return linear(activated * gate, self.down, residual)
+
+
+def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:
+    """[T, N]: an activation of each number.
+
+    Args:
+        name: The activation.
+        x: [T, N].
+        is_fixed: No number's bits depend on where it lies. torch gives the ends of a thread's part
+            to another form of a function than the rest: parts are then whole rows, of one thread.
+    """
+    activate = ACTIVATIONS[name]
+    if not is_fixed or x.is_cuda:
+        return activate(x)
+    blocks = torch.split(x.contiguous(), max(1, _GRAIN // x.shape[1]))
+    return torch.cat([activate(block) for block in blocks])
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[T, H, D]: each head's halves, rotated by [T, 1, D / 2] each."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

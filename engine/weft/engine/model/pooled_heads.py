@@ -1,0 +1,124 @@
+"""What turns pooled hidden states into vectors: dense layers and classification heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional
+from weft.engine.checkpoint.pooling import ActivationName, PoolingConfig
+from weft.engine.model.weights.checkpoint import Checkpoint
+from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
+from weft.engine.model.weights.weights import Weights
+
+ACTIVATIONS: Mapping[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """norm(activation(weight @ x + bias)), in float32: rows are few, and these are results."""
+
+    weight: torch.Tensor
+    """[out, in] float32."""
+    bias: torch.Tensor | None = None
+    """[out] float32."""
+    activation: ActivationName = "identity"
+    norm: torch.Tensor | None = None
+    """Weight of a layer norm behind the activation, [out] float32."""
+    norm_bias: torch.Tensor | None = None
+    norm_eps: float = 1e-5
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[P, in] float32 -> [P, out] float32."""
+        y = ACTIVATIONS[self.activation](functional.linear(x, self.weight, self.bias))
+        if self.norm is None:
+            return y
+        return functional.layer_norm(y, self.norm.shape, self.norm, self.norm_bias, self.norm_eps)
+
+
+class DenseLayers:
+    """Dense layers one behind the other; none: vectors stay as they are."""
+
+    def __init__(self, layers: Sequence[DenseLayer] = ()) -> None:
+        self._layers = tuple(layers)
+
+    @property
+    def out_features(self) -> int | None:
+        """Width of what they make; None: that of what they get."""
+        return self._layers[-1].weight.shape[0] if self._layers else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[P, in] float32 -> [P, out] float32."""
+        for layer in self._layers:
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class PooledHeads:
+    """The heads of a model, by what they are for."""
+
+    embedding: DenseLayers
+    """Of one vector a prompt."""
+    classes: DenseLayers | None
+    """The classification head; None: there is none."""
+
+
+def read_dense(
+    weights: Weights,
+    name: str,
+    out_features: int,
+    in_features: int,
+    *,
+    bias: bool = True,
+    activation: ActivationName = "identity",
+) -> DenseLayer:
+    """Reads one dense layer below a prefix of a checkpoint's names."""
+    part = weights.read(
+        [TensorSlice(f"{name}.weight", (out_features, in_features))], dtype=torch.float32
+    )
+    added = None
+    if bias:
+        added = weights.read([TensorSlice(f"{name}.bias", (out_features,))], dtype=torch.float32)
+    return DenseLayer(weight=part, bias=added, activation=activation)
+
+
+def read_embedding_head(
+    config: PoolingConfig, device: torch.device, *, dummy: bool = False
+) -> DenseLayers:
+    """Reads the dense layers of a model's embeddings, each from its own folder.
+
+    Raises:
+        ModelError: A file is missing, or has other shapes.
+    """
+    layers = []
+    for dense in config.dense:
+        reader = RandomWeights(device) if dummy else Checkpoint(dense.folder)
+        shape = (dense.out_features, dense.in_features)
+        layers.append(
+            DenseLayer(
+                weight=_read(reader, "linear.weight", shape, device),
+                bias=_read(reader, "linear.bias", shape[:1], device) if dense.bias else None,
+                activation=dense.activation,
+            )
+        )
+        reader.finish()
+    return DenseLayers(layers)
+
+
+def _read(
+    reader: CheckpointReader, name: str, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    reader.read_into(TensorSlice(name, shape), out)
+    return out

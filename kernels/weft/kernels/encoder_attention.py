@@ -1,0 +1,61 @@
+"""Attention in both directions over a ragged batch, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+
+def encoder_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: Sequence[int],
+    reach: int | None = None,
+) -> torch.Tensor:
+    """Attention of each row to all rows of its sequence.
+
+    Sequences of equal length are one call. How many of them there are changes no bit of a result.
+
+    Args:
+        q: [T, H, D].
+        k: [T, H, D].
+        v: [T, H, D].
+        bounds: [R + 1]: sequence r has rows bounds[r] to bounds[r + 1].
+        reach: Rows before and behind a row that it sees; None: all.
+
+    Returns:
+        [T, H, D], contiguous.
+    """
+    by_length: dict[int, list[int]] = {}
+    for first, end in pairwise(bounds):
+        by_length.setdefault(end - first, []).append(first)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for length, firsts in by_length.items():
+        mask = None
+        if reach is not None and length > reach + 1:
+            at = torch.arange(length, device=q.device)
+            mask = (at[:, None] - at[None, :]).abs() <= reach
+        rows = _rows(firsts, length, q.device)
+        parts = (_sequences(x, rows, len(firsts), length) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+        out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:])
+    return out
+
+
+def _rows(firsts: Sequence[int], length: int, device: torch.device) -> slice | torch.Tensor:
+    """The rows of sequences of one length: a slice where they follow one another."""
+    if all(b - a == length for a, b in pairwise(firsts)):
+        return slice(firsts[0], firsts[-1] + length)
+    starts = torch.tensor(firsts, device=device)
+    return (starts[:, None] + torch.arange(length, device=device)).reshape(-1)
+
+
+def _sequences(
+    x: torch.Tensor, rows: slice | torch.Tensor, count: int, length: int
+) -> torch.Tensor:
+    """[count, H, length, D]."""
+    return x[rows].reshape(count, length, *x.shape[1:]).transpose(1, 2)

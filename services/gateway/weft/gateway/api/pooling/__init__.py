@@ -1,0 +1,1 @@
+"""Embeddings, ranks, scores and classes."""

@@ -1,0 +1,127 @@
+"""Request bodies for vectors in place of text, with the fields that clients of OpenAI, Cohere, Jina
+and vLLM send.
+
+Unknown fields are ignored, as in `weft.gateway.api.openai.bodies`; those that would change the
+answer and are not supported are listed, and refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from weft.gateway.api.dialect_bodies import LENIENT
+from weft.gateway.api.openai.bodies import Body, Ids, Int, T
+from weft.gateway.validate import MAX_INPUTS
+
+Inputs = Annotated[list[T], Field(fail_fast=True, max_length=MAX_INPUTS)]
+
+
+class PoolBody(Body):
+    """Fields that all these bodies have."""
+
+    truncate_prompt_tokens: Int | None = Field(
+        None,
+        description="longer inputs are cut to so many tokens, -1 = to the longest that the model "
+        "takes; absent: they are refused",
+    )
+    user: str | None = Field(None, description="accepted, not used")
+    cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
+    priority: Int | None = Field(
+        None,
+        description="-1000000 to 1000000, default 0: less is more urgent, where workers run with "
+        "the scheduling policy `priority`",
+    )
+    session_id: str | None = Field(
+        None, description="keeps requests of one name on one worker, and what they cache; 128 bytes"
+    )
+    end_session: bool | None = Field(None, description="nothing is kept for it any more")
+    timeout: float | None = Field(
+        None,
+        description="longest duration of the request, in seconds; the server's own limit applies "
+        "as well",
+    )
+
+
+class InputBody(PoolBody):
+    """A body with one input or several."""
+
+    input: str | Ids | Inputs[str] | Inputs[Ids] = Field(
+        description="a text, several texts, token ids, or several lists of token ids; at most 2048"
+    )
+    add_special_tokens: bool | None = Field(None, description="of the tokenizer, default true")
+
+
+class EmbeddingsBody(InputBody):
+    """Body of POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: float32, little-endian; default float"
+    )
+    dimensions: Int | None = Field(
+        None, description="leading entries that are wanted, for models trained for that"
+    )
+    normalize: bool | None = Field(
+        None, description="length 1 or not; default as the model's files say"
+    )
+    prompt_name: str | None = Field(
+        None,
+        description="one of the model's own prompts, which goes ahead of texts; default: its "
+        "default one",
+    )
+    input_type: str | None = Field(None, description="another name of prompt_name")
+    embed_dtype: Literal["float32"] | None = Field(None, description="only float32")
+    messages: Any = Field(None, description="not supported; see input")
+
+
+class PoolingBody(InputBody):
+    """Body of POST /pooling."""
+
+    task: Literal["embed", "token_embed", "classify"] | None = Field(
+        None, description="default: what the model is for"
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: float32, little-endian; default float"
+    )
+    dimensions: Int | None = Field(None, description="leading entries that are wanted")
+    normalize: bool | None = Field(None, description="length 1 or not")
+
+
+class ClassifyBody(InputBody):
+    """Body of POST /v1/classify."""
+
+
+class Document(BaseModel):
+    """A document that is an object."""
+
+    model_config = LENIENT
+
+    text: str = Field(description="the document")
+
+
+class RerankBody(PoolBody):
+    """Body of POST /v1/rerank."""
+
+    query: str = Field(description="what the documents are compared with")
+    documents: Inputs[str | Document] = Field(
+        min_length=1, description="1 to 2048 texts, or objects with `text`"
+    )
+    top_n: Int | None = Field(None, description="best documents that are returned; default all")
+    return_documents: bool | None = Field(None, description="default true")
+    instruction: str | None = Field(
+        None, description="what makes a document relevant, for models that take an instruction"
+    )
+    max_tokens_per_doc: Int | None = Field(None, description="not supported")
+    rank_fields: Any = Field(None, description="not supported")
+
+
+class ScoreBody(PoolBody):
+    """Body of POST /v1/score."""
+
+    text_1: str | Inputs[str] | None = Field(None, description="one text, or one for each second")
+    text_2: str | Inputs[str] | None = Field(None, description="one text or several")
+    queries: str | Inputs[str] | None = Field(None, description="another name of text_1")
+    documents: str | Inputs[str] | None = Field(None, description="another name of text_2")
+    instruction: str | None = Field(
+        None, description="what makes a text relevant, for models that take an instruction"
+    )

@@ -1,0 +1,172 @@
+"""Embeddings, ranks, scores and classes over gRPC: weft.v1.PoolingService."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from google.api.httpbody_pb2 import HttpBody
+from weft.gateway.api.answer import JSON, field_names
+from weft.gateway.api.edge import CallFacts, Context, begin_answer, call_facts
+from weft.gateway.api.openai.chunks import to_json
+from weft.gateway.api.openai.parse import BodyParser
+from weft.gateway.api.pooling.bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    PoolBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+from weft.gateway.api.pooling.translate import (
+    NAMES,
+    classify_request,
+    documents_of,
+    embeddings_request,
+    pooling_request,
+    rerank_request,
+    score_request,
+)
+from weft.gateway.api.pooling.vectors import probabilities, score_of, shown, vectors_of
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.generation.stream import TokenStream
+from weft.gateway.request import GenerateRequest
+from weft.v1 import dialects_pb2_grpc
+
+B = TypeVar("B", bound=PoolBody)
+_LARGE = 1 << 14
+"""Numbers of an answer that is built in a thread."""
+
+
+class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
+    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
+
+    def __init__(self, pipeline: RequestPipeline, bodies: BodyParser) -> None:
+        self._pipeline = pipeline
+        self._bodies = bodies
+
+    async def CreateEmbeddings(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: EmbeddingsBody, stream: TokenStream) -> Mapping[str, object]:
+            data = [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": shown(vectors_of(one)[0], body.encoding_format),
+                }
+                for index, one in enumerate(stream.generations)
+            ]
+            return {**_head(stream, "list"), "data": data}
+
+        await self._answer(EmbeddingsBody, request, embeddings_request, "embd", write, context)
+
+    async def PoolTexts(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: PoolingBody, stream: TokenStream) -> Mapping[str, object]:
+            data: list[object] = []
+            for index, one in enumerate(stream.generations):
+                vectors = vectors_of(one)
+                vectors = vectors if body.task == "token_embed" else vectors[0]
+                data.append(
+                    {
+                        "object": "pooling",
+                        "index": index,
+                        "data": shown(vectors, body.encoding_format),
+                        "shape": list(vectors.shape),
+                    }
+                )
+            return {**_head(stream, "list"), "data": data}
+
+        await self._answer(PoolingBody, request, pooling_request, "pool", write, context)
+
+    async def ClassifyTexts(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: ClassifyBody, stream: TokenStream) -> Mapping[str, object]:
+            data, labels = [], stream.card.labels
+            for index, one in enumerate(stream.generations):
+                probs = probabilities(vectors_of(one)[0])
+                best = max(range(len(probs)), key=probs.__getitem__)
+                data.append(
+                    {
+                        "index": index,
+                        "label": labels[best] if best < len(labels) else None,
+                        "probs": probs,
+                        "num_classes": len(probs),
+                    }
+                )
+            return {**_head(stream, "list"), "data": data}
+
+        await self._answer(ClassifyBody, request, classify_request, "classify", write, context)
+
+    async def ScorePairs(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: ScoreBody, stream: TokenStream) -> Mapping[str, object]:
+            data = [
+                {"object": "score", "index": index, "score": score_of(stream, one)}
+                for index, one in enumerate(stream.generations)
+            ]
+            return {**_head(stream, "list"), "data": data}
+
+        await self._answer(ScoreBody, request, score_request, "score", write, context)
+
+    async def RerankDocuments(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: RerankBody, stream: TokenStream) -> Mapping[str, object]:
+            texts = documents_of(body)
+            scores = [score_of(stream, one) for one in stream.generations]
+            order = sorted(range(len(scores)), key=lambda index: -scores[index])
+            results: list[dict[str, object]] = []
+            for index in order[: body.top_n]:
+                result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
+                if body.return_documents is not False:
+                    result["document"] = {"text": texts[index]}
+                results.append(result)
+            head = _head(stream, "")
+            return {**{name: head[name] for name in ("id", "model", "usage")}, "results": results}
+
+        await self._answer(RerankBody, request, rerank_request, "rerank", write, context)
+
+    async def _answer(
+        self,
+        cls: type[B],
+        request: HttpBody,
+        translate: Callable[[B, CallFacts], GenerateRequest],
+        prefix: str,
+        write: Callable[[B, TokenStream], Mapping[str, object]],
+        context: Context,
+    ) -> None:
+        with field_names(NAMES, {}):
+            facts = call_facts(context, prefix)
+            body, wanted = await self._bodies.parse(
+                cls, request.data, lambda body: translate(body, facts)
+            )
+            async with self._pipeline.open(wanted) as stream:
+                while await stream.next_deltas():
+                    pass
+                await stream.settle()
+                await begin_answer(context, wanted.request_id, JSON, stream.headers)
+                size = sum(one.vectors.num_rows * one.vectors.width for one in stream.generations)
+
+                def build() -> bytes:
+                    return to_json(write(body, stream))
+
+                data = build() if size <= _LARGE else await asyncio.to_thread(build)
+        await context.write(HttpBody(content_type=JSON, data=data))
+
+
+def _head(stream: TokenStream, kind: str) -> dict[str, object]:
+    usage = stream.usage()
+    return {
+        "id": stream.request_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": stream.model,
+        "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
+    }

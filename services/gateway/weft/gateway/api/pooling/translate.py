@@ -1,0 +1,173 @@
+"""Conversion of bodies for vectors to the gateway's own request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.engine.base.tasks import Output
+from weft.gateway.api.call_fields import call_fields
+from weft.gateway.api.dialect_bodies import refuse
+from weft.gateway.api.edge import CallFacts, earliest
+from weft.gateway.api.pooling.bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    InputBody,
+    PoolBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+from weft.gateway.request import (
+    GenerateRequest,
+    PairPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    Wants,
+)
+from weft.gateway.validate import check_range, invalid
+
+NAMES = {"prompt": "input"}
+"""Names of these bodies' fields by those of the internal request."""
+_OUTPUTS: dict[str, Output] = {
+    "embed": "embedding",
+    "token_embed": "token_embeddings",
+    "classify": "classes",
+}
+
+
+def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a body for embeddings.
+
+    Raises:
+        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+    """
+    refuse(body, {"messages": "conversations as input"})
+    if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
+        raise invalid("input_type", "contradicts prompt_name; give one of them")
+    wants = Wants(
+        output="embedding",
+        dimensions=body.dimensions,
+        normalises=body.normalize,
+        truncate_tokens=_cut(body),
+        prompt_name=body.prompt_name or body.input_type,
+    )
+    return _request(body, facts, _inputs(body), wants)
+
+
+def pooling_request(body: PoolingBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a body for raw vectors; without a task, they are embeddings."""
+    wants = Wants(
+        output=_OUTPUTS[body.task or "embed"],
+        dimensions=body.dimensions,
+        normalises=body.normalize,
+        truncate_tokens=_cut(body),
+    )
+    return _request(body, facts, _inputs(body), wants)
+
+
+def classify_request(body: ClassifyBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a body for classes."""
+    return _request(body, facts, _inputs(body), Wants(output="classes", truncate_tokens=_cut(body)))
+
+
+def rerank_request(body: RerankBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a body for ranks: each document is a pair with the query."""
+    refuse(
+        body,
+        {
+            "max_tokens_per_doc": "given as truncate_prompt_tokens",
+            "rank_fields": "documents of several fields",
+        },
+    )
+    if body.top_n is not None:
+        check_range("top_n", body.top_n, 1, 2**31 - 1)
+    pairs = [PairPrompt(first=body.query, second=text) for text in documents_of(body)]
+    wants = Wants(output="classes", truncate_tokens=_cut(body), instruction=body.instruction or "")
+    return _request(body, facts, tuple(pairs), wants)
+
+
+def score_request(body: ScoreBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a body for scores.
+
+    Raises:
+        InvalidRequest: The numbers of texts do not fit together.
+    """
+    first = _one_of("text_1", body.text_1, "queries", body.queries)
+    second = _one_of("text_2", body.text_2, "documents", body.documents)
+    wants = Wants(output="classes", truncate_tokens=_cut(body), instruction=body.instruction or "")
+    return _request(body, facts, pairs_of(first, second), wants)
+
+
+def pairs_of(
+    first: Sequence[str], second: Sequence[str], names: tuple[str, str] = ("text_1", "text_2")
+) -> tuple[PairPrompt, ...]:
+    """Pairs each second text with its first one, or with the only one.
+
+    Args:
+        first: One text, or as many as of `second`.
+        second: At least one.
+        names: Theirs, for error messages.
+
+    Raises:
+        InvalidRequest: Their numbers do not fit together, or there is none.
+    """
+    if not second:
+        raise invalid(names[1], "is empty; give at least one text")
+    if len(first) == 1:
+        first = list(first) * len(second)
+    if len(first) != len(second):
+        raise invalid(
+            names[0],
+            f"has {len(first)} texts for {len(second)} of {names[1]}; give one, or as many",
+        )
+    return tuple(PairPrompt(first=a, second=b) for a, b in zip(first, second, strict=True))
+
+
+def documents_of(body: RerankBody) -> list[str]:
+    """The documents' texts."""
+    return [one if isinstance(one, str) else one.text for one in body.documents]
+
+
+def _one_of(
+    name: str, given: str | list[str] | None, other: str, alias: str | list[str] | None
+) -> list[str]:
+    if given is not None and alias is not None:
+        raise invalid(other, f"is another name of {name}; give one of them")
+    texts = alias if given is None else given
+    if texts is None:
+        raise invalid(name, "this field is required")
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _cut(body: PoolBody) -> int | None:
+    given = body.truncate_prompt_tokens
+    if given is None or given == -1:
+        return None if given is None else 0
+    check_range("truncate_prompt_tokens", given, 1, 2**31 - 1)
+    return given
+
+
+def _inputs(body: InputBody) -> tuple[Prompt, ...]:
+    given = body.input
+    if isinstance(given, str):
+        given = [given]
+    if given and isinstance(given[0], int):
+        given = [given]  # type: ignore[list-item]
+    specials = body.add_special_tokens is not False
+    if not given:
+        raise invalid("input", "is empty; give at least one text")
+    return tuple(
+        TextPrompt(text=one, add_special_tokens=specials)
+        if isinstance(one, str)
+        else TokenPrompt(ids=tuple(one))  # type: ignore[arg-type]
+        for one in given
+    )
+
+
+def _request(
+    body: PoolBody, facts: CallFacts, prompts: tuple[Prompt, ...], wants: Wants
+) -> GenerateRequest:
+    fields = call_fields(body, facts)
+    fields["timeout_s"] = earliest(facts.timeout_s, body.timeout)
+    return GenerateRequest(**fields, prompts=prompts, wants=wants)

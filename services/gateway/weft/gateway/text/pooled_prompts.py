@@ -1,0 +1,122 @@
+"""What a request for vectors asks of the model that it is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.engine.base.tasks import Pool, Task
+from weft.gateway.request import (
+    GenerateRequest,
+    PairPrompt,
+    Prompt,
+    TextPrompt,
+    Wants,
+    WrappedPrompt,
+)
+from weft.gateway.text.model_card import ModelCard
+from weft.gateway.validate import invalid
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_YES, _NO = "yes", "no"
+_HEAD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""The template of Qwen3-Reranker, from its model card."""
+_NEEDS: dict[Task, str] = {
+    "generate": "text, chat or completions",
+    "embed": "embeddings",
+    "classify": "classes and scores",
+    "score": "scores and ranks",
+}
+
+
+def for_model(request: GenerateRequest, card: ModelCard, task: Task) -> GenerateRequest:
+    """Makes the prompts of a request those that the model was trained with.
+
+    Args:
+        request: Checked, but for what follows.
+        card: The model.
+        task: The task that its workers serve.
+
+    Raises:
+        InvalidRequest: The model serves another task, or has no such prompt.
+    """
+    wants = request.wants
+    if wants is None:
+        if task != "generate":
+            raise _other_task(card, task, "text")
+        return request
+    if any(isinstance(prompt, PairPrompt) for prompt in request.prompts):
+        return _scored(request, wants, card, task)
+    wanted = Pool(output=wants.output).task
+    if wanted != task:
+        raise _other_task(card, task, _NEEDS[wanted])
+    ahead = _prompt_ahead(wants, card)
+    if not ahead:
+        return request
+    prompts = tuple(_behind(ahead, prompt) for prompt in request.prompts)
+    return replace(request, prompts=prompts)
+
+
+def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task) -> GenerateRequest:
+    """A request that scores pairs of texts."""
+    if task == "classify":
+        if len(card.labels) != 1:
+            raise invalid(
+                "model",
+                f"the model `{card.name}` has {len(card.labels)} classes; scores need one, see "
+                "/v1/classify",
+            )
+        if wants.instruction:
+            raise invalid("instruction", f"the model `{card.name}` takes none")
+        return replace(request, wants=replace(wants, output="classes"))
+    if task != "score":
+        raise _other_task(card, task, _NEEDS["score"])
+    labels = (
+        _label(card, card.pooling.true_token_id, _YES),
+        _label(card, card.pooling.false_token_id, _NO),
+    )
+    instruction = wants.instruction or DEFAULT_INSTRUCTION
+    prompts = tuple(
+        _judged(prompt, instruction) if isinstance(prompt, PairPrompt) else prompt
+        for prompt in request.prompts
+    )
+    wants = replace(wants, output="label_logits", label_ids=labels)
+    return replace(request, prompts=prompts, wants=wants)
+
+
+def _judged(prompt: PairPrompt, instruction: str) -> WrappedPrompt:
+    text = f"<Instruct>: {instruction}\n<Query>: {prompt.first}\n<Document>: {prompt.second}"
+    return WrappedPrompt(head=_HEAD, text=text, tail=_TAIL)
+
+
+def _label(card: ModelCard, given: int | None, word: str) -> int:
+    found = card.tokenizer.token_to_id(word) if given is None else given
+    if found is None:
+        raise invalid("model", f"the model `{card.name}` has no token `{word}` to score with")
+    return int(found)
+
+
+def _prompt_ahead(wants: Wants, card: ModelCard) -> str:
+    pooling = card.pooling
+    if wants.prompt_name is None:
+        return pooling.default_prompt
+    if wants.prompt_name not in pooling.prompts:
+        known = ", ".join(f"`{name}`" for name in pooling.prompts) or "none"
+        raise invalid("prompt_name", f"the model `{card.name}` has these prompts: {known}")
+    return pooling.prompts[wants.prompt_name]
+
+
+def _behind(ahead: str, prompt: Prompt) -> Prompt:
+    if isinstance(prompt, TextPrompt):
+        return replace(prompt, text=ahead + prompt.text)
+    return prompt
+
+
+def _other_task(card: ModelCard, task: Task, what: str) -> Exception:
+    return invalid(
+        "model", f"the model `{card.name}` serves {_NEEDS[task]}, not {what}; name another model"
+    )

@@ -1,0 +1,247 @@
+"""Embeddings, ranks, scores and classes through a mesh: clients, errors, lost workers."""
+
+from __future__ import annotations
+
+import base64
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import openai
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification
+from weft.common.settings import list_text
+from weft.testing.meshes.local_mesh import LocalMesh, wait_until
+from weft.testing.models.tiny_embedders import make_classifier, make_embedder
+from weft.testing.models.tiny_models import make_tiny
+from weft.v1 import gateway_pb2, gateway_pb2_grpc
+
+pytestmark = pytest.mark.needs("go")
+
+VOCAB, CONTEXT = 517, 256
+QUERY = "Given a search query, find passages: "
+TEXTS = ["mesh", "a longer text about pages", "x" * 100]
+
+
+class ManyTasks(LocalMesh):
+    """`weft up` with an embedder, a reranker with one class, a classifier, and a chat model."""
+
+    def __init__(self, folder: Path) -> None:
+        seed = random.randrange(2**31)
+        shape: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+        self.embedder = make_embedder(
+            "qwen3", folder / "embedder", seed, tokenizer=True, prompts={"query": QUERY}, **shape
+        )
+        one = {"id2label": {"0": "LABEL_0"}}
+        self.ranker = make_classifier("qwen3", folder / "ranker", seed, **shape, **one)
+        self.classifier = make_classifier("llama", folder / "classifier", seed, **shape)
+        chat = make_tiny("llama", folder / "chat", seed, tokenizer=True, **shape)
+        tokenizer = (chat / "tokenizer.json").read_bytes()
+        for path in (self.ranker, self.classifier):
+            (path / "tokenizer.json").write_bytes(tokenizer)
+        self.tokenizer = Tokenizer.from_file(str(chat / "tokenizer.json"))
+        flags = ["--dtype", "float32", "--kv-memory-bytes", str(16 << 20), "--prefill", "0"]
+        for path in (self.embedder, self.ranker, self.classifier, chat):
+            flags += ["--model", list_text([str(path)]), "--model-name", path.name]
+        super().__init__(folder, *flags)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, trust_env=False)
+
+    def json(self, path: str, **body: Any) -> Any:
+        answer = self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
+
+    @torch.no_grad()
+    def embedding(self, ids: Sequence[int], size: int | None = None) -> torch.Tensor:
+        model = AutoModel.from_pretrained(self.embedder, dtype=torch.float32)
+        vector = model(torch.tensor([ids])).last_hidden_state[0, -1][:size]
+        return vector / vector.norm()
+
+    @torch.no_grad()
+    def classes(self, path: Path, ids: Sequence[int]) -> torch.Tensor:
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyTasks]:
+    running = ManyTasks(tmp_path_factory.mktemp("pooling"))
+    try:
+        running.wait_ready()
+        yield running
+    finally:
+        running.stop()
+
+
+def cosine(found: Sequence[float], wanted: torch.Tensor) -> float:
+    vector = torch.tensor(list(found))
+    return float(torch.dot(vector, wanted) / vector.norm())
+
+
+def test_openais_client_gets_the_reference_models_embeddings(mesh: ManyTasks) -> None:
+    client = openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none")
+    inputs: list[Any] = [TEXTS, TEXTS[0], [mesh.ids(text) for text in TEXTS], mesh.ids(TEXTS[1])]
+    expected = [TEXTS, TEXTS[:1], TEXTS, TEXTS[1:2]]
+    for given, texts in zip(inputs, expected, strict=True):
+        # The client asks for base64 by itself.
+        answer = client.embeddings.create(model="embedder", input=given)
+        assert [one.index for one in answer.data] == list(range(len(texts)))
+        assert answer.usage.prompt_tokens == sum(len(mesh.ids(text)) for text in texts)
+        for one, text in zip(answer.data, texts, strict=True):
+            assert cosine(one.embedding, mesh.embedding(mesh.ids(text))) > 0.99999
+            assert abs(np.linalg.norm(one.embedding) - 1) < 1e-5
+    cut = client.embeddings.create(
+        model="embedder", input=TEXTS[1], dimensions=16, encoding_format="float"
+    )
+    assert len(cut.data[0].embedding) == 16
+    assert cosine(cut.data[0].embedding, mesh.embedding(mesh.ids(TEXTS[1]), 16)) > 0.99999
+
+
+def test_prompts_base64_and_raw_vectors(mesh: ManyTasks) -> None:
+    model = {"model": "embedder", "input": TEXTS[1]}
+    wanted = mesh.embedding(mesh.ids(QUERY + TEXTS[1]))
+    answer = mesh.json("/v1/embeddings", **model, prompt_name="query", encoding_format="base64")
+    vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    assert cosine(vector.tolist(), wanted) > 0.99999
+    each = mesh.json("/pooling", **model, task="token_embed")["data"][0]
+    count = len(mesh.ids(TEXTS[1]))
+    assert each["shape"] == [count, 72]
+    assert cosine(each["data"][-1], mesh.embedding(mesh.ids(TEXTS[1]))) > 0.99999
+    bare = mesh.json("/pooling", **model, normalize=False)["data"][0]["data"]
+    assert abs(np.linalg.norm(bare) - 1) > 0.01
+
+
+def test_long_inputs_are_refused_or_cut_as_asked(mesh: ManyTasks) -> None:
+    long = "y" * (CONTEXT + 44)
+    refused = mesh.post("/v1/embeddings", model="embedder", input=["short", long])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "input"
+    for most, left in ((-1, CONTEXT), (20, 20)):
+        given = {"model": "embedder", "input": long, "truncate_prompt_tokens": most}
+        answer = mesh.json("/v1/embeddings", **given)
+        assert answer["usage"]["prompt_tokens"] == left
+        wanted = mesh.embedding(mesh.ids(long)[:left])
+        assert cosine(answer["data"][0]["embedding"], wanted) > 0.99999
+
+
+def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> None:
+    query, wanted = "what is a mesh?", []
+    for text in TEXTS:
+        ids = mesh.ids(query) + mesh.ids(text)
+        wanted.append(float(torch.sigmoid(mesh.classes(mesh.ranker, ids)[0])))
+    given = {"model": "ranker", "query": query}
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
+        results = mesh.json(path, **given, documents=documents, top_n=2)["results"]
+        order = sorted(range(3), key=lambda index: -wanted[index])[:2]
+        assert [one["index"] for one in results] == order
+        for one in results:
+            assert abs(one["relevance_score"] - wanted[one["index"]]) < 1e-5
+            assert one["document"]["text"] == TEXTS[one["index"]]
+    scores = mesh.json("/v1/score", model="ranker", text_1=query, text_2=TEXTS)["data"]
+    assert np.allclose([one["score"] for one in scores], wanted, atol=1e-5)
+    found = mesh.json("/v1/classify", model="classifier", input=TEXTS)["data"]
+    for one, text in zip(found, TEXTS, strict=True):
+        probs = mesh.classes(mesh.classifier, mesh.ids(text)).softmax(0)
+        assert np.allclose(one["probs"], probs.tolist(), atol=1e-5)
+        assert one["label"] == ("no", "maybe", "yes")[int(probs.argmax())]
+    channel = grpc.insecure_channel(mesh.grpc_address)
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    ranked = stub.Rerank(
+        gateway_pb2.RerankRequest(model="ranker", query=query, documents=TEXTS, top_n=1)
+    )
+    assert abs(ranked.documents[0].score - max(wanted)) < 1e-5
+    inputs = [gateway_pb2.EmbedInput(text=TEXTS[0])]
+    embedded = stub.Embed(gateway_pb2.EmbedRequest(model="embedder", inputs=inputs))
+    vector = embedded.embeddings[0].values
+    assert cosine(list(vector), mesh.embedding(mesh.ids(TEXTS[0]))) > 0.99999
+    paired = stub.Score(
+        gateway_pb2.ScoreRequest(model="ranker", first=[query], second=TEXTS)
+    ).scores
+    assert np.allclose(list(paired), wanted, atol=1e-5)
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"model": "chat", "input": "x"}, "model"),
+        ("/v1/embeddings", {"model": "ranker", "input": "x"}, "model"),
+        ("/v1/rerank", {"model": "embedder", "query": "x", "documents": ["y"]}, "model"),
+        ("/v1/score", {"model": "classifier", "text_1": "x", "text_2": "y"}, "model"),
+        ("/v1/classify", {"model": "embedder", "input": "x"}, "model"),
+        ("/v1/completions", {"model": "embedder", "prompt": "x"}, "model"),
+        ("/v1/embeddings", {"model": "embedder", "input": []}, "input"),
+        ("/v1/embeddings", {"model": "embedder", "input": "x", "dimensions": 73}, "dimensions"),
+        ("/v1/embeddings", {"model": "embedder", "input": "x", "prompt_name": "z"}, "prompt_name"),
+        ("/v1/embeddings", {"model": "embedder", "input": [[VOCAB]]}, "input"),
+        ("/v1/score", {"model": "ranker", "text_1": ["x", "y"], "text_2": ["z"]}, "text_1"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    mesh: ManyTasks, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = mesh.post(path, **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_models_show_what_they_serve(mesh: ManyTasks) -> None:
+    listed = httpx.get(f"{mesh.url}/v1/models", trust_env=False).json()["data"]
+    tasks = {one["id"]: one["task"] for one in listed}
+    assert tasks == {
+        "embedder": "embed", "ranker": "classify", "classifier": "classify", "chat": "generate"
+    }  # fmt: skip
+
+
+def test_common_instructions_are_cached(mesh: ManyTasks) -> None:
+    common = "instruction " * 10
+    prompts = [common + text for text in TEXTS]
+    first = mesh.json("/v1/embeddings", model="embedder", input=prompts[0])
+    again = [mesh.json("/v1/embeddings", model="embedder", input=text) for text in prompts]
+    assert first["data"][0]["embedding"] == again[0]["data"][0]["embedding"]
+    for answer, text in zip(again, prompts, strict=True):
+        found = answer["data"][0]["embedding"]
+        assert cosine(found, mesh.embedding(mesh.ids(text))) > 0.99999
+
+
+def test_a_killed_worker_costs_a_retry_or_503(mesh: ManyTasks) -> None:
+    """Goes last: the mesh has restarted a worker behind it."""
+    pid = next(
+        process.pid
+        for process in mesh.family()
+        if "embedder" in " ".join(process.cmdline()) and "decode" in " ".join(process.cmdline())
+    )
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        inputs = ["z" * random.randrange(100, 200) for _ in range(200)]
+        for _ in range(10):
+            answers.append(mesh.post("/v1/embeddings", model="embedder", input=inputs))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.5)
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    thread.join()
+    assert {answer.status_code for answer in answers} <= {200, 503}
+
+    def serves() -> bool:
+        return mesh.post("/v1/embeddings", model="embedder", input="x").status_code == 200
+
+    wait_until(serves, 60, lambda: mesh.text)
