@@ -137,6 +137,10 @@ class LatentAttention:
             ),
         )
 
+    def move(self, group: int, in_pool: int) -> None:
+        """See `Mixer.move`."""
+        self.group, self.in_pool = group, in_pool
+
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`."""
         return step
