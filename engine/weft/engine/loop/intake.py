@@ -31,7 +31,7 @@ class Intake:
         vocab_size: token ids are below it.
         eos_token_ids: of the model.
         max_tokens: longest prompt plus output that the context and the pool allow.
-        adapter_parts: names of the projections that adapters may change here.
+        adapter_parts: names of the projections that this engine lets adapters change.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Intake:
     ) -> None:
         self._page_size = config.page_size
         self._layout = layout.describe()
-        # They decide what a lenient load leaves out of an adapter, which changes its pages.
+        # The projections decide what a lenient load leaves out of an adapter, and so its pages.
         self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
         self._model_digest = model_digest
         self.vocab_size = vocab_size
@@ -93,7 +93,8 @@ class Intake:
         wanted = submit.stop.max_tokens
         room = self._max_tokens - num_prompt
         if submit.prompt_logprobs is not None and wanted == 1:
-            room += 1  # A token that is only drawn has no position: the prompt may fill them all.
+            # The last token is drawn and never computed, so it needs no position of the context.
+            room += 1
         if room < 1:
             message = (
                 f"the prompt has {num_prompt} tokens; prompt and output may have "
