@@ -1,6 +1,4 @@
-"""Runs a step's plan on the device: holds the model and its pool, and builds the batch from the
-plan.
-"""
+"""Runs steps on the device: holds the model and its pool, and builds the batch of a step."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 
 class Verifying(NamedTuple):
-    """The part of a step that verifies drafts: its first rows."""
+    """The first rows of a step, which verify drafts."""
 
     step: StepRows
     rows: torch.Tensor
@@ -60,12 +58,12 @@ class LocalExecutor:
         num_pages: pages of the pool, the null page included.
         max_requests: rows of the page table.
         max_context_tokens: longest request.
-        device: where the model lives.
+        device: device of the model.
         max_step_tokens: largest step.
-        cuda_graphs: capture steps, on a CUDA device.
+        cuda_graphs: whether to capture steps, on a CUDA device.
         lora: adapters on the device; None: there are none.
-        states: of requests, which a draft model needs; None: there is none.
-        max_drafts: of a request in a step.
+        states: hidden states by slot, for draft heads; None: there is no head.
+        max_drafts: most drafts of a request in a step.
         tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
             form no trees.
         on_capture: see `StepGraphs`.
@@ -174,7 +172,7 @@ class LocalExecutor:
         return found
 
     def page_pool(self) -> PagePool:
-        """Access to the pool's pages for one thread other than the steps'."""
+        """Access to the pool's pages for one thread besides the one that runs steps."""
         return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
@@ -276,8 +274,8 @@ class LocalExecutor:
         """Captures the drawing from steps that have graphs.
 
         Args:
-            tables: Of the sampler, for requests without penalties or biases; None: tokens that are
-                not greedy are drawn on the host.
+            tables: The sampler's tables for requests without penalties or biases; None: only greedy
+                tokens are drawn by graphs.
 
         Raises:
             ConfigError: There is not enough memory for it.
@@ -290,8 +288,8 @@ class LocalExecutor:
         """Keeps the drawn tokens on the device as input of later steps.
 
         Args:
-            tokens: [L] int64, by row of the logits; negative where there is none. Of a request
-                with drafts those up to the first that differs from its draft count.
+            tokens: [L] int64, by row of the logits; negative where there is none. For a request
+                with drafts, tokens count up to the first one that differs from its draft.
         """
         slots = self._drawing_slots if self._inputs is None else self._inputs.drawing_slots
         with torch.inference_mode():
@@ -323,7 +321,7 @@ class LocalExecutor:
     def _scored(
         self, scored: Sequence[ScoredRows], arrays: StepArrays
     ) -> tuple[torch.Tensor, PromptScores]:
-        """`_hidden`, and the log-probabilities of these rows, begun."""
+        """Runs `_hidden` and begins the log-probabilities of these rows."""
         count = len(arrays.logits_rows)
         firsts = [int(arrays.cu_q_lens[one.request]) + one.first_row for one in scored]
         rows = np.concatenate(
@@ -357,10 +355,10 @@ class LocalExecutor:
         """Captures steps on a CUDA device and discards them.
 
         Args:
-            buckets: Which.
+            buckets: The steps to capture.
 
         Returns:
-            Device memory in bytes that each took, in the order of capture: largest first.
+            Bytes of device memory that each took, in the order of capture, the largest step first.
 
         Raises:
             ConfigError: There is not enough memory for them.
@@ -447,7 +445,7 @@ def _rows_of(verifying: Verifying) -> torch.Tensor:
 
 
 def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
+    """Allocates zeros, on a CPU in huge pages, since attention reads at scattered addresses."""
     if device.type == "cpu":
         return huge_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -9,9 +9,9 @@ Positions of a request's tokens, and who holds their KV after `take` and `use_pa
 Only full pages are cached. The page in which a match ends belongs to others: it is copied into a
 page of the request's own, whose positions from `num_computed` on are written over.
 
-A request may be dropped while a step that has begun still reads and writes its pages. They are
-nobody's then, but they come back to `memory` with the end of the newest step begun at that time:
-before that no other request and no filler may get them.
+A request may be dropped while a step that has begun still reads and writes its pages. Until the
+newest step begun at that time has ended, no other request and no filler may get these pages; then
+they are released to `memory`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RequestPages:
     """Finds, publishes and drops the pages of requests.
 
     Args:
-        memory: the page owner.
-        cache: its index; None: nothing is cached.
+        memory: owner of the pages.
+        cache: index of cached pages; None: nothing is cached.
         page_size: token positions a page.
     """
 
@@ -93,7 +93,7 @@ class RequestPages:
         return self._cache.find(request.keys.namespace, data)
 
     def take(self, request: Request, found: Match) -> None:
-        """Gives a request without pages the match that was found just now.
+        """Gives a request without pages the match that `find` has just found.
 
         A page in which the match ends is kept for `use_partial`, which must follow, or
         `forget_partial`.
@@ -128,7 +128,7 @@ class RequestPages:
         request.num_computed += request.num_partial_tokens
         request.partial_page, request.num_partial_tokens = None, 0
         # The source keeps its reference until the copy is made.
-        self.memory.retain([page])  # So does the destination, even if the request ends.
+        self.memory.retain([page])  # The destination is kept too, even if the request ends.
         self._copies.append(PageCopy(source, page))
         self.num_partial_hits += 1
 
@@ -143,8 +143,8 @@ class RequestPages:
     def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
         """Has the step that has just begun make copies, before anything else.
 
-        If that fails, the next step makes them: some are of requests that this one does not bring,
-        which go on with pages that nobody would fill.
+        If that fails, the next step makes them, since requests of later steps need some of the
+        copies.
         """
         make(self._copies)
         copies, self._copies = self._copies, []
