@@ -69,10 +69,10 @@ class _Account:
     trace: RequestTrace
     gated: GatedRequest
     model: str = ""
-    """Name of the model; empty: it named none that exists."""
+    """Name of the model; empty: the requested model does not exist."""
     charge: Charge | None = None
     num_scores: int = 0
-    """Log-probabilities of its prompts for which there is room."""
+    """Number of prompt log-probabilities for which the request has room."""
     stream: TokenStream | None = None
     """The request's stream; None: it was refused, or waits."""
     waiter: asyncio.Task[object] | None = None
@@ -137,7 +137,7 @@ class RequestPipeline:
         return self._admission.is_draining
 
     def load(self) -> gateway_pb2.GatewayLoad:
-        """The gateway's load, and how it fares with latency targets."""
+        """The gateway's load, and how many requests meet their latency targets."""
         gates, metrics = [one.latency_admission.gate for one in self._models], self._metrics
         firsts = [seconds for gate in gates if (seconds := gate.first_token_s()) is not None]
         return gateway_pb2.GatewayLoad(
@@ -159,8 +159,9 @@ class RequestPipeline:
         """Cancels a request of a tenant that waits or runs.
 
         Args:
-            request_id: The gateway's id of it, or the client's, under which there may be several.
-            tenant: Whose it must be.
+            request_id: The gateway's id of the request, or the client's, which several requests may
+                share.
+            tenant: The tenant that the request must belong to.
 
         Returns:
             False if the tenant has no such request here.
@@ -191,7 +192,7 @@ class RequestPipeline:
         """Runs a request for the duration of the block; leaving it cancels what is unfinished.
 
         Args:
-            request: As translated by a face; not checked yet.
+            request: The request as a dialect translated it, not checked yet.
 
         Yields:
             The stream of its deltas.
@@ -370,7 +371,7 @@ class RequestPipeline:
             ) from None
 
     def _take_room(self, num_scores: int) -> int:
-        """Sets room aside for log-probabilities of prompts, which wait for the whole answer."""
+        """Reserves room for prompts' log-probabilities, kept until the answer is whole."""
         if self._num_scores + num_scores > MAX_SCORES:
             raise Overloaded(
                 f"{self._num_scores} log-probabilities of prompts are on their way, at most "
@@ -514,7 +515,7 @@ def _seed(sampling: Sampling) -> int:
 
 
 def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., RenderPlan]:
-    """Makes the plans of a request's prompts, which share what does not depend on them."""
+    """Makes the render plans of a request's prompts, which share stop strings and formats."""
     stopping = request.stopping
     eos_ids = () if stopping.ignore_eos else model.eos_ids
     return partial(
@@ -532,7 +533,7 @@ def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., Ren
 
 
 def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
-    """Special tokens by which the parser of the answer tells calls of tools and reasoning."""
+    """Special tokens by which the answer's parser recognises tool calls and reasoning."""
     if not isinstance(request.prompts[0], ChatPrompt):
         return frozenset()
     calls, marks = request.calls, [] if model.reasoning is None else [*model.reasoning.tokens]
@@ -543,14 +544,14 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
-    """Most tokens that a request may come to, as far as it says."""
+    """Most tokens that a request may use, by its own limits."""
     given = request.stopping.max_tokens
     output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
     return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
 
 
 def _num_tokens(account: _Account) -> int | None:
-    """Tokens that it has come to; None: it was refused for lack of room or workers."""
+    """Tokens that the request has used; None: it was refused for lack of room or workers."""
     if account.stream is None:
         is_refused = isinstance(account.failure, WeftError) and account.failure.retryable
         return None if is_refused else 0
