@@ -1,5 +1,6 @@
-"""The residual stream on a GPU: additions are fused with the norms behind them, or, of few rows,
-with the products around them."""
+"""The residual stream on a GPU. Additions are fused with the norms behind them or, for few rows,
+with the products around them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from weft.kernels.stream import Combine, GatedSum, Normed, Pending, Stream, Sum,
 class GpuStream(Stream):
     """`Stream` through consecutive layers on a GPU.
 
-    What was added last is pending until the next norm is asked for, or the stream is settled. Of
-    few rows its own product adds it, and taps what enters the layer behind (`begin_run`); of more
+    The last addition stays pending until the next norm is asked for, or the stream is settled. For
+    few rows its own product adds it and taps the stream for the next layer (`begin_run`); for more
     rows the kernel of the next norm does.
 
     Args:
@@ -50,7 +51,7 @@ class GpuStream(Stream):
         self._folds = folds
 
     def enter(self, layer: int) -> None:
-        """See `Stream.enter`; it is tapped with the norm behind."""
+        """See `Stream.enter`; the stream is tapped together with the following norm."""
         self._entered = layer
 
     def normed(self, norm: Norm) -> Normed:
@@ -105,7 +106,7 @@ class GpuStream(Stream):
 
 
 class _NormedByProducts(Normed):
-    """A norm that the products which read it take along; valid until the next addition."""
+    """A norm that is computed within the products that read it; valid until the next addition."""
 
     def __init__(self, value: torch.Tensor, norm: Norm) -> None:
         self._stream, self._norm = value, norm
@@ -130,7 +131,7 @@ def can_fold(
 
 
 def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
-    """Adds to the stream, of few rows, by the product itself."""
+    """Adds to the stream within the product itself, for few rows."""
     assert not isinstance(pending, Combine)
     x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
     add_product(value, x, w, lora, tap)
