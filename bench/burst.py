@@ -1,12 +1,13 @@
-"""Requests at once or by chance at one engine's scheduler, over a device that only takes its time.
+"""Simulates one engine's scheduler under bursts or random arrivals, over a modelled device.
 
     python bench/burst.py [--model qwen3-0.6b llama-3.1-8b cpu] [--requests 256] [--rate 0]
 
-The scheduler, its pages and its budgets are the engine's own; the clock is not: a step takes what
-its model of the device says, and one step is planned while the one before runs, as on a GPU. Rows
-differ in what first tokens weigh (`--first-token-weight`) and in the order of admission. So this
-shows what the rules do, in a second and without a GPU; what a server makes of a burst is measured
-by `bench/load.py`.
+The scheduler, its pages and its budgets are the engine's own; the clock is virtual: a step takes
+the time that the device's model says, and one step is planned while the one before runs, as on a
+GPU. Rows
+differ in what first tokens weigh (`--first-token-weight`) and in the order of admission. So it
+shows the effect of the rules within a second and without a GPU; `bench/load.py` measures a server
+under a burst.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Device(NamedTuple):
     """What steps take."""
 
     decode_s: float
-    """A step of decodes, however few."""
+    """Time of a step of decodes, however few."""
     row_s: float
-    """Each running request in addition."""
+    """Additional time for each running request."""
     tokens_per_s: float
     """Prompt tokens."""
     step_tokens: int

@@ -74,7 +74,7 @@ DRAFTS = {
 
 
 MAX_ORDERS = 20_000
-"""Steps after which no order of an instance's properties is tried any more."""
+"""Most steps spent on trying orders of an instance's properties."""
 BYTES = tokenizer_of([*(bytes([byte]) for byte in range(256)), b""], [256])
 """Tokens of single bytes."""
 
@@ -96,9 +96,9 @@ class Figures:
         self.compile_ms: list[float] = []
         self.mask_ms: list[float] = []
         self.wrong: list[str] = []
-        """Names of the cases with instances that were accepted and must not be."""
+        """Names of cases with invalid instances that were accepted."""
         self.rejected: list[str] = []
-        """Names of those with valid instances that were rejected for other reasons than order."""
+        """Names of cases with valid instances that were rejected for other reasons than order."""
 
     def as_json(self) -> dict[str, Any]:
         """The figures, with percentiles of the milliseconds."""
@@ -118,7 +118,7 @@ class Judge:
     """Compiles schemas and follows instances as the engine does.
 
     Args:
-        source: Compiles for the model's vocabulary.
+        source: Compiler for the model's vocabulary.
         tokenizer: Of the model.
         vocab_size: Of the model.
     """
@@ -129,7 +129,7 @@ class Judge:
         self._words = np.zeros(-(-vocab_size // 32), np.uint32)
 
     def judge(self, case: Case, figures: Figures) -> None:
-        """Adds what becomes of a case to the figures."""
+        """Adds the outcome of a case to the figures."""
         figures.counts["schemas"] += 1
         constraint = Constraint(kind="json_schema", text=json.dumps(case.schema))
         began = time.thread_time()
@@ -232,7 +232,7 @@ def _behind(
         for behind in in_some_order(named, part, budget):
             num_next = sum(_consumed(behind, f", {name}", budget) is not None for name, _ in rest)
             found.append((num_next, behind, rest))
-    # First the member behind which most of the others may come: it is the first in the grammar.
+    # The member behind which most others may come is tried first, since the grammar has it first.
     found.sort(key=lambda one: -one[0])
     for _, behind, rest in found:
         yield from _behind(behind, ", ", rest, end, budget)
@@ -335,7 +335,7 @@ def decode_step_s(llm: LLM, constraints: Sequence[Constraint | None], name: str)
 
 
 def many_of(items: Schema) -> Schema:
-    """An array of so many of these that no request of the second table gets to its end."""
+    """A schema of an array with so many items that no request of the second table ends."""
     array = {"type": "array", "minItems": STEP_TOKENS}
     return {**array, "items": items, "$defs": items.get("$defs", {})}
 
@@ -385,7 +385,7 @@ def time_steps(args: argparse.Namespace, console: Console) -> list[dict[str, flo
 
 
 class HostRequest:
-    """What masks ask of a running request.
+    """The part of a running request that masks need.
 
     Args:
         slot: Its slot.

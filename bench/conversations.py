@@ -132,7 +132,7 @@ class Bench:
     async def _measure(self, mesh: LocalMesh, policy: str, load: str, number: int) -> Row:
         flags, oracle = self._flags, EndlessCache()
         rate = flags.low if load == "low" else flags.high
-        # Pages of the warm-up are of no use to anybody later.
+        # Other prompts than those measured, so that pages of the warm-up are of no use later.
         warm_up = make_chats(NUM_WARM_UP, rate, VOCAB, flags.seed + 1, pause_s=0.1)
         chats = make_chats(flags.chats, rate, VOCAB, flags.seed, pause_s=flags.pause)
         asking = Asking(max_tokens=flags.answer)

@@ -1,9 +1,10 @@
-"""What a thread that reads adapters costs a thread that stands for a GPU engine's own.
+"""The cost of a thread that reads adapters for the engine thread of a GPU worker.
 
     python bench/give_way.py [--steps 400]
 
-That one calls torch some dozens of times, as a step does on the host, and then rests as if for the
-device. Beside it adapters of Llama-3.1-8B's shape are read without end: with and without giving way
+A thread in place of the engine's calls torch some dozens of times, like a step on the host, and
+then rests as if for the device. Beside it adapters of Llama-3.1-8B's shape are read all the time:
+with and without giving way
 (`weft.engine.base.give_way`), and not at all.
 """
 

@@ -77,7 +77,7 @@ TINY = {
     "head_dim": 64,
     "max_position_embeddings": 131_072,
 }
-"""For a look at this script on a CPU."""
+"""A tiny shape to try this script on a CPU."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -96,7 +96,7 @@ class FirstToken:
     least: float
     most: float
     timeline: str = ""
-    """What `weft trace --timeline` says of the last one."""
+    """Output of `weft trace --timeline` for the last prompt."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Result:
     first_tokens: list[FirstToken] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Of the compared prompts, by system."""
+    """Answers to the compared prompts, by system."""
 
 
 def make_model(folder: Path, name: str, vocabulary: int, tokenizer: Path | None) -> Path:
@@ -179,7 +179,7 @@ def first_tokens(
         for turn in range(options.turns + 2):
             (prompt,) = prompts_of((length,), options.vocab, rng.getrandbits(48))
             first_s, request_id = ask(mesh, prompt)
-            if turn >= 2:  # The first ones warm up.
+            if turn >= 2:  # The first turns warm up.
                 times.append(1e3 * first_s)
         row = FirstToken(system, length, statistics.median(times), min(times), max(times))
         row.timeline = timeline(mesh, request_id)
@@ -201,7 +201,7 @@ def ask(mesh: MeshProcess, prompt: list[int]) -> tuple[float, str]:
 
 
 def timeline(mesh: MeshProcess, request_id: str) -> str:
-    """What `weft trace --timeline` says of a request."""
+    """Output of `weft trace --timeline` for a request."""
     time.sleep(0.5)  # Spans are recorded when their work has ended.
     command = [*WEFT, "trace", request_id, "--address", mesh.grpc_address, "--timeline"]
     done = subprocess.run(
@@ -262,7 +262,9 @@ def show_handover(rows: list[FirstToken]) -> None:
 
 
 def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Compares the systems' answers, and those that differ with transformers in float32."""
+    """Compares the systems' answers; answers that differ are compared with transformers in
+    float32.
+    """
     prompts = prompts_of(CHECKED, options.vocab, 3)
     by_prompt = list(zip(prompts, *result.answers.values(), strict=True))
     others = [

@@ -103,7 +103,7 @@ class FixedStep:
 
     @property
     def is_sensitive(self) -> bool:
-        """Repeating changes nothing, the weight does."""
+        """Whether repeating the step changes nothing and changing the weight does."""
         return self.tokens_repeated and self.tokens_altered and self.altered > 8 * self.repeated
 
 
@@ -209,7 +209,8 @@ def run_requests(
                 num_done += len(session.finished)
             told += outbox.gateways
             if all_began is None:
-                # Later not before the end: what it takes would count as the host's time.
+                # From here on tokens are taken only at the end, since taking them would count as
+                # host time.
                 run.take(told)
             now = time.perf_counter()
             busy = now - waits.seconds
@@ -243,7 +244,7 @@ def device_ms(llm: LLM, batch: int) -> float:
             return
         assert inputs.step is not None
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The draw behind the step has replaced the tokens that it took. With these it writes the
+        # The draw has replaced the step's input tokens. With these restored, the step writes the
         # same K and V to the same places again.
         drawn = known.clone()
         known[0, inputs.drawing_slots] = inputs.step.token_ids
@@ -413,7 +414,8 @@ def bench_model(
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
             "deterministic": deterministic,
-            # As the peers: prompts are bound by tokens, not by what they add to others' steps.
+            # Like the peers, prompts are bounded by tokens and not by the time that they add to
+            # steps.
             "inter_token_target_s": 1.0,
         }
         if has_eager:
@@ -445,7 +447,7 @@ def bench_model(
 
 
 def release() -> None:
-    """Gives the memory of what went out of scope back."""
+    """Releases the memory of objects that went out of scope."""
     gc.unfreeze()
     gc.collect()
     torch.cuda.empty_cache()
@@ -526,7 +528,7 @@ def main() -> None:
         results.append(bench_model(model, arguments.batches, rates, arguments.eager, mode))
         report(results[-1])
         if arguments.out:
-            # After each: a time limit must not cost the models before.
+            # Written after each model, so that a time limit does not lose earlier ones.
             write_json(arguments.out, setup, rates, results)
     for result in results:
         assert result.agreement.is_close, f"{result.model}: wrong tokens"

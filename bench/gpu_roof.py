@@ -80,9 +80,9 @@ def step_work(
 
     Args:
         config: Of the model.
-        tokens: New ones; each asks for experts uniformly, where there are any. Made-up weights ask
-            less evenly, so that steps of many tokens may take less than this says.
-        logits: Rows of them.
+        tokens: New tokens, which choose experts uniformly. Random weights choose less evenly, so
+            steps of many tokens may take less time.
+        logits: Rows of logits.
         attended: Positions, summed over the new tokens.
         kv_tokens: Positions whose K and V are read or written.
     """
@@ -126,7 +126,7 @@ def mixed_seconds(config: ModelConfig, sizes: Sequence[tuple[int, int]], rates: 
     Args:
         config: Of the model.
         sizes: Tokens in and out of each request.
-        rates: Of the device.
+        rates: Rates of the device.
     """
     total = prompt_work(config, [length for length, _ in sizes]).seconds(rates)
     for step in range(1, max(out for _, out in sizes)):

@@ -20,7 +20,7 @@ def describe_gpu(commit: str = "") -> dict[str, Any]:
     """Date, commit, device, driver and versions, for a JSON.
 
     Args:
-        commit: Of the sources; of the folder's git if not given, empty where there is none.
+        commit: Commit of the sources; default: that of the folder's git, empty without git.
     """
     is_cuda = torch.cuda.is_available()
     return {

@@ -387,7 +387,7 @@ def lora_row(
 
 
 def check(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Stops the benchmark when a timed operation computes something else than its peer."""
+    """Stops the benchmark if a timed operation's result differs from its peer's."""
     scale = expected.float().abs().max().item()
     error = (out.float() - expected.float()).abs().max().item()
     if not error <= 0.03 * scale:
@@ -444,7 +444,7 @@ def digest_row() -> Row:
 
 
 def measure(rows: list[Row], roofline: Roofline, repeats: int) -> None:
-    """Takes turns, so that what else goes on in the machine meets all alike."""
+    """Measures in turns, so that other load on the machine affects all alike."""
     for repeat in track(range(repeats + 1), description="timing", transient=True):
         for row in rows:
             read, flops = roofline.read_bytes_per_s(), roofline.flops_per_s()

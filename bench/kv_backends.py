@@ -1,8 +1,8 @@
 """Pages of a KV store in a Valkey or Redis server: keeping, looking up and bringing back.
 
-Starts a server of its own on loopback (`--url` takes another one) and a store's back end beside an
-arena, keeps pages, lets the arena forget them, and brings them back; every page is compared with
-what was kept. The plain rows are the same bytes through the library's client alone: the bound.
+It starts a server on loopback (`--url` takes another one) and a store's back end beside an arena.
+It stores pages, drops them from the arena and fetches them again; every page is compared with the
+original. The plain rows send the same bytes through the library's client alone, which is the bound.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def keep(
     contents: np.ndarray,
     digests: list[int],
 ) -> None:
-    """Pages come to the arena, and then all of them are in the server."""
+    """Times pages from the arena until all of them are in the server."""
     goal = backend.counters.saved_pages + len(keys)
     for start in range(0, len(keys), 64):
         part = slice(start, start + 64)

@@ -1,4 +1,4 @@
-"""What tracing, metrics and page digests cost together, as CPU-seconds a token.
+"""The CPU time per token of tracing, metrics and page digests together.
 
 Two meshes run side by side: one with all three on (every trace exported to a collector, every
 service scraped once a turn, so several times as often as by Prometheus), one with all three off by
@@ -6,12 +6,11 @@ the flags that users have. They take turns at the same prompts, in random order 
 the CPU time of all processes of a mesh is taken before and after its turn. The ratio of a pair is
 on / off.
 
-What decides how exact that can be is not the number of pairs. Two meshes with the same settings
-differ by two or three per cent, all of their processes together, from their start to their end:
-where their memory lies. So both are started anew for every pair (`--restarts`), and the bound is
-the upper end of the 95 % interval of the geometric mean, by Student's t over the starts. And the
-processes of a mesh share one core (`--cores`), with one thread an engine: on several, a token costs
-more or less by what happens to run beside it.
+Two meshes with the same settings differ by two or three per cent for their whole life, depending on
+where their memory lies, so more pairs alone do not help. Both are started anew for every pair
+(`--restarts`), and the bound is the upper end of the 95 % interval of the geometric mean, by
+Student's t over the starts. The processes of a mesh share one core (`--cores`), with one thread for
+each engine, because on several cores the cost of a token depends on what runs beside it.
 
     python bench/overhead.py                     24 pairs of the demo model, about 15 minutes
     python bench/overhead.py --pairs 4 --restarts 2 --requests 8

@@ -1,8 +1,8 @@
 """What the prefix cache costs: match, insert, evict at a million cached tokens.
 
 The tree is filled with conversations: a few system prompts, each shared by many, and turns of
-their own behind it. Beside it the simplest index there is, a dictionary from chained page keys to
-pages that gives up the least recently used, with the hashing of keys that it cannot do without.
+their own behind it. Beside it the simplest index is measured: a dictionary from chained page keys
+to pages that evicts the least recently used one, with the hashing of keys that it needs.
 Found pages are compared between the two in the same run. Times are processor time of the thread.
 
     python bench/radix.py                       1 million tokens, prompts of 2,000
@@ -75,7 +75,7 @@ class Tree:
         return pages
 
     def num_matched_tokens(self, tokens: Sequence[int]) -> int:
-        """Exact to the token; changes nothing."""
+        """Number of matched tokens, exact to the token; changes nothing."""
         found = self.cache.find(
             NAMESPACE, PageKeys(NAMESPACE, PAGE_SIZE).packed(tokens, 0, len(tokens) - 1)
         )
@@ -166,8 +166,8 @@ def measure(index: Index, prompts: Conversations, held: list[list[int]], count: 
 
     Args:
         index: Filled with `held`, oldest first.
-        prompts: Makes more.
-        held: Changed: what is put in, is appended.
+        prompts: Generates further prompts.
+        held: Prompts in the index; new ones are appended.
         count: Repetitions.
     """
     times: dict[str, tuple[list[float], int]] = {}
@@ -228,7 +228,7 @@ def check(tree: Tree, dictionary: Dictionary, prompts: Conversations, count: int
 
 
 def filled(index: Index, prompts: Conversations, num_pages: int) -> list[list[int]]:
-    """Fills an index to the last page; the prompts that went in, oldest first."""
+    """Fills an index to the last page; returns the inserted prompts, oldest first."""
     held = []
     while index.memory.counts().free > num_pages // 1000:
         held.append(prompts.new())

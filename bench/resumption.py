@@ -1,8 +1,8 @@
-"""What a killed decode worker costs the streams that it had.
+"""The cost of a killed decode worker for its streams.
 
-Starts a mesh with two decode workers, runs streams, kills one of the workers at a random moment
-(both processes, its engine, or its server), and checks that every stream brings what it brought
-without the kill. The pause is what the client's timeline tells: from the loss to the next token.
+It starts a mesh with two decode workers, runs streams, kills one of the workers at a random moment
+(both processes, its engine, or its server), and checks that every stream has the same tokens as
+without the kill. The pause is in the client's timeline: from the loss to the next token.
 
     python bench/resumption.py                  20 kills of each kind, 32 streams, a tiny model
     python bench/resumption.py --model demo --streams 8 --tokens 64
@@ -35,7 +35,7 @@ from weft.v1 import gateway_pb2, gateway_pb2_grpc
 DECODE = ("decode-0", "decode-1")
 FLAGS = (
     "--decode 2 --local-prefill-max-tokens 0 --gateway-args '--decode-policy round_robin' "
-    # Room for all streams on one worker: no pause is the wait for a slot.
+    # One worker has room for all streams, so that no pause is the wait for a slot.
     "--decode-args '--max-running-requests {slots}'"
 )
 BACK_TIMEOUT_S = 600.0
@@ -46,7 +46,7 @@ requests resumed there would wait.
 
 
 class WrongAnswer(Exception):
-    """A stream failed, or brought something else than without a kill."""
+    """A stream failed, or had other tokens than without a kill."""
 
 
 def ready_file(mesh: MeshProcess, name: str) -> dict[str, Any] | None:
@@ -84,11 +84,11 @@ async def measure(
     """Kills workers while streams run.
 
     Args:
-        mesh: With two decode workers.
+        mesh: A mesh with two decode workers.
         asks: The streams.
-        num_kills: Of each kind at most.
-        minutes: No kill begins later.
-        draw: Of victims and moments.
+        num_kills: Most kills of each kind.
+        minutes: Time after which no kill begins.
+        draw: Source of victims and moments.
 
     Returns:
         By kind of kill, for each kill the pauses of the attempts that were lost, in seconds.
@@ -107,7 +107,7 @@ async def measure(
         num_tokens = sum(len(ids) for outcome in expected for ids in outcome.ids.values())
         with Progress(transient=True) as progress:
             task = progress.add_task("killing", total=num_kills * len(kills.KINDS))
-            # A kill that meets a worker which has sent everything already does not count.
+            # A kill of a worker that has already sent everything does not count.
             while any(len(by_kill) < num_kills for by_kill in pauses_s.values()):
                 for kind in [kind for kind in kills.KINDS if len(pauses_s[kind]) < num_kills]:
                     if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ async def measure(
                     if lost:
                         pauses_s[kind].append([one.pause.ToNanoseconds() / 1e9 for one in lost])
                         progress.advance(task)
-                    await asyncio.sleep(0.5)  # the ready file of the killed one is gone by then
+                    await asyncio.sleep(0.5)  # Then the killed worker's ready file is gone.
                     await wait_whole(mesh, stub)
                     await asyncio.sleep(SETTLE_S)
     return pauses_s

@@ -9,8 +9,8 @@
 Policies, view, load estimates and page index are the gateway's own; workers are made up and live on
 a virtual clock (`bench/fleet/`). The trace is made-up chats with shared system prompts drawn by
 Zipf's law, a request log of a gateway (`--log`), or block hashes in the form in which the Mooncake
-project publishes its traces (`--blocks`). `--replay` shows the policies what those of a gateway
-with `--routing-record-dir` were shown, and counts the choices that are the same.
+project publishes its traces (`--blocks`). `--replay` gives the policies the recorded inputs of a
+gateway with `--routing-record-dir`, and counts the choices that are the same.
 
 | part | rows |
 | --- | --- |
@@ -143,7 +143,9 @@ def timed(work: Callable[[], object], repeats: int) -> float:
 
 
 def replay_record(path: Path) -> None:
-    """Choices of each pool of a record, and how many of them are the same again."""
+    """Replays a record; prints the number of choices of each pool, and of those that are
+    the same.
+    """
     choices: Counter[str] = Counter()
     same: Counter[str] = Counter()
     for decision in replay(read_record(path), make_policy):

@@ -1,11 +1,11 @@
-"""What drafts bring: the engine with and without, by kind of text and number of streams.
+"""The gain of drafts: the engine with and without them, by kind of text and number of streams.
 
 Engines without drafts, with n-gram drafts and with an EAGLE-3 head run the same held-out prompts in
 turn, greedily. Each row, a kind of text and a number of streams, is printed and kept as it is done.
 A stream begins its next prompt as soon as one has ended. `mixed` is text of all kinds in turn. A
-row's first turn, in which an engine's gate follows the change of text, is told apart from those
-behind. Tokens are checked afterwards by a float32 run of transformers, which tells how far from its
-own choice each engine's furthest one is.
+row's first turn, in which an engine's gate adapts to the new text, is reported apart from the
+others. Tokens are checked afterwards against a float32 run of transformers, which shows the largest
+distance from its own choice.
 
     python bench/speculation.py                                    the demo model and its head
     python bench/speculation.py --model DIR --draft DIR --device cuda --streams 1,8,64
@@ -121,7 +121,7 @@ class Cell:
 
     @property
     def accepted_length(self) -> float:
-        """Tokens of a request in a step with drafts, on average."""
+        """Mean number of tokens of a request in a step with drafts."""
         return 1 + self.accepted / self.verifies if self.verifies else 1.0
 
     def shares_of(self, base: Cell) -> list[float]:
@@ -162,7 +162,7 @@ def main() -> int:
             tokens, all_of = arguments.tokens, list(engines.values())
             prompts = {kind: lasting(all_of, texts, tokens) for kind, texts in prompts.items()}
         watched = {n: StepKinds(one.llm.engine) for n, one in engines.items() if arguments.steps}
-        # As a worker does: what stays is not looked through while steps run.
+        # As in a worker, the collector does not visit long-lived objects while steps run.
         gc.collect()
         gc.freeze()
         num_turns = arguments.warm_turns + arguments.turns
@@ -329,7 +329,7 @@ class Report:
             self._console.print(line, soft_wrap=True, highlight=False)
 
     def add(self, row: Row, cells: dict[str, Cell], steps: dict[str, StepCounts]) -> None:
-        """Prints what all engines did, and keeps it; `steps`: of each, if they are asked for."""
+        """Prints and keeps a row of all engines; `steps`: times by kind of step, if asked for."""
         kind, streams = row
         table = Table(title=f"{kind}, {streams} at once")
         for column in COLUMNS:

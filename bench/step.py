@@ -62,7 +62,7 @@ LAYOUT = CacheLayout.of_plane(PagedPlane(layers=1, heads=1, dim=8, dtype="float3
 
 
 class FakeModel:
-    """Answers at once with the same logits, and notes when it was asked."""
+    """A model that returns the same logits at once, and notes when it was called."""
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -141,7 +141,8 @@ class Bench:
         self._prompt_tokens = prompt_tokens
         self._rng = random.Random(1)
         self._ids = itertools.count()
-        max_running += 2 * (prompt_tokens > 0)  # One is committed as the next one begins.
+        # A request is committed as the next one begins, so there are two more.
+        max_running += 2 * (prompt_tokens > 0)
         self.model = FakeModel(vocab_size, max_running)
         config = EngineConfig(
             model_dir=Path("fake"),
@@ -191,7 +192,7 @@ class Bench:
     def decode(self, num_running: int, num_steps: int) -> StepTimes:
         """Steps in which `num_running` requests get a token each."""
         times = StepTimes(num_running)
-        # Lengths are spread, so that in each step a sixteenth of the requests takes a new page.
+        # Lengths are spread so that in each step a sixteenth of the requests takes a new page.
         prompts = [DECODE_PROMPT_TOKENS + i % PAGE_SIZE for i in range(num_running)]
         max_tokens = NUM_WARMUP_STEPS + num_steps + num_running  # Admission takes several steps.
         self.turn(Inbox(submits=[self.submit(length, max_tokens) for length in prompts]), None)

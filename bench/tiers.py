@@ -1,8 +1,9 @@
 """Time to the first token of a prompt whose beginning is known, by where its KV lies.
 
 An engine in this process, with host memory, a disk and a KV store (a process of its own) below its
-pool. Each sample is a prompt of fresh tokens: another one with the same beginning comes first, then
-the tiers above the measured one are emptied, and what is there is loaded, whether that pays or not.
+pool. Each sample is a prompt of fresh tokens. First another prompt with the same beginning runs,
+then the tiers above the measured one are emptied, and the sample loads its pages from there,
+whether that pays or not.
 Every timed token is compared with those of the same prompt under another cache salt, which finds
 nothing anywhere; that run is the cold one. With `--by-rule` the same follows by the engine's own
 rule, which computes again where loading would be slower.
@@ -81,11 +82,10 @@ class Sample:
 
 
 class Links:
-    """Does the work of a worker's server process for an engine: here a thread, for an engine in
-    another.
+    """Does the work of a worker's server process for an engine, in a thread.
 
     Args:
-        engine: Asks for things.
+        engine: The engine.
         store: host:port of the KV store.
         woken: Set when there is something for the engine.
     """
@@ -104,7 +104,7 @@ class Links:
         self._woken.set()
 
     def take(self, outbox: Outbox) -> None:
-        """Carries out what an engine asks for."""
+        """Carries out an engine's commands."""
         if outbox.fill_commands or outbox.store_lookups or outbox.store_puts:
             self._loop.call_soon_threadsafe(self._carry_out, outbox)
 
@@ -247,7 +247,7 @@ class Bench:
 
 
 class WrongSource(RuntimeError):
-    """The KV of a prompt did not come from where it was to come from."""
+    """The KV of a prompt did not come from the expected source."""
 
 
 def sample_of(
@@ -275,7 +275,7 @@ def measure(
 
     Raises:
         RuntimeError: A token is wrong.
-        WrongSource: The KV did not come from there, and the rule has no say.
+        WrongSource: The KV did not come from the expected source, without `--by-rule`.
     """
     vocab = bench.engine.info.vocab_size
 

@@ -1,4 +1,4 @@
-"""Sends chats to a gateway and notes what became of each turn."""
+"""Sends chats to a gateway and records the outcome of each turn."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Asking:
     targets: gateway_pb2.LatencyTargets | None = None
     """Targets of every request; None: the gateway's own for the tenant."""
     goes_on: bool = False
-    """A chat whose turn was refused goes on with its next one; else it ends there."""
+    """Whether a chat continues after a refused turn; if not, it ends there."""
 
 
 class ChatClient:

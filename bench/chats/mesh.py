@@ -29,7 +29,7 @@ SHAPE = {
     "vocab_size": VOCAB,
     "max_position_embeddings": CONTEXT,
 }
-"""A prompt token costs a tenth of what it costs the demo model."""
+"""With this shape a prompt token costs a tenth of what it costs with the demo model."""
 
 
 def make_model(folder: Path) -> Path:
@@ -42,9 +42,9 @@ def chat_mesh(folder: Path, model_dir: Path, *flags: str) -> Iterator[LocalMesh]
     """A ready mesh, with KV in float32.
 
     Args:
-        folder: For its state and logs; made.
+        folder: Folder for state and logs, which is created.
         model_dir: From `make_model`.
-        flags: Of `weft up`.
+        flags: Further flags of `weft up`.
     """
     folder.mkdir(parents=True)
     mesh = LocalMesh(folder, "--model", str(model_dir), "--dtype", "float32", *flags)
@@ -63,7 +63,7 @@ def _problems(mesh: LocalMesh) -> list[str]:
 
 
 def prompt_tokens(mesh: LocalMesh) -> dict[str, int]:
-    """Prompt tokens that each worker has computed since its start, for whomever."""
+    """Prompt tokens that each worker has computed since its start, for itself or for others."""
     names = [*mesh.names("prefill"), *mesh.names("decode")]
     return {name: mesh.counters(name)["prompt_tokens"] for name in names}
 

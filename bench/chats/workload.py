@@ -45,14 +45,14 @@ def make_chats(
     """Chats in the order of their beginning.
 
     Args:
-        count: How many.
+        count: Number of chats.
         rate: Chats that begin a second, in the mean; the gaps are exponential.
-        vocab_size: Of the model.
-        seed: Of everything.
+        vocab_size: Vocabulary size of the model.
+        seed: Seed of all draws.
         num_systems: System prompts, drawn by Zipf's law (exponent 1).
         system_tokens: Least and most of a system prompt.
-        message_tokens: Likewise of a message.
-        turns: Likewise of a chat.
+        message_tokens: Least and most tokens of a message.
+        turns: Least and most turns of a chat.
         pause_s: Mean of the exponential pauses between turns.
     """
     rng = random.Random(seed)

@@ -56,7 +56,7 @@ class Worker:
         self.epoch = 0
 
     def tell(self, kind: str, content: object = ()) -> None:
-        """Puts something into its next inbox."""
+        """Adds an item to the worker's next inbox."""
         self.connection.send((kind, content))
 
 
@@ -65,7 +65,7 @@ class Mesh:
 
     Args:
         decode: Fields of the decode worker's `EngineConfig`.
-        prefill: Of the prefill worker's; None: the decode worker is alone.
+        prefill: Fields of the prefill worker's; None: the decode worker is alone.
         copy_threads: That play the network.
     """
 
@@ -144,7 +144,7 @@ class Mesh:
         """Passes messages on until a condition holds.
 
         Raises:
-            TimeoutError: It did not in time.
+            TimeoutError: The condition did not become true in time.
         """
         deadline = time.monotonic() + TIMEOUT_S
         connections: dict[Any, Worker] = {worker.connection: worker for worker in self._workers}

@@ -1,6 +1,6 @@
-"""Staging areas that another process of this host writes to: what NIXL does there, by plain copies.
+"""Staging areas that another process of this host writes to by plain copies, in place of NIXL.
 
-Memory is a file without a name, which the writer maps through the owner's process.
+The memory is an anonymous file, which the writer maps through the owner's process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SharedPages:
 
 
 class CopyReceiver:
-    """Plays `ReceiveAgent`: notifications are handed to it."""
+    """Stands in for `ReceiveAgent`: its owner passes notifications to it."""
 
     def __init__(self, pages: np.ndarray, path: str) -> None:
         self._arrived: deque[Notification] = deque()
@@ -89,11 +89,11 @@ class CopyReceiver:
 
 
 class CopySenders:
-    """Plays `SendAgents`: copies pages by some threads, then notifies.
+    """Stands in for `SendAgents`: copies pages in some threads, then notifies.
 
     Args:
-        pages: What is written from.
-        num_threads: That copy.
+        pages: The pool to copy from.
+        num_threads: Number of copying threads.
         notify: Called with a notification once its pages have arrived.
     """
 

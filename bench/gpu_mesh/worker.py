@@ -38,7 +38,7 @@ class FromWorker:
 
 
 def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int) -> None:
-    """The process: loads, says its epoch, then turns until it is told `close`."""
+    """The process's main function: loads, sends its epoch, then turns until it receives `close`."""
     resolved = EngineConfig(**config)
     if resolved.transport == "data":
         staging_parts.PinnedStagingPages = SharedPages  # type: ignore[assignment,misc]
@@ -83,7 +83,7 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
 
 
 def _join(engine: Engine, path: str, copy_threads: int, send: Any) -> CopyReceiver | None:
-    """Puts copies in place of NIXL, if this engine ships at all."""
+    """Replaces NIXL by plain copies, if this engine exchanges pages."""
     plane = engine.parts.transport
     if plane.staging is None:
         return None

@@ -1,4 +1,4 @@
-"""What the systems under measurement are asked and answer; imports no model."""
+"""The prompts and answers of the measured systems; imports no model."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class System(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Prompts that come while others run, at times that no system decides, so that all get the
-    same work.
+    """Prompts that arrive while others run. No system decides their times, so all get the same
+    work.
     """
 
     prompts: Sequence[list[int]]
@@ -79,7 +79,7 @@ class Streaming(System, Protocol):
         Args:
             prompts: All at once, `num_tokens` each.
             num_tokens: As in `run`.
-            arrivals: None is sent any more once one of `prompts` has ended.
+            arrivals: Arriving prompts; none is sent once one of `prompts` has ended.
 
         Returns:
             The outcome of `prompts`, and the answers to those that arrived.

@@ -1,4 +1,4 @@
-"""Streams whose decode workers are killed: what they bring, and who ends how."""
+"""Streams whose decode workers are killed, and their outcomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("worker", "engine", "server")
 """Processes of a worker to kill: both, or one (the other follows by itself)."""
 TIMEOUT_S = 240.0
 REGEX = "([a-f0-9]{4,12} ){30,200}"
-"""Long enough that it is in force throughout."""
+"""Matches are so long that the constraint holds for the whole stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,10 @@ def make_asks(
     """Greedy and seeded, alone and in pairs, with and without stop strings and constraints.
 
     Args:
-        count: How many.
+        count: Number of requests.
         max_tokens: Of each sample.
         vocabulary: Token ids of prompts.
-        draw: Of everything that is drawn.
+        draw: Source of all draws.
         stops: Stop strings to choose from.
     """
     return [
@@ -131,8 +131,8 @@ async def stream_all(
     Args:
         stub: Of a GatewayService.
         asks: One stream each.
-        at_tokens: When so many tokens have come over all streams ...
-        act: ... this is done, once.
+        at_tokens: Number of tokens over all streams after which `act` is called.
+        act: Called once.
     """
     num_tokens = 0
     is_done = False

@@ -45,7 +45,7 @@ class Section(Protocol):
 
 
 def attempt(row: Series, action: Callable[[], T]) -> T | None:
-    """Does it; a failure is kept in the row, which is then left alone."""
+    """Runs a measurement. A failure is recorded in the row, which is then skipped."""
     if row.failure is not None:
         return None
     try:
@@ -63,7 +63,7 @@ def run_groups(
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Everyone goes first as often as last."""
+    """Rotates the order, so that each goes first as often as last."""
     start = turn % len(items) if items else 0
     return [*items[start:], *items[:start]]
 
@@ -120,8 +120,8 @@ class Throughput:
 class PromptSpeed:
     """Prompt tokens per second: one prompt at a time, to its first token.
 
-    Of the prefill worker it is what it needed from accepting the fill to the last chunk's end, by
-    its own clock; the time to the first token beside it is the client's.
+    For the prefill worker it is the time from accepting the fill to the last chunk's end, by its
+    own clock; the time to the first token beside it is the client's.
     """
 
     ledger: Ledger

@@ -34,7 +34,7 @@ GUIDES = (
 )
 OPERATION = (
     *("api", "dialects", "adapters", "operations", "routing", "targets"),
-    *("security", "observability", "metrics", "kubernetes"),
+    *("quantisation", "quantisation-fp8", "security", "observability", "metrics", "kubernetes"),
 )
 
 

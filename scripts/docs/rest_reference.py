@@ -1,8 +1,10 @@
-"""The reference of the REST API, from the OpenAPI document, and of all settings."""
+"""The reference of the REST API, from the OpenAPI document, of all settings, and of all metrics."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from markup import escape, inline
@@ -10,10 +12,12 @@ from weft.cli.up.settings import UpSettings
 from weft.common.settings import Settings
 from weft.decode.main import DecodeSettings
 from weft.gateway.api.openai.document import openapi_document
+from weft.gateway.api.openai.foreign import HARMLESS, REFUSED
 from weft.gateway.settings import GatewaySettings
 from weft.kvstore.settings import KvStoreSettings
 from weft.prefill.main import PrefillSettings
 
+METRICS = Path(__file__).resolve().parents[2] / "dashboards" / "metrics.toml"
 METHODS = ("get", "post", "put", "patch", "delete")
 PROGRAMS: tuple[type[Settings], ...] = (
     UpSettings,
@@ -28,7 +32,9 @@ def pages() -> Iterator[tuple[str, str]]:
     """(Name, Markdown) of the pages."""
     document = openapi_document()
     yield "rest", "\n".join(["# REST API", "", *routes(document), *schemas(document)])
+    yield "foreign-fields", "\n".join(foreign_fields())
     yield "settings", "\n".join(settings())
+    yield "metrics", "\n".join(metrics())
 
 
 def routes(document: Mapping[str, Any]) -> list[str]:
@@ -105,3 +111,31 @@ def settings() -> Iterator[str]:
             text = inline(field.description or "")
             yield f"| `--{name.replace('_', '-')}` | {text} ({escape(default)}) |"
         yield ""
+
+
+def foreign_fields() -> Iterator[str]:
+    """Fields of other servers' APIs, and what becomes of them."""
+    yield "# Fields of other servers"
+    yield ""
+    yield "Chats and completions refuse these fields by name, unless their value asks for nothing."
+    yield ""
+    yield "| field | what it asks for, or what to use instead |"
+    yield "| --- | --- |"
+    for name, refused in sorted(REFUSED.items()):
+        yield f"| `{name}` | {inline(refused.what)} |"
+    yield ""
+    yield "These are ignored, because the answer is the same without them:"
+    yield ", ".join(f"`{name}`" for name in sorted(HARMLESS)) + "."
+
+
+def metrics() -> Iterator[str]:
+    """The metrics of all services, from the list that tests compare with a running mesh."""
+    yield "# Metrics"
+    for service, listed in tomllib.loads(METRICS.read_text()).items():
+        yield f"\n## {service}\n"
+        yield "| name | type | what |"
+        yield "| --- | --- | --- |"
+        for name, metric in listed.items():
+            labels = ", ".join(metric.get("labels", ()))
+            shown = f"{name}{{{labels}}}" if labels else name
+            yield f"| `{shown}` | {metric['type']} | {inline(metric['what'])} |"

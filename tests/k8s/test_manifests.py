@@ -435,7 +435,7 @@ def test_autoscalers_have_targets_and_metrics(objects: tuple[Object, ...]) -> No
     """The metrics are gauges that the pods show, and that the adapter's rule takes."""
     rule = re.search(r'__name__=~"([^"]+)"', (ROOT / "docs" / "kubernetes.md").read_text())
     assert rule is not None
-    # A running mesh is held to that page by tests/mesh/operations/test_observability.py.
+    # A running mesh is held to that list by tests/mesh/operations/test_observability.py.
     gateway = {metric.name for metric in documented()["Gateway"] if metric.kind == "gauge"}
     shown = {"decode": worker_samples(), "prefill": worker_samples()}
     shown["gateway"] = [(name, {}) for name in gateway]

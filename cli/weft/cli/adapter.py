@@ -33,8 +33,8 @@ from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _LIST_TIMEOUT_S = 10.0
 _GRACE_S = 5.0
-"""Seconds by which the call outlasts the gateway's own time limit, so that its answer, which says
-what is wrong, arrives.
+"""Seconds by which the call outlasts the gateway's own time limit, so that the gateway's error
+arrives.
 """
 _STATES = {
     gateway_pb2.REGISTRY_STATE_LOADING: "loading",
@@ -111,7 +111,7 @@ def _list(
 
 
 def show(console: Console, adapters: Sequence[gateway_pb2.RegisteredAdapter]) -> None:
-    """Prints a table of the adapters, and what is wrong with some."""
+    """Prints a table of the adapters and their errors."""
     if not adapters:
         console.print("no adapters; `weft adapter load NAME PATH` loads one", style="dim")
         return

@@ -33,7 +33,7 @@ from weft.engine.base.errors import ConfigError, WeftError
 FRONT = ("gateway", "rest", "valkey")
 """Services that clients reach by the names of their hosts."""
 FURTHER = ("valkey",)
-"""Servers that are none of the mesh's, and get a certificate only if they are named."""
+"""Servers outside the mesh, which get a certificate only if they are named."""
 _AUTHORITY_DAYS = 3650
 _BACKDATED = datetime.timedelta(minutes=5)
 """Time by which certificates are backdated, for hosts whose clocks are slow."""
@@ -83,7 +83,7 @@ def read_authority(folder: Path) -> Authority:
     """Reads the authority of a folder.
 
     Raises:
-        ConfigError: It is damaged, or of a kind that this command does not make.
+        ConfigError: The authority is damaged, or of a kind that this command does not make.
     """
     try:
         certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
@@ -105,11 +105,11 @@ def issue(
     """Writes a new key and certificate of a service; the old ones are replaced.
 
     Args:
-        authority: Signs it.
-        folder: Where it goes.
-        service: That it names.
+        authority: The authority that signs.
+        folder: Folder for key and certificate.
+        service: Service that the certificate names.
         hosts: DNS names and IP addresses by which clients reach the service.
-        lifetime: From now on.
+        lifetime: Lifetime from now on.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.UTC)

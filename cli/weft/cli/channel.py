@@ -26,7 +26,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 def open_channel(
     address: str, service: str = "gateway", identity: Identity | None = None
 ) -> grpc.aio.Channel:
-    """A channel to `host:port`; proxies of the environment are not for Weft's services."""
+    """Opens a channel to `host:port`, whatever proxy the environment names."""
     return channel.open_channel(address, service, identity, OPTIONS)
 
 
@@ -73,7 +73,7 @@ def find_gateway(arguments: argparse.Namespace) -> tuple[str, Metadata]:
         return arguments.address, ()
     if arguments.token_file is None:
         raise ConfigError("--admin-address needs --token-file")
-    # Here: most commands need nothing of what serves that port.
+    # Imported here, since most commands do not need it.
     from weft.common.admin import read_token
 
     token = read_token(arguments.token_file)
@@ -96,11 +96,11 @@ def cli_identity(tls_dir: Path | None) -> Identity | None:
     """The command line's own identity in a folder of `weft certs`; None without a folder.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: The identity cannot be used.
     """
     if tls_dir is None:
         return None
-    # Here: a command without TLS need not load what makes certificates.
+    # Imported here, since a command without TLS does not need it.
     from weft.cli.certs import files_of
 
     return Identity(files_of(tls_dir, "cli"), "cli")
@@ -110,7 +110,7 @@ def api_key_metadata() -> Metadata:
     """Metadata with the API key of $WEFT_API_KEY, for gateways that ask for keys.
 
     Raises:
-        ConfigError: It has characters that no header can carry.
+        ConfigError: The key has characters that no header can carry.
     """
     key = os.environ.get("WEFT_API_KEY", "")
     if not (key.isascii() and key.isprintable()):
@@ -128,7 +128,8 @@ def explain(error: grpc.RpcError, address: str) -> str:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_typed(error):
         return f"the gateway at {address} did not answer in time; its log may say why"
     if error.code() == grpc.StatusCode.PERMISSION_DENIED:
-        # The command line's own certificate opens all that it calls; this gateway asked for none.
+        # With its own certificate the command line may make all of its calls, so this gateway did
+        # not ask for one.
         return (
             f"{error.details()}: the gateway at {address} runs with --no-client-certificates; "
             "ask its operators' port, with --admin-address and --token-file"
@@ -146,6 +147,6 @@ def explain_service(error: grpc.RpcError, address: str) -> str:
 
 
 def _is_typed(error: grpc.RpcError) -> bool:
-    """A service made the failure; otherwise the transport did."""
+    """Whether a service made the failure; if not, the transport did."""
     metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     return any(key == "grpc-status-details-bin" for key, _ in metadata)

@@ -53,7 +53,7 @@ class Conversation:
         """Sends `text` and writes the answer as it comes; both are remembered.
 
         Raises:
-            grpc.RpcError: The call failed; then neither is.
+            grpc.RpcError: The call failed; then neither is remembered.
         """
         self._request.messages.add(role="user", content=text)
         pieces: list[str] = []
@@ -61,7 +61,7 @@ class Conversation:
         last: gateway_pb2.ChatResponse | None = None
         is_reasoning = False
         call = self._stub.Chat(self._request, metadata=api_key_metadata())
-        # Not KeyboardInterrupt: raised inside of gRPC's own code it may be swallowed there.
+        # A handler instead of KeyboardInterrupt, which gRPC's own code may swallow.
         before = signal.signal(signal.SIGINT, lambda *_: call.cancel())
         try:
             for last in call:
@@ -88,7 +88,7 @@ class Conversation:
             self._console.print(text, style="dim", highlight=False, soft_wrap=True)
 
     def _write(self, text: str) -> None:
-        # Not through rich: an answer may contain what looks like markup.
+        # Written without rich, since an answer may contain text that looks like markup.
         self._console.file.write(text)
         self._console.file.flush()
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
                 has_failed = True
                 text = explain(error, arguments.address)
                 Console(stderr=True).print(text, style="red", markup=False)
-    # At a terminal the failure was seen, and the talk went on.
+    # At a terminal the user has seen the failure and gone on, so it does not count.
     return int(has_failed and not sys.stdin.isatty())
 
 
@@ -180,9 +180,9 @@ def _first_model(stub: gateway_pb2_grpc.GatewayServiceStub) -> str:
 def _lines() -> Iterator[str]:
     """Lines that the user types, without empty ones, up to the end of the input."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # A terminal or a file of another encoding: what is no text comes as lone surrogates.
+        # Bytes of another encoding become lone surrogates instead of errors.
         sys.stdin.reconfigure(errors="surrogateescape")
-    with contextlib.suppress(ImportError):  # line editing, where there is some
+    with contextlib.suppress(ImportError):  # Enables line editing where it is available.
         import readline  # noqa: F401
     while True:
         try:

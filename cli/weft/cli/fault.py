@@ -53,7 +53,7 @@ async def call_operators(
     """Makes one call of AdminService.
 
     Raises:
-        grpc.aio.AioRpcError: The service does not answer, or would not.
+        grpc.aio.AioRpcError: The service does not answer, or refuses.
     """
     async with operators.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
@@ -61,7 +61,7 @@ async def call_operators(
 
 
 async def _tell(method: str, request: Any, operators: Operators) -> int:
-    """Makes the call to all of them; the exit status."""
+    """Makes the call to all services; returns the exit status."""
     status = 0
     for name, address in operators.addresses.items():
         try:

@@ -1,4 +1,4 @@
-"""`weft fault proxy`: stands on one link between two services, and misbehaves as it is told."""
+"""`weft fault proxy`: a proxy on one link between two services, which misbehaves on command."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the proxy until SIGINT or SIGTERM; the exit status.
 
     Raises:
-        ConfigError: An address is not one, or the port is taken.
+        ConfigError: An address is not valid, or the port is taken.
     """
     _split("TARGET", arguments.target)
     host, port = _split("--listen", arguments.listen)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--listen {arguments.listen} is open to other machines, and a fault proxy has no "
             "authentication; accept that with --insecure"
         )
-    if not 0 <= arguments.delay_s < float("inf"):  # never of NaN
+    if not 0 <= arguments.delay_s < float("inf"):  # Comparisons with NaN are false.
         raise ConfigError(f"--delay-s {arguments.delay_s:g}: give 0 or more")
     return asyncio.run(_serve(arguments, host, port))
 
@@ -103,16 +103,16 @@ async def _serve(arguments: argparse.Namespace, host: str, port: int) -> int:
 def _read(loop: asyncio.AbstractEventLoop, orders: Orders) -> None:
     """Hands lines of standard input to the loop; its end changes nothing."""
     for line in sys.stdin:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it is over
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
             loop.call_soon_threadsafe(orders.obey, line)
 
 
 class Orders:
-    """Tells a proxy what to do, and says what it does.
+    """Executes commands for a proxy and reports its mode.
 
     Args:
-        proxy: Whose mode is changed.
-        out: For what is said.
+        proxy: The proxy.
+        out: Output for reports.
         delay_s: Default length of a delay.
     """
 
@@ -164,7 +164,7 @@ def _split(name: str, address: str) -> tuple[str, int]:
     """Host and port of an address.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is no address.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

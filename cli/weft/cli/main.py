@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_text(argument: str) -> bool:
-    """Whether an argument is valid text: other bytes reach Python as lone surrogates, which no
+    """Whether an argument is valid text. Other bytes reach Python as lone surrogates, which no
     message can carry.
     """
     try:

@@ -1,4 +1,4 @@
-"""`weft model`: what can be served here, from where it comes, and whether its files are whole."""
+"""`weft model`: lists, downloads, verifies and removes models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of the command line, refused where they mean nothing."""
+"""Types of numeric arguments, which refuse values out of range."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not low <= value <= high:  # never of NaN
+        if not low <= value <= high:  # Comparisons with NaN are false.
             raise argparse.ArgumentTypeError(
                 f"must be a number from {low:g} to {high:g}, not {text!r}"
             )

@@ -57,10 +57,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find_operators(arguments: argparse.Namespace, names: Sequence[str]) -> Operators:
-    """The services that the flags name.
+    """Finds the services that the flags name.
 
     Args:
-        arguments: With the flags of `add_flags`.
+        arguments: Parsed flags of `add_flags`.
         names: Services wanted of those in the state folder; none = every one.
 
     Raises:

@@ -9,12 +9,12 @@ import os
 import sys
 
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE}
-"""Numbers of errors of a full disk, a terminal that is gone, and a pipe that nobody reads."""
+"""Error numbers of a full disk, a closed terminal, and a pipe without a reader."""
 
 
 class SteadyOutput(io.TextIOBase):
-    """Standard output whose failures end nothing: nobody reads it any more, its disk is full, its
-    terminal is gone.
+    """Standard output that ignores failures, such as a pipe without a reader, a full disk or a
+    closed terminal.
     """
 
     def write(self, text: str) -> int:
@@ -29,7 +29,7 @@ class SteadyOutput(io.TextIOBase):
             sys.stdout.flush()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether standard output is a terminal."""
         return sys.stdout.isatty()
 
     def fileno(self) -> int:
@@ -43,7 +43,9 @@ class SteadyOutput(io.TextIOBase):
 
 
 def finish_output() -> None:
-    """Writes what is buffered, or drops it: the interpreter would try again at its end and fail."""
+    """Writes the buffered output or drops it, since the interpreter would try again at its end and
+    fail.
+    """
     try:
         sys.stdout.flush()
     except OSError:

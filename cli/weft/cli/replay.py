@@ -1,4 +1,4 @@
-"""`weft replay FILE`: sends the requests of a log again and compares what comes.
+"""`weft replay FILE`: sends the requests of a log again and compares the answers.
 
 FILE is a gateway's request log with tokens (`--request-log`, `--request-log-content tokens`), or
 `requests.jsonl` of a crash dump. Sampling uses the logged seeds: in float32 the same model gives
@@ -57,7 +57,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `weft replay`; 0 if everything that was sent came out the same."""
+    """Runs `weft replay`; 0 if all answers were the same."""
     arguments = _parser().parse_args(argv)
     try:
         identity = cli_identity(arguments.tls_dir)
@@ -88,7 +88,7 @@ class Replay:
     """Sends logged prompts to a gateway.
 
     Args:
-        channel: To the gateway.
+        channel: Channel to the gateway.
         concurrency: Requests under way at once, at most.
         timeout_s: Time limit of each prompt.
     """
@@ -103,7 +103,7 @@ class Replay:
 
         Args:
             prompts: Prompts of the log.
-            speed: 1 = at the times of the log, 2 = twice as fast; 0 = as fast as it goes.
+            speed: 1: at the times of the log, 2: twice as fast; 0: as fast as possible.
         """
         if not prompts:
             return []
@@ -160,7 +160,7 @@ def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
     """A logged prompt as a request.
 
     Raises:
-        ParseError: It has fields that this version does not know.
+        ParseError: The prompt has fields that this version does not know.
     """
     request = gateway_pb2.CompleteRequest(
         model=prompt.adapter,
@@ -177,7 +177,7 @@ def to_request(prompt: LoggedPrompt) -> gateway_pb2.CompleteRequest:
 def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[int, str]) -> str:
     """Describes how an answer differs from the logged one; empty if it does not.
 
-    A sample that had not ended when it was logged is compared as far as it had come.
+    A sample that had not ended when it was logged is compared as far as the log has it.
     """
     for index, sample in enumerate(prompt.samples):
         ids = answers.get(index, [])
@@ -202,7 +202,7 @@ def compare(prompt: LoggedPrompt, answers: dict[int, list[int]], reasons: dict[i
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
-    """Prints what did not come out the same, and the sums."""
+    """Prints the answers that differ, and the sums."""
     odd = [result for result in results if result.verdict != "same"]
     if odd:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -1,4 +1,4 @@
-"""`weft status`: the workers and KV stores of a mesh, what they do and what they hold."""
+"""`weft status`: the workers and KV stores of a mesh, their load and their pages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TierStatus:
     """device, host, disk, arena, or store: a KV store as a worker sees it."""
     held_pages: int = 0
     total_pages: int = 0
-    """Total pages; 0: not counted here."""
+    """Total pages; 0: unknown."""
     hit_rate: float | None = None
     """Share of lookups that found the page; None: no lookups yet."""
     load_bytes_per_s: float = 0.0
@@ -87,7 +87,9 @@ class AdapterHeld:
     name: str
     digest: str
     state: str
-    """loading, disk, host, device or failed; unloading: it goes with its last request."""
+    """loading, disk, host, device or failed; unloading: the adapter leaves with its last
+    request.
+    """
     rank: int = 0
     num_requests: int = 0
     error: str = ""
@@ -188,7 +190,7 @@ async def read_status(
     """Asks the gateway for its workers, and each of them and of their KV stores for its state.
 
     Returns:
-        What is at the gateway itself, and all the others.
+        The gateway's own load, and the status of all workers and stores.
 
     Raises:
         grpc.aio.AioRpcError: The gateway does not answer. A worker that does not is in the list.
@@ -306,7 +308,7 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
 def _add_tiers(
     status: WorkerStatus, first: str, hit_rate: float | None, tiers: Sequence[kv_pb2.TierState]
 ) -> None:
-    """Adds the pool or arena, and what is below it."""
+    """Adds the pool or arena, and the tiers below it."""
     pages = status.pages
     held = pages.cached + pages.used
     status.tiers = [
@@ -361,8 +363,8 @@ def describe_load(load: gateway_pb2.GatewayLoad) -> str:
 
 
 def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
-    """Prints a table of the workers, then what is special about each."""
-    # Narrow enough for 80 columns: requests, then pages.
+    """Prints a table of the workers, then notices about each."""
+    # The table fits 80 columns: requests, then pages.
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     has_models = len({worker.model for worker in workers if worker.model}) > 1
     table.add_column("worker", no_wrap=True)

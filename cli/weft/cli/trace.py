@@ -118,7 +118,7 @@ def show(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
 
 
 def show_timeline(console: Console, spans: Sequence[trace_pb2.Span]) -> None:
-    """Prints what the time to the first token consists of, gaps in yellow, with their sums."""
+    """Prints the pieces of the time to the first token, gaps in yellow, and their sums."""
     for root in build_trees(spans):
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("at", justify="right", no_wrap=True)
@@ -145,7 +145,7 @@ def _add(table: Table, node: SpanNode, lead: str, below: str) -> None:
     name = f"[red]{escape(span.name)}[/]" if span.error else escape(span.name)
     after = "" if node.after_s is None else f"{'~' if node.is_shifted else ''}{_ms(node.after_s)}"
     details = Text.from_markup(_details(span))
-    # Cut where the terminal is narrow, but for what has failed.
+    # Details are cut on a narrow terminal, except errors.
     details.no_wrap, details.overflow = not span.error, "fold" if span.error else "ellipsis"
     table.add_row(
         f"[dim]{lead}[/]{name}",
@@ -210,4 +210,4 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "weft.sample": lambda sample: f"sample {sample:.0f}",
     "weft.finish_reason": str,
 }
-"""Attributes that are shown, in this order, and how."""
+"""Attributes that are shown, in this order, with their formats."""

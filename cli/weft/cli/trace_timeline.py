@@ -1,8 +1,8 @@
-"""The way of a request to its first token: what took its time, and what lay between.
+"""The time of a request up to its first token, divided into spans and the gaps between them.
 
-Spans overlap and leave gaps. Here each moment belongs to one span, the last one to begin of those
-that are open, and a moment that belongs to a span while others lie below it is a gap: the way from
-what ended before to what begins next, between two processes or within one.
+Spans overlap and leave gaps. Here each moment belongs to one span, the open span that began last. A
+moment that belongs to a span with children is a gap between two of these children, within a process
+or between two.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _END = "render"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of time up to the first token."""
+    """A piece of the time up to the first token."""
 
     begin_s: float
     """Seconds after the start of the request."""
     duration_s: float
     what: str
-    """The span; of a gap, the spans before and behind it."""
+    """Name of the span; for a gap, the spans before and after it."""
     where: str
-    """The service; of a gap between two, both."""
+    """The service; for a gap between two services, both."""
     is_gap: bool
     is_between: bool
     """Whether it is a gap between two processes."""
@@ -101,7 +101,7 @@ def _piece(
     at_s, took_s = begin_s - root_s, until_s - begin_s
     if not owner.has_parts:
         return Piece(at_s, took_s, owner.name, owner.service, is_gap=False, is_between=False)
-    # What touches the gap; the gap of a span's own begin or end is its own.
+    # The spans next to the gap; a gap at a span's begin or end belongs to that span.
     others = [one for one in opened if one is not owner]
     before = [one for one in others if one.end_s <= begin_s and one.begin_s >= owner.begin_s]
     behind = [one for one in others if one.begin_s >= until_s and one.end_s <= owner.end_s]

@@ -14,25 +14,27 @@ _TOLERANCE_S = 0.001
 
 @dataclass(slots=True)
 class SpanNode:
-    """A span and those that it caused, in the order of their starts."""
+    """A span and its children, in the order of their starts."""
 
     span: trace_pb2.Span
     start_s: float
-    """Unix time on the clock of the root's service, as well as that is known."""
+    """Unix time on the clock of the root's service, as far as it can be determined."""
     duration_s: float
     after_s: float | None = None
     """Seconds after its parent's start; None for a root."""
     is_shifted: bool = False
-    """The services' clocks differ: it was put into the middle of its parent."""
+    """Whether the services' clocks differ, so that the span was moved to the middle of its
+    parent.
+    """
     children: list[SpanNode] = field(default_factory=list)
 
 
 def build_trees(spans: Sequence[trace_pb2.Span]) -> list[SpanNode]:
     """Trees, oldest first. A span whose parent is not among them is a root.
 
-    Times of two services are compared only to see whether they can be right. Where a child of
-    another service would begin outside its parent, it is put into the middle of it, and all
-    that it caused moves with it: its delay is then the same on the way there and back.
+    Times of two services are compared only to see whether they are plausible. A child of another
+    service that would begin outside its parent is moved to the parent's middle, together with its
+    own children; the delay is then the same in both directions.
     """
     known = {span.span_id for span in spans}
     children: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
@@ -47,7 +49,7 @@ def build_trees(spans: Sequence[trace_pb2.Span]) -> list[SpanNode]:
 def _build(
     span: trace_pb2.Span, children: dict[bytes, list[trace_pb2.Span]], shift_s: float
 ) -> SpanNode:
-    """A subtree; `shift_s` is what to add to the times of the span's service."""
+    """Builds a subtree; `shift_s` is added to the times of the span's service."""
     node = SpanNode(
         span=span,
         start_s=span.start_time.ToNanoseconds() / 1e9 + shift_s,

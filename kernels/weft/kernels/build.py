@@ -1,7 +1,7 @@
 """Compiles one C file on first use and loads it with ctypes.
 
-Only the standard library is imported here, so that parts which must stay free of torch can use
-native code too. The result of a build is kept in a cache folder under a name that is a hash of
+This module imports only the standard library, so that code without torch can use native code too.
+The result of a build is kept in a cache folder under a name that is a hash of
 everything the machine code depends on; several processes may build at the same time.
 """
 
@@ -20,15 +20,15 @@ from pathlib import Path
 
 BASE_FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-fno-math-errno", "-fPIC"),
-    # A compiler that fuses a*b+c where it sees fit does so for some copies of a loop only.
+    # Without this flag a compiler may fuse a*b+c in some copies of a loop and not in others.
     "-ffp-contract=off",
 )
-"""Always passed."""
+"""Flags of every build."""
 
 COMPILE_TIMEOUT_S = 300.0
 _WORK_PREFIX = ".build-"
 _DIGEST_BYTES = 16
-"""Of the digest of a library, behind it in its file."""
+"""Bytes of the library's digest, which is appended to its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def cache_folder() -> Path:
 def loaded_openmp_library() -> Path | None:
     """The OpenMP runtime that this process has loaded already (after `import torch`: torch's own).
 
-    A second OpenMP runtime in one process would start a second set of threads that fights the
-    first one for the cores. None where nothing is loaded, or where the system does not tell.
+    A second OpenMP runtime in one process would start threads that compete with the first one's for
+    the cores. None if no runtime is loaded, or the system does not tell.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -126,7 +126,7 @@ def _load_existing(target: Path) -> ctypes.CDLL | None:
     try:
         content = target.read_bytes()
         is_whole = _digest(content[:-_DIGEST_BYTES]) == content[-_DIGEST_BYTES:]
-        # Of a damaged one loading may fail with a signal.
+        # Loading a damaged library may end the process by a signal.
         return ctypes.CDLL(str(target)) if is_whole else None
     except OSError:
         return None
@@ -193,7 +193,8 @@ def _compile(
         if openmp_library is not None:
             link_command += [str(openmp_library), f"-Wl,-rpath,{openmp_library.parent}"]
         _run([compiler_path, *link_command, "-lm"])
-        # Loaders ignore what follows a library; on the disk before it has its name.
+        # Loaders ignore bytes behind a library. The digest is written before the file gets its
+        # final name.
         with linked.open("r+b") as file:
             digest = _digest(file.read())
             file.write(digest)
@@ -203,7 +204,7 @@ def _compile(
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes what builds that were killed have left."""
+    """Removes the folders of builds that were killed."""
     for work in folder.glob(f"{_WORK_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - work.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:

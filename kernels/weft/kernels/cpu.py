@@ -307,7 +307,7 @@ class NativeCpu:
         self.has_amx = amx == 1
         """Whether bfloat16 products run on AMX."""
         self.is_amx_refused = amx == -1
-        """Whether they would, if the system let this process."""
+        """Whether the CPU has AMX but the system refuses it to this process."""
         self.max_dim = int(declare("weft_max_dim", integer)())
         """Largest head_dim of attention."""
         self.max_group = int(declare("weft_max_group", integer)())
@@ -377,10 +377,10 @@ _STATUS = (
 
 
 def check_status(status: int, operation: str) -> None:
-    """Raises the error that a native operation's status stands for.
+    """Raises the error of a native operation's status.
 
     Raises:
-        MemoryError: It ran out of memory.
+        MemoryError: The operation ran out of memory.
         IndexError: An index in its arguments points outside; nothing was read or written.
     """
     if status == 1:
@@ -396,7 +396,7 @@ def describe_pool(pool: torch.Tensor) -> PoolStruct:
     Valid as long as `pool` lives.
 
     Raises:
-        ValueError: It is not such a tensor.
+        ValueError: `pool` is not such a tensor.
     """
     if pool.dim() != 6 or pool.shape[3] != 2 or not has_dense_pages(pool):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Consecutive layers of grouped-query attention and a gated MLP as one native operation on a CPU.
 
-At small batches a single operation takes some tens of microseconds, about as long as the call and
-the start of a thread team around it: one call a step instead of seven a layer.
+At small batches a single operation takes some tens of microseconds, about as long as its call and
+the start of a thread team. So a run makes one call a step instead of seven a layer.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class DenseRun:
         return _Described(batch, described, scratch, of_lora, pages)
 
     def _describe_lora(self, lora: LoraStep, rows: int) -> NativeLora | None:
-        """Checks the adapters and describes them; None: they change nothing in these layers."""
+        """Checks and describes the adapters; None if they do not change these layers."""
         for group, weight in self._layers[0].products.items():
             addition = lora.of(group, 0)
             if addition is not None:

@@ -1,7 +1,7 @@
 """Sampling on the device of the logits: the counterpart of `weft.kernels.sampling`.
 
-What is drawn is defined in sampling_reference.py; changes to the logits (bias, penalties, masks),
-which the host makes on the row itself, are parts of the parameters here.
+sampling_reference.py defines how tokens are drawn. Bias, penalties and masks, which the host
+applies to the row itself, are parameters here.
 """
 
 from __future__ import annotations
@@ -94,19 +94,23 @@ class SlotTables(NamedTuple):
     """[num_rows, vocab_size] float32, added to the logits first; num_rows >= 1."""
     counts: torch.Tensor
     """[num_rows, vocab_size] int32: twice a token's occurrences in the output, plus 1 if the prompt
-    has it; num_rows >= 1. Drawing counts."""
+    has it; num_rows >= 1. Drawing updates them.
+    """
 
 
 class DraftedRows(NamedTuple):
     """Rows behind drafts, several of a slot: each draws as if the drafts before it were text."""
 
     firsts: torch.Tensor
-    """[L] int64: the first row of each row's request; of a request without drafts the row."""
+    """[L] int64: the first row of each row's request; for a request without drafts the row
+    itself.
+    """
     tokens: torch.Tensor
-    """[T] int64: the tokens that rows took in, of all rows behind drafts."""
+    """[T] int64: the input token of each row."""
     words: torch.Tensor | None
-    """[T] int64: bit i says that the i-th row of the request is before this one, or is this one; as
-    in `weft.kernels.attention.paged_attention`. None: chains."""
+    """[T] int64: bit i is set if the i-th row of the request is this row or one before it, as in
+    `weft.kernels.attention.paged_attention`. None: chains.
+    """
 
 
 class TopLogits(NamedTuple):
@@ -131,15 +135,15 @@ def draw_rows(
 ) -> torch.Tensor:
     """Draws one token a row and counts it; nothing waits for the device.
 
-    Behind drafts, tokens are counted of rows up to the first draft that is not what was drawn.
+    With drafts, tokens count up to the first row whose token differs from its draft.
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous; not changed.
-        slots: [L] int64: whose parameters a row uses. Rows of a slot with counts are `drafted`, or
-            there is one.
+        slots: [L] int64: slot whose parameters a row uses. A slot with counts has one row, unless
+            `drafted` is given.
         positions: [L] int64, absolute position of the token to be drawn.
         tables: Parameters by slot; `counts` is changed.
-        drafted: Of rows behind drafts, if any of their slots has counts; or None.
+        drafted: Rows behind drafts, if any of their slots has counts; else None.
 
     Returns:
         [L] int64 on the device: token ids, ERROR_NOT_FINITE or ERROR_NO_CANDIDATE, as of
@@ -188,7 +192,7 @@ def top_logits(
 
 
 def _check_logits(logits: torch.Tensor) -> int:
-    """Vocabulary of well-formed logits."""
+    """Checks logits and returns their vocabulary size."""
     is_contiguous = logits.dim() == 2 and (logits.stride(1) == 1 or logits.shape[1] == 1)
     if logits.dtype != torch.float32 or not is_contiguous:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} {logits.stride()}")

@@ -94,7 +94,7 @@ def pack_draft_head(
     num_heads: int,
     eps: float,
 ) -> DraftHeadWeight:
-    """Puts a head's parameters, whose shapes fit together, into one; see `DraftHeadWeight`."""
+    """Packs a head's parameters, whose shapes must fit together; see `DraftHeadWeight`."""
     native = None
     products = (fc, qkv, kv, o, gate_up, down, lm_head)
     tables = (input_norm, hidden_norm, post_norm, norm, embedding, target_ids, cos_sin)
@@ -137,7 +137,7 @@ def replace_layer(
     gate_up: LinearWeight,
     down: LinearWeight,
 ) -> DraftHeadWeight:
-    """The same head with other products in its layer; those of K and V must be as they were."""
+    """The same head with other products in its layer, except those of K and V."""
     parts = {field.name: getattr(w, field.name) for field in fields(w) if field.name != "native"}
     parts |= {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down}
     return pack_draft_head(**parts)
@@ -160,8 +160,7 @@ class DraftRows:
     is_uniform: bool = False
     """Whether every request brings exactly one row."""
     ancestors: torch.Tensor | None = None
-    """[T] int64, contiguous: as in `paged_attention`; the row before one is its parent. None: each
-    follows the one before it."""
+    """[T] int64, contiguous: as in `paged_attention`. None: each row follows the one before it."""
 
 
 def draft_entries(
@@ -194,9 +193,9 @@ def draft_entries(
 
 
 class DraftEntries:
-    """`draft_entries`, described; a `Follower` of the taps that write `aux`.
+    """The operation `draft_entries` as a `Follower` of the taps that write `aux`.
 
-    Args and errors are those of `draft_entries`, but that indices are checked when it is done.
+    Args and errors are those of `draft_entries`; indices are checked when the operation has run.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class DraftEntries:
         self._is_done = True
 
     def begin(self) -> None:
-        """See `Follower.begin`: while a graph is captured, the operation gets a branch of it."""
+        """See `Follower.begin`: while a graph is captured, the operation becomes a branch of it."""
         device = self._arguments[0].device
         if is_forking(device):
             self._beside = SideStreamWork(device, self._launch_beside, "drafts")
@@ -236,7 +235,7 @@ class DraftEntries:
     def finish(self) -> torch.Tensor:
         """Runs the operation unless the layers have; returns g."""
         if self._beside is not None:
-            # Nothing collects cycles while a graph is captured.
+            # The cycle is broken here, since garbage is not collected while a graph is captured.
             work, self._beside = self._beside, None
             return work.join()
         if self._native is None or self._described is None:
@@ -330,7 +329,7 @@ def draft_chain(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Proposes tokens one after another: each time the head's most likely one.
+    """Proposes tokens one after another, each time the head's most likely one.
 
     Args:
         state: [R, H], contiguous: g of the position before the last token; overwritten.
@@ -392,7 +391,7 @@ def draft_chain_reference(
     layer: int,
 ) -> torch.Tensor:
     """`draft_chain` as its single operations; `state` is not changed, no device is waited for."""
-    # Of all requests in each step all is written.
+    # If every step runs all requests, every element is written.
     is_whole = chains.counts[-1] == state.shape[0]
     make = torch.empty if is_whole else torch.zeros
     tokens = make(chains.positions.shape, dtype=torch.int64, device=state.device)
@@ -448,7 +447,7 @@ def draft_turn(
         state: [T, H]: g, or the head's own state, of the position before each token.
         token_ids: [T] int64.
         w: The head.
-        rows: Where they are.
+        rows: Positions, places and lengths of the rows.
         pool: As in `draft_entries`.
         layer: The head's, in the pool.
 
@@ -514,7 +513,7 @@ def _join_shifted(
     before = kept.index_select(0, rows.request_slots)
     positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
     before.masked_fill_((positions == 0).unsqueeze(1), 0)
-    # One row more than there are: requests that do not exist begin there.
+    # One row more than the step has, since padding requests begin there.
     shifted = g.new_empty((num_rows + 1, g.shape[1]))
     shifted[1:] = g
     if rows.ancestors is not None:
@@ -524,10 +523,10 @@ def _join_shifted(
 
 
 def _parent_rows(ancestors: torch.Tensor, cu_q_lens: torch.Tensor) -> torch.Tensor:
-    """[T] int64: the row that each row of a tree follows; of a request's first one any."""
+    """[T] int64: the row that each row of a tree follows; arbitrary for a request's first row."""
     rows = torch.arange(len(ancestors), device=ancestors.device)
     requests = torch.bucketize(rows, cu_q_lens[1:].long(), right=True)
-    # Rows of padding are of no request.
+    # Padding rows belong to no request.
     own = rows - cu_q_lens[requests.clamp(max=len(cu_q_lens) - 2)]
     bits = torch.arange(63, device=ancestors.device)
     is_seen = (ancestors.unsqueeze(1) >> bits & 1 == 1) & (bits < own.unsqueeze(1))

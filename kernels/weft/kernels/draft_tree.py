@@ -1,9 +1,9 @@
 """Trees of drafts from a head of EAGLE-3, grown as EAGLE-2 does (Li et al. 2024, section 4).
 
-Of each level the `width` nodes of highest path probability get `width` children each; of all nodes
-those of highest path probability are kept. As a path is never more probable than its beginning,
-they form a tree. A level is one turn of the head, whose rows lie one behind the other after the
-last token until the target's step writes its own there.
+On each level the `width` nodes of highest path probability get `width` children each. In the end
+the nodes of highest path probability are kept; they form a tree, since a path is never more
+probable than its beginning. A level is one turn of the head. Its rows lie one behind the other
+after the last token, until the target's step overwrites them.
 
     rows of the head   root | level 1: w rows | level 2: w rows | ...
     places             start  start + 1 ...     start + 1 + w ...
@@ -35,12 +35,15 @@ class DraftTrees:
     starts: torch.Tensor
     """[R] int64: positions of the last tokens."""
     slots: torch.Tensor
-    """[1 + width * (depth - 1), R] int64: page * page_size + offset of the places from `starts`
-    on; of those that there are no pages for in the null page, page 0."""
+    """[1 + width * (depth - 1), R] int64: page * page_size + offset of the places from `starts` on;
+    places without a page are in the null page, page 0.
+    """
     is_whole: torch.Tensor
-    """[R] bool: there are pages for all; else a tree ends with the first level."""
+    """[R] bool: whether there are pages for all places; if not, the tree ends with the
+    first level.
+    """
     max_depths: torch.Tensor
-    """[R] int64: no node is kept that lies deeper."""
+    """[R] int64: depth of the deepest node that is kept."""
     page_table: torch.Tensor
     """[R, max_pages] int32, contiguous along a row; wide enough for as many places."""
     cu_q_lens: torch.Tensor
@@ -50,11 +53,11 @@ class DraftTrees:
     root_lora: LoraStep | None = None
     """Additions of adapters to the head's layer, number 0, for the R rows of the first turn."""
     lora: LoraStep | None = None
-    """The same for the R * width rows of the others, one request after the other."""
+    """The same for the R * width rows of the later turns, request by request."""
 
     @property
     def num_grown(self) -> int:
-        """Nodes of all levels, of a tree."""
+        """Number of nodes of all levels of a tree."""
         return self.width + self.width * self.width * (self.depth - 1)
 
 
@@ -64,9 +67,9 @@ class Nodes(NamedTuple):
     tokens: torch.Tensor
     """[R, M] int64, of the target's vocabulary."""
     scores: torch.Tensor
-    """[R, M] float32: logarithms of path probabilities; -inf: not to be kept."""
+    """[R, M] float32: logarithms of path probabilities; -inf: the node must not be kept."""
     paths: torch.Tensor
-    """[R, M] int64: the expanded nodes that each follows, a bit each."""
+    """[R, M] int64: one bit for each expanded node that the node follows."""
     chosen: torch.Tensor
     """[R, width * (depth - 1)] int64: the expanded nodes, among the M."""
 
@@ -79,9 +82,9 @@ class Expanded(NamedTuple):
     scores: torch.Tensor
     """Scores, [R * P] float32."""
     paths: torch.Tensor
-    """[R * P] int64: those that each follows, and itself."""
+    """[R * P] int64: bits of the expanded nodes that each node follows, and of itself."""
     rows: torch.Tensor
-    """[R * P] int64: of the turn before, which each one's parent was."""
+    """[R * P] int64: row of each node's parent in the turn before."""
 
 
 def draft_tree(
@@ -99,14 +102,14 @@ def draft_tree(
         token_ids: [R] int64: last tokens.
         w: The head.
         trees: What to grow.
-        pool: As in `draft_entries`; the head's layer is written.
-        layer: The head's, in the pool.
+        pool: See `draft_entries`; the head's layer is written.
+        layer: Index of the head's layer in the pool.
 
     Returns:
         Tokens [num_nodes, R] int64 of the target's vocabulary, and words [num_nodes, R] int64:
         node i is row i + 1 of its request behind its last token, and the bits of its word are the
         rows that it follows, itself and row 0 among them (`weft.kernels.attention`). Nodes come in
-        the order of their path probabilities. Those that may not be follow row 0.
+        the order of their path probabilities. Nodes that must not be kept follow row 0.
     """
     requests, num_grown = len(trees.starts), trees.num_grown
     whole = torch.empty((2, requests, num_grown), dtype=torch.int64, device=state.device)
@@ -133,8 +136,8 @@ def draft_tree(
 
 
 def _turns(trees: DraftTrees) -> list[TurnRows]:
-    """Rows of each level, the root's first, without ancestor words. Trees without places of their
-    own have empty contexts and write to the null page.
+    """Rows of each level, the root's first, without ancestor words. Trees without places have empty
+    contexts and write to the null page.
     """
     width, requests, device = trees.width, len(trees.starts), trees.starts.device
     turns = [
@@ -152,7 +155,7 @@ def _turns(trees: DraftTrees) -> list[TurnRows]:
         return turns
     count = trees.depth - 1
     levels = torch.arange(1, trees.depth, device=device)
-    # Behind the last position that there may be nothing is kept.
+    # No node behind the request's last possible position is kept.
     behind = torch.minimum(levels[:, None], trees.max_depths.clamp(min=0))
     positions = (trees.starts + behind).repeat_interleave(width, dim=1)
     slots = trees.slots[1:].view(count, width, requests).transpose(1, 2)
@@ -189,15 +192,15 @@ def grow_reference(
     """Gives nodes their children, and chooses those of them that get children.
 
     Args:
-        nodes: Gets the children, and which are chosen.
-        logits: [R * P, draft vocabulary] float32: of `parents`; what is no number is never chosen.
+        nodes: Receives the children, and which of them are chosen.
+        logits: [R * P, draft vocabulary] float32: logits of `parents`; NaN is never chosen.
         target_ids: [draft vocabulary] int64.
-        parents: At `depth`, 0 for the root.
+        parents: The nodes at `depth`.
         trees: What is grown.
-        depth: Depth of the parents.
+        depth: Depth of the parents; 0 for the root.
 
     Returns:
-        width nodes of each tree; of the last level they mean nothing.
+        The `width` chosen nodes of each tree; undefined for the last level.
     """
     width, requests = trees.width, len(trees.starts)
     found = logits.log_softmax(dim=-1).topk(width, dim=-1)
@@ -226,10 +229,10 @@ def keep_best_reference(nodes: Nodes, num_nodes: int) -> tuple[torch.Tensor, tor
     """The nodes of highest path probability: tokens and words [num_nodes, R], as `draft_tree`.
 
     Args:
-        nodes: All that were grown.
-        num_nodes: To be kept of each tree.
+        nodes: All grown nodes.
+        num_nodes: Number of nodes to keep of each tree.
     """
-    # Of equals the first comes first: parents before children.
+    # The sort is stable, so parents come before children of equal score.
     order = nodes.scores.argsort(dim=1, descending=True, stable=True)
     best, each = order[:, :num_nodes], torch.arange(order.shape[1], device=order.device)
     ranks = torch.empty_like(order).scatter_(1, order, each.expand_as(order))

@@ -1,8 +1,8 @@
 """The draft head of EAGLE-1 and EAGLE-2 (Li et al. 2024, sections 3 and 4.1): entries and chains.
 
-A head takes in what `fc` makes of a token's embedding beside the target's last state, f, at the
-position before; one decoder layer without a norm before attention makes the next f of it, which
-the target's own LM head turns into logits. K and V are a layer of the target's pool.
+`fc` joins a token's embedding with the target's last state, f, at the position before. One decoder
+layer without a norm before attention makes the next f of it, from which the target's own LM head
+computes logits. K and V are a layer of the target's pool.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def eagle_chain(
         layer: The head's, in the pool.
 
     Returns:
-        [D, R] int64; what was not run means nothing.
+        [D, R] int64; undefined where a chain did not run.
     """
     tokens = torch.zeros(chains.positions.shape, dtype=torch.int64, device=state.device)
     for step, count in enumerate(chains.counts):
@@ -111,7 +111,7 @@ def _layer(
     pool: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """[C, H] -> [C, H] of the first C requests, whose K and V are written."""
+    """[C, H] -> [C, H] for the first C requests; writes their K and V."""
     count, dim, places = x.shape[0], w.cos_sin.shape[1], chains.slots[step, : x.shape[0]]
     q = rope_and_cache(
         linear(x, w.qkv),
@@ -139,12 +139,14 @@ def _layer(
 
 
 def _states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> torch.Tensor:
-    """[T, H] -> [T, H]: of the row before each, of a request's first one what was kept."""
+    """[T, H] -> [T, H]: state of the row before each row; for a request's first row the
+    kept one.
+    """
     num_rows, starts = states.shape[0], rows.cu_q_lens[:-1]
     before = kept.index_select(0, rows.request_slots)
     positions = rows.positions.index_select(0, starts.clamp(max=num_rows - 1))
     before.masked_fill_((positions == 0).unsqueeze(1), 0)
-    # One row more than there are: requests that do not exist begin there.
+    # One row more than the step has, since padding requests begin there.
     shifted = states.new_empty((num_rows + 1, states.shape[1]))
     shifted[1:] = states
     shifted.index_copy_(0, starts.long(), before)

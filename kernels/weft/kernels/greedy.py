@@ -33,7 +33,7 @@ def greedy_rows_reference(logits: torch.Tensor) -> torch.Tensor:
     if logits.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     is_largest = logits == logits.amax(dim=1, keepdim=True)
-    # Not argmax, which finds any of several equal ones.
+    # `argmax` would return any of several equal logits, so the lowest id is searched here.
     ids = torch.arange(logits.shape[1], device=logits.device)
     tokens = torch.where(is_largest, ids, logits.shape[1]).amin(dim=1)
     return tokens.masked_fill(~torch.isfinite(logits).all(dim=1), ERROR_NOT_FINITE)

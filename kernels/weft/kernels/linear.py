@@ -55,8 +55,8 @@ class NativeForm:
 
 
 Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix
-"""How a weight lies in memory. A `QuantisedMatrix` itself is for devices without an operation for
-its kind: it is turned into floats for each product.
+"""How a weight lies in memory. A `QuantisedMatrix` itself serves devices without an operation for
+its kind: each product converts it to floats.
 """
 
 
@@ -68,7 +68,7 @@ class LinearWeight:
     """Rows of the original weight; for gate and up together twice the MLP's inner size."""
     in_features: int
     dtype: torch.dtype
-    """What the layer computes in."""
+    """Dtype that the layer computes in."""
     gated: bool
     """Whether it came from `pack_gate_up`."""
     form: Form
@@ -87,7 +87,7 @@ class LinearWeight:
 
     @property
     def native(self) -> NativeForm | None:
-        """The form, if it is that of the native operations."""
+        """The form, if it is `NativeForm`; else None."""
         return self.form if isinstance(self.form, NativeForm) else None
 
     @property
@@ -340,7 +340,7 @@ def _pack(
     if not isinstance(weight, torch.Tensor):
         return LinearWeight(n, k, dtype, gated, weight, bias, is_fixed, gating)
     if on_cpu and dtype == torch.bfloat16 and onednn_has_bfloat16():
-        # 16 rows as the hint: serves every row count about equally well.
+        # A hint of 16 rows serves every number of rows about equally well.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return LinearWeight(n, k, dtype, gated, OneDnnForm(packed), bias, gating=gating)
     return LinearWeight(n, k, dtype, gated, PlainForm(weight), bias, is_fixed, gating)
@@ -465,7 +465,7 @@ def _linear_torch(
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers of a dtype multiply FP8 weights as they are; else they are made floats at
+    """Whether layers of a dtype multiply FP8 weights as they are. If not, these become floats at
     load.
     """
     return (
@@ -476,7 +476,9 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
-    """Whether a weight is multiplied as it is; tensor cores take no fewer rows of one scale."""
+    """Whether an FP8 weight is multiplied as it is; tensor cores need enough rows with one
+    scale.
+    """
     is_cut = isinstance(weight, Fp8Blocks) and weight.rows < _MIN_BLOCK_ROWS
     return not is_cut and has_fp8(weight.data.device, dtype)
 

@@ -55,19 +55,23 @@ class LoraWeights:
     """[layers, num_slots, max_rows] int32: the rows of the slot's adapter in each layer. Entries
     from the count on are undefined. For experts a slot is slot * num_experts + expert."""
     counts: torch.Tensor
-    """[layers, num_slots] int32: how many rows; 0 leaves the projection alone, as slot 0 does."""
+    """[layers, num_slots] int32: number of rows; with 0, as in slot 0, the adapter does not change
+    the projection.
+    """
     column: int = 0
     """First column of the projection's results in the fused product: for k after q's columns, for v
     after k's, for up after gate's.
     """
     b_table: torch.Tensor | None = None
-    """The rows of `b`, where they are not those of `a`: experts may share one of the two."""
+    """Like `table`, for rows of `b` that differ from those of `a`, since experts may share one of
+    the two.
+    """
     is_a_shared: bool = False
     """Whether all experts of an adapter have the same rows of `a`."""
     is_b_shared: bool = False
     """Whether all experts of an adapter have the same rows of `b`."""
     packed_width: int | None = None
-    """Width of the projection's output if `b` is packed; None: it is not."""
+    """Width of the projection's output if `b` is packed; None if it is not."""
 
     def __post_init__(self) -> None:
         """Raises ValueError where the tensors do not fit together."""
@@ -139,8 +143,8 @@ def packed_sizes(width: int) -> tuple[int, int]:
 
 
 def pack_b(rows: torch.Tensor) -> torch.Tensor:
-    """Packs rows of B for the native operations, in which a product's columns are computed a few at
-    a time: what they take of a row is one piece of memory, and the next columns' follows it.
+    """Packs rows of B for the native operations, which compute a few columns at a time: a row's
+    values for these columns are contiguous, and those for the next columns follow.
 
     A block of B_COLUMNS columns is laid out as a panel of a weight (csrc/linear.h): in words of 32
     bits, a float or two bfloat16 of neighbouring ranks, all columns' first words, then all second
@@ -155,7 +159,7 @@ def pack_b(rows: torch.Tensor) -> torch.Tensor:
     count, _, width = rows.shape
     blocks, size = packed_sizes(width)
     packed = torch.zeros((count, blocks, size), dtype=rows.dtype)
-    # By numpy: torch's threads are those that steps run on.
+    # Uses numpy, since torch's threads are those that steps run on.
     words, given = (t.view(_WORDS[rows.itemsize]).numpy() for t in (packed, rows))
     ranks = words.reshape(count, blocks, -1, B_COLUMNS, 4 // rows.itemsize)
     full = width // B_COLUMNS
@@ -199,8 +203,8 @@ def sort_tokens(token_slots: Int32Array, num_segments: int | None = None) -> Hos
 
     Args:
         token_slots: [T], each token's slot.
-        num_segments: How many segments to make, for steps that are padded: those that are left over
-            are empty. None: as many as there are different slots.
+        num_segments: Number of segments, for padded steps; unused ones are empty. None: one for
+            each different slot.
 
     Raises:
         ValueError: There are more different slots than segments.
@@ -247,7 +251,7 @@ class LoraSegments:
 
     @classmethod
     def of(cls, host: HostSegments) -> LoraSegments:
-        """The same as CPU tensors, which share the arrays' memory."""
+        """Makes CPU tensors that share the arrays' memory."""
         return cls(*(torch.from_numpy(array) for array in host))
 
     def select(self, rows: torch.Tensor) -> LoraSegments:
@@ -298,7 +302,7 @@ class ExpertAddition:
 class LoraStep:
     """The adapters of one step: what they are, and which token uses which.
 
-    A group without parts is one that no loaded adapter can change.
+    No loaded adapter can change a group without parts.
     """
 
     segments: LoraSegments
@@ -314,15 +318,16 @@ class LoraStep:
     """Parameters of the embedding, at most one, whose input is the vocabulary."""
     lm_head: tuple[LoraWeights, ...] = ()
     embeddings: ReplacedMatrices | None = None
-    """Embeddings that adapters bring in the place of the model's; None: none can."""
+    """Embeddings of adapters that replace the model's; None: adapters cannot bring any."""
     heads: ReplacedMatrices | None = None
-    """LM heads, likewise."""
+    """LM heads of adapters that replace the model's; None: adapters cannot bring any."""
     vocabulary_ends: torch.Tensor | None = None
     """[num_slots] int32: the first token id that the slot's adapter does not have; None: all have
     the model's."""
     are_given: bool = False
-    """The segments were complete on the device before the first kernel of the step was launched: a
-    kernel may read them before what was launched ahead of it is complete."""
+    """Whether the segments were complete on the device before the step's first kernel was launched,
+    so that a kernel may read them before the kernels ahead of it are complete.
+    """
 
     def of(self, group: Group, layer: int) -> LoraAddition | None:
         """The addition to a group's product in a layer; None: nothing."""
@@ -353,7 +358,7 @@ def addition_to(lora: LoraStep | None, group: Group, layer: int) -> LoraAddition
 def add_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -> None:
     """out[:, columns of each part] += (x @ A^T) @ B^T, with each token's own A and B, in place.
 
-    Rows whose adapter leaves a projection alone, those of slot 0 above all, are not touched there.
+    Rows whose adapter does not change a projection, such as those of slot 0, are not touched there.
 
     Args:
         out: [T, N], contiguous: the product without adapters.
@@ -399,7 +404,8 @@ def add_embedding_lora(out: torch.Tensor, token_ids: torch.Tensor, addition: Lor
         given = part.a[a_rows[:, None], :, token_ids.index_select(0, tokens)[None, :]]
         shrunk = given.transpose(1, 2).flatten(0, 1).float()
         added = torch.zeros((tokens.shape[0], part.out_features))
-        # Rank by rank: how a product is cut, and so what it rounds, would depend on the tokens.
+        # Ranks are added one by one, since the order of sums in a product would depend on the
+        # number of tokens.
         for ranks, b in zip(shrunk, part.plain_b(b_rows).flatten(0, 1), strict=True):
             added += ranks[:, None] * b.float()
         _add(out, tokens, part, added)
@@ -463,7 +469,7 @@ def describe_lora(
 
     Raises:
         ValueError: The parts are of different numbers of layers.
-        IndexError: Segments or tables name what does not exist.
+        IndexError: Segments or tables have an index out of range.
     """
     tokens, num_segments = segments.token_slots.shape[0], segments.slots.shape[0]
     layers = {part.table.shape[0] for group in groups for part in group}
@@ -472,7 +478,7 @@ def describe_lora(
     num_layers = max(layers, default=0)
     width = max(sum(part.max_rank for part in group) for group in groups)
     blocks = torch.empty(num_segments + 1, dtype=torch.int64)
-    # On AMX the ranks of 16 tokens are read at a time, whatever their number.
+    # AMX always reads the ranks of 16 tokens at a time.
     shrunk = torch.empty((tokens + 15) * width, dtype=torch.float32)
     described = cpu.LoraStruct(
         (cpu.LoraGroupStruct * 4)(*(describe_group(group) for group in groups)),
@@ -544,10 +550,10 @@ def check_parts(
     x_shape: Sequence[int],
     dtype: torch.dtype,
 ) -> None:
-    """Checks what is added to a product in a layer; see `check_addition`.
+    """Checks the parts of an addition to a product in a layer; see `check_addition`.
 
     Raises:
-        ValueError: It does not fit.
+        ValueError: The parts do not fit.
     """
     for part in parts:
         end = part.column + part.out_features

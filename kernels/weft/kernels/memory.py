@@ -1,8 +1,8 @@
 """Tensors in huge pages.
 
-Weights and KV pages are read once a step from all over memory: with 4 KiB pages of the system the
-address translation then costs a third of the bandwidth on a virtual machine whose cores are
-shared, and with 2 MiB pages next to nothing.
+Steps read weights and KV pages at scattered addresses. With the system's 4 KiB pages, address
+translation then costs a third of the bandwidth on a virtual machine with shared cores; with 2 MiB
+pages it costs almost nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
-    # Private: shared anonymous memory follows other rules for huge pages.
+    # Shared anonymous memory follows other rules for huge pages, so the mapping is private.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -4,8 +4,8 @@ A pool is a tensor `[num_pages, ...]` of any dtype whose pages are contiguous. P
 from the host, which owns them, and are checked there; on a CUDA device the work is enqueued on the
 current stream, and nothing waits for it.
 
-Gathering and scattering take page numbers that lie on the device already, and are for the host to
-have checked: looking at them here would wait for the device.
+Gathering and scattering take page numbers that are on the device already. The host must have
+checked them: a check here would wait for the device.
 """
 
 import math
@@ -16,7 +16,9 @@ from torch import Tensor
 from weft.kernels.pool import has_dense_pages
 
 _MAX_SINGLE_COPIES = 16
-"""Most pages that are copied one by one on a GPU: each is a launch, and indexing takes several."""
+"""Most pages that are copied one by one on a GPU, with a launch each; indexing takes several
+launches.
+"""
 
 
 def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -28,7 +30,7 @@ def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]
         destinations: As many, all different, none of them a source.
 
     Raises:
-        ValueError: The numbers do not fit; nothing was copied.
+        ValueError: The page numbers are not valid; nothing was copied.
     """
     _check_pages(pool)
     num_pages = pool.shape[0]
@@ -41,7 +43,7 @@ def copy_pages(pool: Tensor, sources: Sequence[int], destinations: Sequence[int]
     if not set(sources).isdisjoint(destinations):
         raise ValueError("a page is source and destination")
     rows = pool.view(num_pages, math.prod(pool.shape[1:]))
-    # A page is large: one copy a page runs at memory speed, which indexing does not.
+    # A page is large, so a copy for each page runs at memory speed; indexing does not.
     if pool.device.type == "cpu" or len(sources) <= _MAX_SINGLE_COPIES:
         for source, destination in zip(sources, destinations, strict=True):
             rows[destination].copy_(rows[source], non_blocking=True)
@@ -124,8 +126,8 @@ def page_words(pool: Tensor, pages: Tensor) -> Tensor:
     """A pool as int32 `[num_pages, words of a page]`.
 
     Raises:
-        ValueError: It is not a pool of contiguous pages of whole words, or `pages` are no page
-            numbers on its device.
+        ValueError: `pool` has no contiguous pages of whole words, or `pages` are no page numbers on
+            its device.
     """
     _check_pages(pool)
     num_bytes = math.prod(pool.shape[1:]) * pool.itemsize

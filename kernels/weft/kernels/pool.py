@@ -1,4 +1,4 @@
-"""What operations ask of a KV pool, `[num_pages, ...]`."""
+"""Checks of KV pools, `[num_pages, ...]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def has_dense_pages(pool: torch.Tensor) -> bool:
-    """Whether a pool is contiguous within each page; pages may lie apart, as those of a plane do
-    that is one of several in a page. The distance is the tensor's first stride.
+    """Whether a pool is contiguous within each page. Pages may lie apart by the tensor's first
+    stride, such as those of a plane that shares pages with other planes.
     """
     return pool.is_contiguous() or pool[:1].is_contiguous()

@@ -1,8 +1,8 @@
-"""What adapters bring in the place of the model's own embedding and LM head, and tokens they add.
+"""Embeddings and LM heads of adapters that replace the model's own, and tokens that adapters add.
 
 PEFT saves a module that was trained as a whole (`modules_to_save`) beside the low-rank pairs. Such
-a matrix is no sum with the model's: a token whose adapter has one uses it, and the others never
-read it.
+a matrix is not added to the model's: a token whose adapter has one uses it instead, and other
+tokens never read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplacedMatrices:
     on_device: torch.Tensor | None = None
     """On a GPU: [n, vocabulary, hidden], contiguous, dtype of the model."""
     on_host: list[LinearWeight | None] = field(default_factory=list)
-    """On a CPU: the matrices by number, of `pack_linear`."""
+    """On a CPU: the matrices by number, from `pack_linear`."""
 
     def matrix_of(self, slot: int) -> LinearWeight | None:
         """The matrix of a slot on a CPU; None: the model's own."""
@@ -79,7 +79,7 @@ def replaced_linear(
     segments: LoraSegments,
     lora: LoraAddition | None,
 ) -> torch.Tensor:
-    """Logits, each token's by the LM head of its adapter.
+    """Computes logits, for each token by the LM head of its adapter.
 
     Args:
         x: [L, K], contiguous, the weight's dtype.
@@ -89,7 +89,8 @@ def replaced_linear(
         lora: What adapters add to either, or None.
 
     Returns:
-        [L, N] float32. Where `linear` takes each row by itself, so does this.
+        [L, N] float32. If a row's result does not depend on other rows in `linear`, it does not
+        here either.
 
     Raises:
         ValueError: An argument does not fit.
@@ -121,7 +122,7 @@ any temperature that they take."""
 
 
 def hide_unknown_tokens(logits: torch.Tensor, vocab_size: int, lora: LoraStep | None) -> None:
-    """Takes tokens that only some adapters have from all rows whose adapter has them not.
+    """Hides tokens that only some adapters have from rows whose adapter does not have them.
 
     Args:
         logits: [L, vocab_size + added], overwritten.

@@ -111,7 +111,7 @@ class SamplingColumns:
         Args:
             vocab_size: Length of each row of logits.
             max_slots: Slots are 0..max_slots - 1.
-            use_native: False: numpy even where the native library could be had.
+            use_native: Whether to use the native library, if it can be built.
         """
         if vocab_size < 1 or max_slots < 1:
             raise ValueError(f"no vocabulary or no slots: {vocab_size}, {max_slots}")
@@ -198,7 +198,7 @@ def top_rows(
     Args:
         logits: [L, vocab_size] float32 on the CPU, rows contiguous; not changed.
         num_top: Most likely tokens wanted a row, at most the vocabulary.
-        columns: For the native path's memory.
+        columns: Carries the native path's memory.
 
     Returns:
         Log-sum-exp of each row [L] (NaN for rows that are not finite), and ids [L, num_top] of
@@ -226,7 +226,7 @@ def top_rows(
 
 
 def _check(logits: torch.Tensor, columns: SamplingColumns) -> int:
-    """Number of rows, once the tensor is known to be what native code may read."""
+    """Checks that native code may read the tensor; returns its number of rows."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.dim() != 2:
         raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} on {logits.device}")
     num_rows, width = logits.shape

@@ -1,6 +1,6 @@
 """Launches on a side stream while a graph is captured, so that the graph runs both in parallel.
 
-Outside of captures the events that this takes cost the host more than the device gains.
+Outside of captures the necessary events cost the host more time than the device gains.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Context in which kernels are launched as during capture of a graph, so that they are compiled
-    by then.
+    """Context in which kernels are launched as during the capture of a graph, so that they are
+    compiled before it.
     """
     token = _is_rehearsal.set(True)
     try:
@@ -61,8 +61,9 @@ class SideStreamWork(Generic[Result]):
         work: Launches kernels; on the side stream neither they nor the first kernel after the join
             may start early (`weft.kernels.gpu.dependent_launch`). Their inputs must not change
             until the join.
-        lane: Which side stream.
-        is_forked: False: always on the current stream, at once.
+        lane: The side stream.
+        is_forked: Whether to use a side stream at all; if not, the work runs at once on the current
+            one.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Rows of tables by slot: what a step or a draft takes of its requests, and leaves of them."""
+"""Copies rows of tables by slot: the state that steps and drafts read and write for their
+requests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def take_rows(rows: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
         Of each table [R] or [R, W].
 
     Raises:
-        ValueError: There are more tables, or of other rows.
+        ValueError: There are too many tables, or their rows have another form.
     """
     if rows.is_cuda:
         from weft.kernels.gpu import slot_rows as gpu
@@ -31,13 +33,13 @@ def put_rows(
     """Copies rows of one table to another, in one launch on a GPU: to[to_rows] = source[rows].
 
     Args:
-        to: [N, W], as of `take_rows`; changed.
-        to_rows: [R] int64, all different, or those that are not bring one and the same row.
+        to: [N, W] as in `take_rows`; changed.
+        to_rows: [R] int64, all different, unless equal ones receive equal rows.
         source: [M, W], dtype of `to`.
         rows: [R] int64.
 
     Raises:
-        ValueError: The tables have other rows, or not the same.
+        ValueError: The tables' rows have another form, or differ.
     """
     if to.is_cuda:
         from weft.kernels.gpu import slot_rows as gpu

@@ -1,5 +1,6 @@
-"""Rows of a step in which each request brings its last token, and perhaps drafts behind it, from a
-few numbers a request: what the host would have to lay out and send otherwise."""
+"""Lays out the rows of a step on the device, from a few numbers for each request. Each request
+brings its last token and perhaps drafts behind it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ class DecodeColumns(NamedTuple):
     positions: torch.Tensor
     """Positions of the tokens that they bring."""
     tokens: torch.Tensor
-    """These tokens; negative: the last ones of their slots."""
+    """The tokens; negative: the last token of the slot."""
     pages: torch.Tensor
     """The page of each position, where the page table lacks it; negative elsewhere."""
 
 
 class StepColumns(NamedTuple):
-    """The columns of a step of T rows and R requests in device memory: int64, and at last two of
-    int32. L rows are drawn from."""
+    """The columns of a step of T rows and R requests in device memory: int64, the last two int32. L
+    rows draw.
+    """
 
     requests: torch.Tensor | None
     """[1 + 4 * R]: see `expand_requests`; None: the other columns are given."""
@@ -56,12 +58,12 @@ class StepColumns(NamedTuple):
 def expand_requests(
     step: StepColumns, page_table: torch.Tensor, page_size: int, num_slots: int
 ) -> None:
-    """Writes the columns of a step from `step.requests`, all but what `resolve_rows` enters.
+    """Writes the columns of a step from `step.requests`, except those that `resolve_rows` fills in.
 
-    The first number says whether to: 0 leaves the columns as they are. Behind it come a slot, the
-    position of the last token (-1: only the device knows it), the number of rows and a limit of
-    each request, which only chains of drafts follow; those behind the last request have no rows.
-    All rows are drawn from.
+    The first number is a flag: 0 leaves the columns as they are. Then come, for each request, a
+    slot, the position of the last token (-1: only the device knows it), the number of rows, and a
+    limit that only chains of drafts obey. Entries behind the last request have no rows. All rows
+    draw.
 
     Args:
         step: Changed. T = L; rows that no request brings, and requests without rows, are those of
@@ -115,11 +117,12 @@ def expand_decodes(
     page_table: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Writes what else a step of one row a request needs, and new pages into the page table.
+    """Writes the remaining columns of a step of one row for each request, and new pages into the
+    page table.
 
     Args:
         given: The step. A request in the dummy slot, the last one, is padding.
-        step: Changed: tokens, places and lengths (0 of padding). Positions are those given.
+        step: Changed: tokens, places and lengths (0 for padding). Positions are those given.
         known: Device state of the slots.
         page_table: [slots + 1, max_pages] int32, changed.
         page_size: Token positions a page.

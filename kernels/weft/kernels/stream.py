@@ -2,8 +2,8 @@
 
 A layer reads the stream through a norm and returns what it adds. That is `Pending` until the
 stream settles it, so that a GPU can compute an addition, the norm behind it and the product that
-reads that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the stream by
-itself: what concerns every addition, whoever makes it, belongs into `Stream`.
+reads that norm in fewer launches (`weft.kernels.gpu.stream`). No layer writes to the stream itself,
+so `Stream` is the place for code that concerns every addition.
 """
 
 from __future__ import annotations
@@ -144,10 +144,12 @@ class Stream:
         return self._value.shape[0]
 
     def begin_run(self, folds: bool) -> None:
-        """Begins layers of equal shape; `folds`: `can_fold` holds for all of their blocks."""
+        """Begins a run of layers of equal shape; `folds`: whether `can_fold` holds for all of their
+        blocks.
+        """
 
     def enter(self, layer: int) -> None:
-        """Says that what is in the stream now enters this layer of the pool."""
+        """Notes that the stream's present content enters this layer of the pool."""
         if self.taps is not None:
             self.taps.take(layer, self._value)
 
@@ -174,7 +176,7 @@ class Stream:
         self._value = self.settle() * factor
 
     def settle(self) -> torch.Tensor:
-        """The stream with all that was added, [T, H]."""
+        """The stream with all additions, [T, H]."""
         return self._value
 
     def of_rows(self, rows: torch.Tensor) -> Stream:
@@ -183,7 +185,7 @@ class Stream:
 
 
 def stream_of(hidden: torch.Tensor, taps: Taps | None) -> Stream:
-    """The stream through consecutive layers, in the form that is fast where it is.
+    """The stream through consecutive layers, in the form for the tensor's device.
 
     Args:
         hidden: [T, H], contiguous; on a GPU it is overwritten.
@@ -203,8 +205,8 @@ def can_fold(
     last: LinearWeight,
     to_last: LoraAddition | None,
 ) -> bool:
-    """Whether, of so many rows, a block's first product takes the norm before it and its last one
-    adds to the stream, on a GPU: two launches less.
+    """Whether, on a GPU and for so many rows, a block's first product includes the norm before it
+    and its last product adds to the stream, which saves two launches.
     """
     if not first.data.is_cuda:
         return False
@@ -214,12 +216,12 @@ def can_fold(
 
 
 class Follower(Protocol):
-    """Work that continues from the tapped states: in the native operation with its threads, or
-    beside the layers that follow.
+    """Work that continues from the tapped states, in the threads of the native operation or beside
+    the following layers.
     """
 
     def native(self) -> cpu.DraftWriteStruct | None:
-        """Its native form, valid as long as this object lives; None: it has none."""
+        """The work's native form, valid as long as this object lives; None if it has none."""
 
     def done(self) -> None:
         """Called when the native operation has run it."""
@@ -234,7 +236,8 @@ class Taps:
     Args:
         layers: Indices in the pool; a layer may be there twice.
         out: [T, len(layers) * H], contiguous, of a step of T rows: written.
-        follower: Told once it is done; where it is not, it is left to the caller. Or None.
+        follower: Work that begins once all states are tapped. If it does not begin here, the caller
+            must do it. Or None.
 
     Raises:
         ValueError: Too many layers, or `out` cannot be divided among them.
@@ -251,17 +254,17 @@ class Taps:
         self._follower = follower
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
-        """Copies what enters `layer`, [T, H], if it is wanted."""
+        """Copies the stream that enters `layer`, [T, H], if it is wanted."""
         for place in self.places_of(layer):
             place.copy_(hidden)
 
     def have_taken(self, layer: int) -> None:
-        """Begins what follows if nothing is wanted behind what enters `layer`, which was taken."""
+        """Begins the follower if `layer`, which was taken, is the last wanted one."""
         if self._follower is not None and layer == max(self._layers):
             self._follower.begin()
 
     def places_of(self, layer: int) -> list[torch.Tensor]:
-        """Where what enters `layer` is wanted, [T, H] each: columns of a wider matrix."""
+        """The places for the stream that enters `layer`, [T, H] each: columns of a wider matrix."""
         places = self._out.chunk(len(self._layers), dim=1)
         return [
             place for place, wanted in zip(places, self._layers, strict=True) if wanted == layer

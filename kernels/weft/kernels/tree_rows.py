@@ -1,9 +1,9 @@
-"""Trees of drafts behind a step: which path was drawn, and where its K and V go.
+"""Trees of drafts after a step: finds the drawn path, and moves its K and V.
 
 A verified request brings its last token as row 0 and its drafts as rows behind it, parents first.
 Each row's K and V lie where a chain's would, and its word of `ancestors` says which rows it follows
-(`weft.kernels.attention.paged_attention`). What is drawn from a row is the token that follows it,
-so the path of the tokens drawn is right, and the only one that is (SpecInfer, Miao et al., arXiv
+(`weft.kernels.attention.paged_attention`). The token drawn from a row is the one that follows the
+row, so exactly one path agrees with the drawn tokens (SpecInfer, Miao et al., arXiv
 2305.09781, section 4.3, with the target's own draws in place of trials).
 """
 
@@ -15,11 +15,11 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 
 def parent_of(word: int, row: int) -> int:
-    """The row that a row of a tree follows: the last of its ancestors; of row 0 it is -1.
+    """The row that a row of a tree follows, which is the last of its ancestors; -1 for row 0.
 
     Args:
         word: Word of the row; see `ancestors`.
-        row: Which of its request's it is.
+        row: Number of the row in its request.
     """
     return (word & (1 << row) - 1).bit_length() - 1
 
@@ -27,11 +27,11 @@ def parent_of(word: int, row: int) -> int:
 def accept_trees(
     drawn: torch.Tensor, step: StepRows, verified: Verified, known: SlotTokens
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Follows what was drawn through each request's tree; `accept_drafts` of such steps.
+    """Follows the drawn tokens through each request's tree; the form of `accept_drafts` for trees.
 
     Args:
         drawn: [L] int64: tokens; negative where there is none: such a row is on no path.
-        step: That drew, with `ancestors`.
+        step: The step that drew, with `ancestors`.
         verified: Its verified drafts; at most 32 rows each.
         known: Changed: the requests' last tokens, and their positions.
 
@@ -93,6 +93,6 @@ def move_paths(
         return
     page_size = pool.shape[4]
     source, target = places[paths[is_moved]], places[rows[is_moved]]
-    # All are read before any is written: a place may be both.
+    # All places are read before any is written, since a place may be source and destination.
     moved = pool[source // page_size, :, :, :, source % page_size]
     pool[target // page_size, :, :, :, target % page_size] = moved

@@ -73,7 +73,7 @@ def test_an_expression_asks_for_what_services_show(
         name = selector.name
         if name in STANDARD:
             continue
-        assert name in known, f"{title}: {name} is not in docs/metrics.md"
+        assert name in known, f"{title}: {name} is not in dashboards/metrics.toml"
         labels |= known[name].labels
         matched = {matcher.name for matcher in selector.matchers.matchers}
         assert matched <= known[name].labels | TARGET_LABELS, expression

@@ -13,17 +13,17 @@ from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, send
 
 IDLE_TIMEOUT_S = 45.0
 SECONDS_TO_LEARN = 2.0
-"""Time allowed from the moment that a restarted gateway sees its workers."""
+"""Time in which a restarted gateway learns its workers' pages, once it sees the workers."""
 MIN_HIT_SHARE = 0.6
-"""Least share of hits among prompts that were sent before. A worker that a busy machine makes stale
-for a moment is passed over and its prompts miss: of six prompts one or two may.
+"""Least share of hits among prompts that were sent before. On a busy machine a worker may be stale
+for a moment, so that one or two of six prompts miss.
 """
 _POLL_S = 0.2
 _NUM_PROBES, _MAX_PROBE_TOKENS = 6, 300
 
 
 async def check_pages(mesh: ChaosMesh) -> list[Violation]:
-    """Invariant 3: with nothing in work every page is free or cached, and none in quarantine."""
+    """Checks invariant 3: on an idle mesh every page is free or cached, and none is quarantined."""
     names = (*mesh.named("decode"), *mesh.named("prefill"), *mesh.named("kvstore"))
     problems = await asyncio.gather(*(_idle_problem(mesh, name) for name in names))
     return [
@@ -62,13 +62,16 @@ async def _staging_problem(mesh: ChaosMesh, name: str) -> str:
 
 
 async def check_content(mesh: ChaosMesh) -> list[Violation]:
-    """Invariants 4 and 5: published pages did not change, and were what their fillers had sent."""
+    """Checks invariants 4 and 5: published pages did not change, and are what their fillers
+    sent.
+    """
     found: list[Violation] = []
     for name in (*mesh.named("decode"), *mesh.named("prefill")):
         try:
             engine = (await mesh.dump(name))["engine"]
             pages = await mesh.pages(name)
-        except MeshNotReady:  # between two incarnations: nothing is left of the first
+        # The service is between two incarnations, and nothing is left of the first.
+        except MeshNotReady:
             continue
         if not pages.is_whole:
             found.append(Violation(invariant=3, what=f"{name}: {pages}"))
@@ -85,9 +88,9 @@ async def check_content(mesh: ChaosMesh) -> list[Violation]:
 async def check_hit_rate(
     mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
 ) -> list[Violation]:
-    """Invariant 6: a restarted gateway routes to who holds a prompt, as it did before.
+    """Checks invariant 6: a restarted gateway routes prompts to the workers that hold them.
 
-    What decode workers hold is dropped before each round, so that hits are the prefill workers'.
+    Decode workers' caches are dropped before each round, so that only prefill workers' hits count.
     """
     gateway = mesh.named("gateway")[0]
     probes = [ask for ask in asks if 64 <= len(ask.prompt) <= _MAX_PROBE_TOKENS][:_NUM_PROBES]
@@ -107,7 +110,7 @@ async def check_hit_rate(
     await mesh.until(lambda: mesh.ready(gateway) not in (None, old), f"{gateway} is gone", 60.0)
     await mesh.wait_healthy()
     await asyncio.sleep(SECONDS_TO_LEARN)
-    # In another order: taking workers in turn, without a look at what they hold, must not do.
+    # The prompts are sent in another order, so that round robin would not hit.
     after = await hit_share([probes[i ^ (i // 2 % 2)] for i in range(len(probes) // 2 * 2)])
     if min(before, after) < MIN_HIT_SHARE:
         what = f"hit rate {before:.2f} before {gateway} was restarted, {after:.2f} after"

@@ -1,4 +1,6 @@
-"""`weft chaos`: faults by a seed against a mesh of this machine, under load, with checks."""
+"""`weft chaos`: injects faults, drawn from a seed, into a mesh on this machine under load, and
+checks invariants.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from weft.cli.up.process import ExitedEarly
 from weft.cli.up.settings import UpSettings
 from weft.engine.base.errors import WeftError
 
-# A fill that stands still is given up soon, and pages are few: faults meet each other's traces.
+# Stalled fills are given up soon and pages are few, so that the effects of faults overlap.
 _FILLS = "--lease-s 4 --renew-interval-s 1 --fill-progress-timeout-s 1.5 --poison-free-pages"
 _WORKERS = f"--max-step-tokens 256 --max-running-requests 32 {_FILLS}"
 _TINY_WORKERS = f"--num-pages 160 --prefill-chunk-tokens 64 --num-threads 1 {_WORKERS}"
@@ -41,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.sabotage == ALL:
         return _sabotage_all(argv, console)
     plan = _plan(arguments)
-    # As Ctrl-C does, it ends the mesh and leaves nothing behind.
+    # SIGTERM ends the mesh like Ctrl-C, so that nothing is left behind.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        if arguments.json is not None:  # Not found out after the run.
+        if arguments.json is not None:  # An unwritable report is noticed before the run.
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.open("a").close()
         with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
@@ -117,17 +119,18 @@ def mesh_settings(
     draft_dir: Path | None = None,
     device: Sequence[str] = ("cpu",),
 ) -> UpSettings:
-    """A mesh that is easily troubled: few pages, short leases, everything shipped.
+    """Settings of a mesh in which faults have many effects: few pages, short leases, every prompt
+    shipped.
 
     Args:
-        state: Its state folder.
-        is_tiny: For the tiny model; else for one of the demo model's size.
-        transport: As of `weft up`.
-        gateways: How many.
+        state: The mesh's state folder.
+        is_tiny: Whether the mesh serves the tiny model; if not, one of the demo model's size.
+        transport: See `weft up`.
+        gateways: Number of gateways.
         workers: Number of prefill workers, and of decode workers.
-        stores: KV stores.
+        stores: Number of KV stores.
         draft_dir: Directory of an EAGLE-3 head; without one drafts come from the text so far.
-        device: As of `weft up`.
+        device: See `weft up`.
     """
     flags = _TINY_WORKERS if is_tiny else _DEMO_WORKERS
     return UpSettings.model_validate(
@@ -158,7 +161,7 @@ def mesh_settings(
 def _model(name: str, folder: Path, seed: int) -> tuple[Path, str]:
     if name == TINY_NAME:
         return make_tiny_model(folder / TINY_NAME, seed), TINY_NAME
-    # Here, for `--help` to be quick.
+    # Imported here, so that `--help` is quick.
     from weft.engine.checkpoint.resolve import resolve_model
 
     path = resolve_model(name)

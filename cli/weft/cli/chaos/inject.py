@@ -1,4 +1,4 @@
-"""Carries out planned faults and remembers whom they have afflicted, and for how long."""
+"""Carries out planned faults, and remembers which services they affected and for how long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.cli.chaos.mesh import RECOVERY_TIMEOUT_S, ChaosMesh, MeshNotReady
 from weft.cli.chaos.schedule import Planned
 
 AFTERMATH_S = 3.0
-"""Time after a fault's end until its effects are over: Sessions and channels are there again."""
+"""Time after a fault's end until Sessions and channels are open again."""
 _REACHED_TIMEOUT_S = 1.2
 _POLL_S = 0.1
 
@@ -27,7 +27,7 @@ class Injection:
     ended_s: float | None = None
     """End of the fault; None: it lasts."""
     has_happened: bool = True
-    """A point may never have been reached."""
+    """Whether the fault took place; a fault point may never have been reached."""
     num_deaths: int = 0
     """Deaths of its target before it."""
 
@@ -48,10 +48,10 @@ class Injector:
     async def inject(self, planned: Planned) -> Injection:
         """Waits until the target can be hit, and hits it; returns when the fault itself is over.
 
-        A killed service is still coming up then.
+        A killed service may still be starting then.
 
         Raises:
-            MeshNotReady: The target does not come back from an earlier fault.
+            MeshNotReady: The target has not recovered from an earlier fault.
         """
         await self.mesh.until(
             lambda: self.can_hit(planned), f"{planned.target} is not back", RECOVERY_TIMEOUT_S
@@ -59,7 +59,7 @@ class Injector:
         loop = asyncio.get_running_loop()
         names = {planned.target}
         if planned.link is not None:
-            # A link that is shared by several dialers afflicts what all of them do through it.
+            # A fault on a link that several services dial affects all of them.
             names.add("->".join(planned.link))
         injection = Injection(
             planned=planned,
@@ -100,7 +100,9 @@ class Injector:
         await asyncio.gather(*self._recoveries, return_exceptions=True)
 
     def can_hit(self, planned: Planned) -> bool:
-        """Whether all services of the target's role are up: only one at a time is attacked."""
+        """Whether all services of the target's role are up, since only one at a time is
+        attacked.
+        """
         role = planned.target.partition("-")[0]
         return all(self.mesh.ready(name) is not None for name in self.mesh.named(role))
 
@@ -109,7 +111,7 @@ class Injector:
         old = mesh.ready(target)
         if not mesh.send(target, planned.part, signal.SIGKILL):
             return False
-        # Until its end is noticed it looks as if it were there, and could be killed once more.
+        # Until its end is noticed, the service counts as running and could be killed again.
         await mesh.until(
             lambda: mesh.ready(target) is not old, f"{target} does not end", RECOVERY_TIMEOUT_S
         )
@@ -130,7 +132,8 @@ class Injector:
         target, point = planned.target, planned.spec.point
         try:
             await mesh.arm(target, planned.spec)
-        except MeshNotReady:  # an earlier fault holds it up: this one was not made
+        # An earlier fault holds the service up, so this one did not take place.
+        except MeshNotReady:
             injection.ended_s = loop.time()
             return False
         try:
@@ -143,7 +146,7 @@ class Injector:
                 await asyncio.sleep(planned.hold_s / 2)
             await mesh.clear(target, point)
         except MeshNotReady:
-            # It has died of it, as a kill at a point does, or its engine is held up.
+            # The service has died of the fault, or its engine is held up.
             has_happened = True
         injection.ended_s = loop.time()
         is_back = mesh.ready(target) is not None
@@ -158,7 +161,7 @@ class Injector:
 
     async def _recover(self, injection: Injection) -> None:
         target = injection.planned.target
-        # A process that has ended unnoticed still counts as ready: wait for its end first.
+        # A process whose end was not noticed yet still counts as ready, so wait for its end first.
         await self.mesh.until(
             lambda: (
                 self.mesh.num_deaths.get(target, 0) > injection.num_deaths

@@ -1,4 +1,4 @@
-"""Clients that ask all the time, and what is wrong with what they get."""
+"""Clients that send requests all the time, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATE_S = 4.0
 """Seconds after its deadline from which a request counts as late; machines that run chaos are busy.
 """
 AFFLICTED_LATE_S = 14.0
-"""The same where its gateway stood still in between."""
+"""The same if the request's gateway stood still in between."""
 TIMEOUT_S = 20.0
 RESUME_S = 12.0
 """Seconds within which any request must end once a decode worker is healthy."""
@@ -35,7 +35,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Requests to a model, and how it answered them in peace."""
+    """Requests to a model, and its answers to them without faults."""
 
     model: str
     asks: Sequence[ChaosRequest]
@@ -51,9 +51,9 @@ class LoadResult:
     """`ok`, `cancelled`, the failure's reason in lower case, or `cut off` by the transport."""
     violations: list[Violation] = field(default_factory=list)
     num_resumed: int = 0
-    """Answers that more than one owner made."""
+    """Number of answers that more than one owner made."""
     num_drafted: int = 0
-    """Answers of which tokens were drafted and verified, by their timelines."""
+    """Number of answers with verified drafts, by their timelines."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Drafted tokens that were accepted."""
@@ -61,7 +61,7 @@ class LoadResult:
 
 
 class ChaosLoad:
-    """Asks from a catalogue, with all paces, through all gateways.
+    """Sends requests of a catalogue, at all paces, through all gateways.
 
     Args:
         gateways: host:port by name.
@@ -149,8 +149,9 @@ class ChaosLoad:
         return found
 
     def _well_since(self, reply: Reply, seconds: float) -> list[str]:
-        """Decode workers that no fault came near in the last seconds of a request: it should have
-        gone on there."""
+        """Decode workers that no fault affected in the last seconds of a request, so that it should
+        have continued there.
+        """
         since_s = reply.ended_s - seconds
         workers = self._injector.mesh.named("decode")
         return [name for name in workers if not self._is_afflicted((name,), reply, since_s)]
@@ -165,7 +166,9 @@ class ChaosLoad:
 
 
 def draw_pace(draw: random.Random) -> Pace:
-    """Draws a pace: most clients read on; some go away, are slow, or are in a hurry."""
+    """Draws a pace: most clients read everything; some go away, are slow, or have short
+    deadlines.
+    """
     salt = draw.choice(_SALTS) if draw.random() < 0.4 else f"{draw.randrange(1 << 62):x}"
     kind = draw.random()
     if kind < 0.1:
@@ -178,7 +181,7 @@ def draw_pace(draw: random.Random) -> Pace:
 
 
 def whole_problem(ask: ChaosRequest, reply: Reply) -> str | None:
-    """Why a finished answer is incomplete: each index has to come exactly once."""
+    """Why a finished answer is incomplete: each token index must come exactly once."""
     num_tokens = sum(map(len, reply.tokens))
     if not all(reply.reasons):
         return "ended well without the end of every sample"

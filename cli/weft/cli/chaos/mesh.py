@@ -1,4 +1,4 @@
-"""A mesh of this machine with a fault proxy on every link, and all its processes at hand."""
+"""A mesh on this machine with a fault proxy on every link, whose processes can be signalled."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from weft.v1 import (
 Part = Literal["whole", "server", "engine"]
 """The processes of a service to attack."""
 Link = tuple[str, str]
-"""A connection: who dials (gateway, decode or worker), and whom."""
+"""A connection: the dialling role (gateway, decode or worker), and the service that it dials."""
 RECOVERY_TIMEOUT_S = 600.0
-"""A worker starts in seconds, on a machine that has time."""
+"""Limit of a recovery, which takes seconds on an idle machine."""
 _CALL_TIMEOUT_S = 10.0
 _STOP_GRACE_S = 2.0
 
@@ -71,7 +71,7 @@ class ChaosMesh:
         self.logs = logs
         self._metadata = (("authorization", f"Bearer {token}"),)
         self.num_deaths: dict[str, int] = {}
-        """Deaths of each service, asked for or not."""
+        """Number of deaths of each service, intended or not."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -81,12 +81,12 @@ class ChaosMesh:
         """A mesh that is ready; everything is gone when the block ends.
 
         Args:
-            settings: As of `weft up`, with a state folder and `enable_faults`.
+            settings: Settings of `weft up`, with a state folder and `enable_faults`.
             model_dir: Directory of the model.
             model_name: Its name in requests.
 
         Raises:
-            ExitedEarly, TimeoutError: It did not start.
+            ExitedEarly, TimeoutError: The mesh did not start.
         """
         proxies: dict[Link, FaultProxy] = {}
 
@@ -159,7 +159,7 @@ class ChaosMesh:
         """Waits for a condition.
 
         Raises:
-            MeshNotReady: It did not come; says the problem.
+            MeshNotReady: The condition did not become true; the message says why.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -189,7 +189,7 @@ class ChaosMesh:
         """Makes one call of a service's AdminService.
 
         Raises:
-            MeshNotReady: It is not there, or does not answer.
+            MeshNotReady: The service is not running, or does not answer.
         """
         ready = self.ready(name)
         if ready is None:
@@ -234,7 +234,7 @@ class ChaosMesh:
         ]
 
     async def pages(self, name: str) -> ServicePages:
-        """Pages of a worker or store by state, and what it works on. Raises MeshNotReady."""
+        """Pages of a worker or store by state, and its work in progress. Raises MeshNotReady."""
         ready = self.ready(name)
         if ready is None:
             raise MeshNotReady(f"{name} is not ready")
@@ -245,7 +245,7 @@ class ChaosMesh:
             raise MeshNotReady(f"{name}: {error.details()}") from error
 
     async def is_healthy(self, gateway: str) -> bool:
-        """A gateway sees all its workers healthy."""
+        """Whether a gateway sees all its workers healthy."""
         try:
             async with open_channel(self.gateways[gateway]) as channel:
                 stub = gateway_pb2_grpc.GatewayServiceStub(channel)

@@ -1,4 +1,4 @@
-"""Pages of workers and stores, as they tell them."""
+"""Pages of workers and stores, as the services report them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def read_pages(channel: grpc.aio.Channel, *, is_store: bool) -> ServicePag
     """Asks a worker or a store for its pages.
 
     Raises:
-        grpc.aio.AioRpcError: It does not answer.
+        grpc.aio.AioRpcError: The service does not answer.
     """
     return await (_store_pages(channel) if is_store else _worker_pages(channel))
 

@@ -1,7 +1,7 @@
-"""A TCP proxy that misbehaves on request: one stands on one link between two services.
+"""A TCP proxy on one link between two services, which misbehaves on request.
 
-It knows nothing of HTTP/2 or gRPC: it delays, keeps and drops bytes and ends connections, which is
-all that a network does.
+It does not know HTTP/2 or gRPC. It delays, keeps and drops bytes and ends connections, as a network
+can.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ READ_BYTES = 64 << 10
 
 
 class Mode(Enum):
-    """What a proxy does with what it receives."""
+    """What a proxy does with the bytes that it receives."""
 
     PASS = "pass"
     BLACK_HOLE = "black-hole"
-    """Takes bytes of both sides and delivers nothing; new connections are taken too."""
+    """Accepts bytes and connections from both sides and delivers nothing."""
     MUTE_SERVER = "mute-server"
     """Delivers what the client sends and nothing that the server answers."""
     MUTE_CLIENT = "mute-client"
@@ -38,12 +38,12 @@ class Mode(Enum):
 class FaultProxy:
     """Listens on a port of its own and forwards connections to one service.
 
-    What was received in a mode is dealt with in that mode: bytes kept back are lost for good, and
-    a connection that has lost bytes is ended when the proxy passes again.
+    Bytes are treated in the mode in which they were received. Bytes that are kept back are lost,
+    and a connection that has lost bytes is ended when the proxy passes again.
 
     Args:
-        target: host:port of the service, which need not be there.
-        host: Where it listens.
+        target: host:port of the service, which need not be running.
+        host: Address to listen on.
         port: 0 = any free one.
 
     Raises:
@@ -68,7 +68,7 @@ class FaultProxy:
         return f"{bracket(self._host)}:{self._port}"
 
     async def start(self) -> None:
-        """Takes connections; until then they wait."""
+        """Begins to accept connections, which wait until then."""
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
 
     async def close(self) -> None:
@@ -82,7 +82,7 @@ class FaultProxy:
             await self._server.wait_closed()
 
     def set_mode(self, mode: Mode, delay_s: float = 0.0) -> None:
-        """Changes what is done from now on.
+        """Changes the mode.
 
         Args:
             mode: The new one.
@@ -133,14 +133,14 @@ class _Connection:
         self._proxy = proxy
         self._client, self._server = client, server
         self.has_lost = False
-        """Bytes were kept back: what follows would make no sense to the receiver."""
+        """Whether bytes were lost, so that later bytes would make no sense to the receiver."""
 
     async def run(self) -> None:
         """Passes bytes until both sides have ended or it is cut."""
         up = asyncio.create_task(self._pump(self._client[0], self._server[1], is_up=True))
         down = asyncio.create_task(self._pump(self._server[0], self._client[1], is_up=False))
         try:
-            # gRPC never half-closes: one end is the end.
+            # gRPC never half-closes, so the end of one direction is the end of the connection.
             await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             up.cancel()

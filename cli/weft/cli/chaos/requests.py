@@ -1,4 +1,4 @@
-"""Requests whose answers are known: a catalogue, made from a seed and answered once in peace."""
+"""A catalogue of requests, made from a seed, whose answers without faults are known."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 NUM_ASKS = 24
 _NUM_CHOICES, _BIAS = 3, 100.0
-"""Tokens of an answer that repeats itself, and what their logits gain over those of others."""
+"""Number of tokens of an answer that repeats itself, and the bias of their logits."""
 GRACE_S = 20.0
-"""Seconds beyond its deadline after which a client considers a request lost: more than any request
-may be late, or a lost one would not be noticed.
+"""Seconds beyond its deadline after which a client considers a request lost; more than any request
+may be late.
 """
 
 
@@ -37,8 +37,9 @@ class ChaosRequest:
     stop: str = ""
     """A stop string; empty = none."""
     choices: tuple[int, ...] = ()
-    """Token ids that the answer consists of; empty = all. A text of few repeats itself, so that
-    drafts from the text so far are often right."""
+    """Token ids that the answer may consist of; empty: all. A text of few tokens repeats itself, so
+    that drafts from the text so far are often right.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,18 +51,18 @@ class Reply:
     texts: list[str]
     """Text by sample, as received."""
     reasons: list[list[int]]
-    """Reasons for which each sample was said to end: one, once it has ended."""
+    """Reported finish reasons of each sample: exactly one, once it has ended."""
     completion_tokens: int | None = None
     """Number of tokens according to the final usage."""
     cached_tokens: int = 0
     timeline: common_pb2.Timeline | None = None
     error: WeftError | None = None
     is_typed: bool = True
-    """The error says what failed; otherwise the transport made it."""
+    """Whether the error is a typed one; if not, the transport made it."""
     has_left: bool = False
     """Whether this client went away before the stream's end."""
     is_cancelled: bool = False
-    """Whether it did so before all samples had ended."""
+    """Whether the client went away before all samples had ended."""
     started_s: float = 0.0
     ended_s: float = 0.0
 
@@ -77,7 +78,7 @@ class Pace:
 
     timeout_s: float = 30.0
     cancel_after: int | None = None
-    """Messages after which it goes away."""
+    """Number of messages after which the client goes away."""
     pause_s: float = 0.0
     """Pause before each message."""
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -89,12 +90,12 @@ def make_asks(seed: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Ch
     whose answers repeat themselves; some share their beginning.
 
     Args:
-        seed: The same seed, the same requests.
+        seed: Seed of the requests.
         max_prompt_tokens: Length of the longest prompt.
-        max_new_tokens: Likewise of outputs.
+        max_new_tokens: Length of the longest output.
     """
     draw = random.Random(seed)
-    # Printable bytes: ids that every byte-level tokenizer has.
+    # These ids are printable bytes, which every byte-level tokenizer has.
     shared = [draw.randrange(40, 100) for _ in range(max_prompt_tokens)]
     asks = []
     for number in range(NUM_ASKS):
@@ -123,7 +124,7 @@ async def send(address: str, model: str, ask: ChaosRequest, pace: Pace) -> Reply
         address: host:port of a gateway.
         model: Name of the model.
         ask: The request to send.
-        pace: How it is read.
+        pace: How fast the answer is read.
     """
     loop = asyncio.get_running_loop()
     reply = Reply(

@@ -16,7 +16,7 @@ _REARM_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sabotage:
-    """What is broken, where, and the faults that reveal it."""
+    """A breach of an invariant: where it is armed, and the faults that reveal it."""
 
     invariant: int
     """Number of the invariant that the run must report as broken."""
@@ -29,15 +29,17 @@ class Sabotage:
     """Weights of the fault classes in the schedule."""
     what: str
     targets: tuple[str, ...] = ()
-    """Roles that the schedule is about; none = all."""
+    """Roles that the schedule attacks; empty: all."""
     hits_work: bool = False
-    """Whether each fault waits until its target has requests; otherwise it would show nothing."""
+    """Whether each fault waits until its target has requests, since it would otherwise reveal
+    nothing.
+    """
     is_after_restart: bool = False
     """Whether it is armed only in services that were restarted."""
 
     @property
     def armed(self) -> list[tuple[str, FaultSpec]]:
-        """Roles, and what is armed in all services of each."""
+        """The faults to arm in all services of each role."""
         return [(self.role, self.spec), *self.support.items()]
 
 
@@ -60,7 +62,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
         invariant=2,
         role="gateway",
         spec=_sabotage("gateway.resume"),
-        # Streams last long enough to be met by a kill.
+        # Delayed steps make streams last long enough to be hit by a kill.
         support={"decode": FaultSpec(point="engine.step", kind="delay", count=0, delay_s=0.03)},
         weights=_KILLS,
         what="a request goes on with another seed after its worker died",
@@ -79,7 +81,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
         invariant=4,
         role="decode",
         spec=_sabotage("fill.quarantine"),
-        # Writes that come long after their owner has given them up.
+        # Delayed writes arrive long after their owner has given them up.
         support={
             "prefill": FaultSpec(
                 point="ship.post", kind="delay", count=0, probability=0.3, delay_s=3.0
@@ -112,7 +114,7 @@ SABOTAGES: Mapping[str, Sabotage] = {
 
 
 async def keep_armed(mesh: ChaosMesh, sabotage: Sabotage) -> None:
-    """Arms a sabotage and its support, again in every new incarnation, until it is cancelled."""
+    """Arms a sabotage and its support in every new incarnation, until it is cancelled."""
     armed: dict[tuple[str, str], object] = {}
     spared = {ready.pid for name in mesh.named(sabotage.role) if (ready := mesh.ready(name))}
     while True:
@@ -130,7 +132,7 @@ async def keep_armed(mesh: ChaosMesh, sabotage: Sabotage) -> None:
 
 
 async def disarm(mesh: ChaosMesh, sabotage: Sabotage) -> None:
-    """Ends a sabotage; what it has broken stays broken."""
+    """Ends a sabotage; the damage that it has done remains."""
     for role, spec in sabotage.armed:
         for name in mesh.named(role):
             with contextlib.suppress(MeshNotReady):

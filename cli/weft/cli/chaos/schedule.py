@@ -14,7 +14,9 @@ from weft.engine.base.faults import FaultSpec
 FaultClass = Literal["kill", "stop", "link", "point"]
 WEIGHTS: Mapping[FaultClass, float] = {"kill": 0.5, "stop": 2, "link": 3, "point": 6}
 GATEWAY_STOP = 4.0
-"""Times as long as other stops: some outlast the silence that workers bear."""
+"""Factor on the length of a gateway's stops, so that some outlast the silence that workers
+tolerate.
+"""
 _PARTS: tuple[Part, ...] = ("whole", "server", "engine")
 _MODES = tuple(mode for mode in Mode if mode is not Mode.PASS)
 
@@ -61,7 +63,7 @@ class Planned:
     """Seconds without faults before it."""
     kind: FaultClass
     target: str
-    """A service; of a link, who is dialled."""
+    """The service; for a link, the dialled service."""
     hold_s: float
     """Duration of the fault; for a fault point, how long to wait until it fires."""
     part: Part = "whole"
@@ -93,7 +95,7 @@ def make_schedule(
         seed: Seed of all draws.
         names: Services of the mesh.
         links: Links with a proxy.
-        weights: How often each class comes.
+        weights: Relative frequency of each class.
     """
     draw = random.Random(seed)
     number = 0

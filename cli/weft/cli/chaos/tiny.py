@@ -1,4 +1,4 @@
-"""A tiny random model whose mesh starts in seconds: enough to see what faults do."""
+"""A tiny random model whose mesh starts in seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY_NAME = "tiny"
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 2
-# Heads are as small as GPUs take them.
+# Heads have the smallest size that GPUs support.
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _DIM, _LAYERS = 64, 128, 4, 2, 64, 2
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -30,7 +30,7 @@ def make_tiny_model(folder: Path, seed: int, max_context_tokens: int = 2048) -> 
     in batches of any size.
 
     Args:
-        folder: Made if need be.
+        folder: Folder of the model, created if it is missing.
         seed: Seed of the weights.
         max_context_tokens: Longest prompt plus output.
 
@@ -97,7 +97,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_context_tokens: int) -> N
 
     Args:
         folder: Folder of the model.
-        vocab_size: Its tokens, 2,963 at most; never less than specials and bytes.
+        vocab_size: Number of tokens, at most 2,963; at least special tokens and bytes.
         max_context_tokens: Longest prompt plus output.
     """
     num_pairs = max(0, vocab_size - len(SPECIAL_TOKENS) - 256)

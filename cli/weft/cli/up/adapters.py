@@ -17,15 +17,16 @@ _TIMEOUT_S = 600.0
 async def load_adapters(
     settings: UpSettings, operators: Operators, tell: Callable[[str], None]
 ) -> None:
-    """Loads them one after the other; those that are registered already stay as they are.
+    """Loads the adapters one after the other; adapters that are registered already stay as they
+    are.
 
     Args:
-        settings: With the adapters.
+        settings: Settings with the adapters.
         operators: The operators' port of a gateway.
-        tell: Is told of each.
+        tell: Called for each adapter.
 
     Raises:
-        AdapterError: One cannot be loaded.
+        AdapterError: An adapter cannot be loaded.
     """
     (address,) = operators.addresses.values()
     async with operators.open_channel(address) as channel:

@@ -126,13 +126,13 @@ def _rest_binary(settings: UpSettings, reporter: ConsoleReporter) -> Path | None
 
 
 def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
-    """Names and directories of the models, which are converted or downloaded first if need be.
+    """Names and directories of the models. Converts or downloads them first if necessary.
 
     Raises:
-        WeftError: The workers would refuse a model, its dtype or its quantisation. Nothing has
-            been started by then.
+        WeftError: The workers would refuse a model, its dtype or its quantisation. No service has
+            been started.
     """
-    # Here, for `weft up --help` to be quick.
+    # Imported here, so that `weft up --help` is quick.
     from weft.cli.model import progress_bar
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.checkpoint.dtypes import resolve_dtype

@@ -96,7 +96,7 @@ class ConsoleReporter:
         self._console.print(f"{stamp} {text}", highlight=False, soft_wrap=True)
 
     def banner(self, plan: MeshPlan, logs: Path) -> None:
-        """The mesh is ready: where it is, and a first request."""
+        """Shows that the mesh is ready, with its addresses and a first request."""
         self._finish()
         seconds = time.monotonic() - self._begin_s
         workers = [service.name for service in plan.services if service.stop_phase == BACK]
@@ -119,7 +119,7 @@ class ConsoleReporter:
         self._plain("Ctrl-C ends it.")
 
     def _plain(self, text: str) -> None:
-        # No wrapping: lines are there to be copied.
+        # Lines are not wrapped, since users copy them.
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

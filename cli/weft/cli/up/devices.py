@@ -1,24 +1,26 @@
-"""Devices and numbers of workers of `weft up` where the user has not said them."""
+"""Default devices and numbers of workers of `weft up`."""
 
 from __future__ import annotations
 
 from weft.cli.up.settings import UpSettings
 
 GPUS_A_FILLER = 4
-"""GPUs of which one prefills for the others: decode workers prefill too where that is faster."""
+"""One GPU in this many prefills for the others; decode workers also prefill where that is
+faster.
+"""
 
 
 def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
     """Settings in which `auto` is resolved.
 
-    Without GPUs workers run on the CPU. Otherwise they take the GPUs in turn, and where no numbers
-    of workers are given each GPU gets one: of one model on one GPU a whole worker, since two would
-    only share it; on several GPUs one prefill worker for each `GPUS_A_FILLER`, at least one, and
-    decode workers on the rest.
+    Without GPUs workers run on the CPU. Otherwise they take the GPUs in turn. Without given numbers
+    of workers each GPU gets one: a single GPU a worker for both, since two would only share it; of
+    several GPUs one in `GPUS_A_FILLER`, and at least one, gets a prefill worker, and the rest
+    decode workers.
 
     Args:
         settings: As given.
-        num_gpus: That workers can use.
+        num_gpus: Number of GPUs that workers can use.
     """
     if settings.device not in ([], ["auto"]):
         return settings

@@ -19,17 +19,17 @@ async def report_exit(
 ) -> dict[str, int]:
     """Ends the quarantine of pages that the gone incarnation was filling.
 
-    Call it only when the worker's server and engine are both gone for sure.
+    Call it only when the worker's server and engine are both certainly gone.
 
     Args:
-        workers: host:port of every worker that it may have filled, by names as `decode-0`.
+        workers: host:port of every worker that it may have filled, by name, such as `decode-0`.
         worker_id: Stable id of the worker or store.
         epoch: Its incarnation that ended.
         identity: Identity of the command line; None: the mesh runs without TLS.
 
     Returns:
-        Pages released, by name. A worker that cannot be reached is left out: it finds out when
-        it meets the new incarnation.
+        Pages released, by name. A worker that cannot be reached is left out; it learns of the end
+        when it meets the new incarnation.
     """
     request = worker_pb2.ReportExitRequest(worker_id=worker_id, epoch=epoch)
     answers = await asyncio.gather(

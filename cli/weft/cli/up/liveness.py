@@ -1,4 +1,4 @@
-"""Finds services that live and yet do nothing: engines that stand still, servers that hang."""
+"""Finds services whose process lives but does nothing, such as stalled engines."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IsAlive = Callable[[str, str], Awaitable[bool]]
 """Whether the service of this name, at this host:port, is alive."""
 
 _LOOKS = 10
-"""Checks within the time that a service may be unreachable; each opens a connection."""
+"""Number of checks in the time that a service may be unreachable; each opens a connection."""
 _CALL_TIMEOUT_S = 5.0
 
 
 async def wait_stalled(
     is_alive: Callable[[], Awaitable[bool]], timeout_s: float, interval_s: float | None = None
 ) -> None:
-    """Returns once a service was not alive at any look during `timeout_s`.
+    """Returns once a service was not alive at any check during `timeout_s`.
 
-    Only the time between looks counts: when this process stood still itself, or the whole machine,
-    that says nothing about the service.
+    Only the regular time between checks counts: a pause of this process or of the whole machine
+    says nothing about the service.
 
     Args:
-        is_alive: Asks it.
-        timeout_s: How long it may be away.
-        interval_s: Between looks; None: a tenth of `timeout_s`.
+        is_alive: Asks the service.
+        timeout_s: Seconds that the service may be unreachable.
+        interval_s: Seconds between checks; None: a tenth of `timeout_s`.
     """
     interval_s = timeout_s / _LOOKS if interval_s is None else interval_s
     stalled_s = 0.0
@@ -53,7 +53,7 @@ def health_checker(identity: Identity | None) -> IsAlive:
 
     async def is_alive(name: str, address: str) -> bool:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
-        # A connection of its own for each look: an old one that is stuck says nothing.
+        # Each check opens a new connection, since a stuck old one says nothing about the service.
         async with open_channel(address, name.partition("-")[0], identity) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:

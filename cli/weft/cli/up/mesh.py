@@ -37,14 +37,15 @@ async def run_mesh(
 
     Args:
         services: The services to start.
-        reporter: Hears what happens.
+        reporter: Receives events of the services.
         report_exit: See `Supervisor`.
         wait_ready: Returns once the mesh as a whole answers.
-        on_ready: Called then.
+        on_ready: Called once the mesh is ready.
         drain_grace_s: Time that running requests get at the end.
         is_alive: See `Supervisor`.
         stall_timeout_s: See `Supervisor`.
-        max_restart_delay_s: Before a service that died soon after its start is started again.
+        max_restart_delay_s: Longest delay before a service that died soon after its start is
+            started again.
         ready_timeout_s: See `Supervisor`.
 
     Raises:
@@ -99,7 +100,9 @@ async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event, at_once: asyncio.Event) -> Iterator[None]:
-    """The first signal sets `stop`, the next one `at_once`; those that come together are one."""
+    """The first signal sets `stop`, the next one `at_once`; signals that come together count as
+    one.
+    """
     loop = asyncio.get_running_loop()
     first_at: float | None = None
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -22,11 +22,11 @@ from weft.engine.checkpoint.eagle_config import head_kind
 
 WORKER_HOST = "127.0.0.1"
 FRONT, BACK = 0, 1
-"""Stop phases: who takes requests ends before who answers them."""
+"""Stop phases: services that take requests end before those that answer them."""
 
 
 class Dial(Protocol):
-    """Tells what to dial to reach a service: its address, or something that stands before it."""
+    """Returns the address to dial to reach a service: its own, or that of a proxy in front."""
 
     def __call__(self, source: str, target: str, address: str) -> str:
         """The address to dial, host:port.
@@ -40,7 +40,7 @@ class Dial(Protocol):
 
 
 def directly(source: str, target: str, address: str) -> str:
-    """Implements `Dial`: nothing stands in between."""
+    """Implements `Dial` without a proxy."""
     return address
 
 
@@ -53,13 +53,13 @@ class MeshPlan:
     gateways: dict[str, str]
     """Addresses of the gateways for clients on this machine, by name."""
     rest_edges: dict[str, str]
-    """Addresses of the REST edges, likewise; empty: REST is off."""
+    """Addresses of the REST edges for clients on this machine, by name; empty: REST is off."""
     rest_scheme: str
     """Scheme of the REST edges: http or https."""
     tls_dir: Path | None
     """Folder with the files that clients need for TLS; None: TLS is off."""
     needs_key: bool
-    """Clients must bring an API key."""
+    """Whether clients need an API key."""
     worker_addresses: dict[str, str]
     """Addresses of prefill and decode workers, by id: those that may exchange pages."""
 
@@ -89,14 +89,14 @@ def plan_mesh(
     rest_binary: Path | None,
     dial: Dial = directly,
 ) -> MeshPlan:
-    """Picks ports for the workers and writes every command line.
+    """Chooses ports for the workers and makes every command line.
 
     Each model has workers and stores of its own, numbered through over all models.
 
     Args:
         settings: Settings of the mesh.
         state: Where logs and ready files go.
-        models: At least one.
+        models: The models, at least one.
         rest_binary: The Go edge; None leaves REST out.
         dial: Tells what to dial to reach a service.
     """
@@ -129,7 +129,7 @@ def plan_mesh(
         if rest_binary is not None:
             rest_address = _join(settings.host, settings.rest_port + index)
             rest_edges[f"rest{suffix}"] = _reachable(rest_address)
-            # All of them: an edge goes on when a gateway does not.
+            # Each edge gets all gateways, so that it survives one of them.
             command = [str(rest_binary), *_rest(settings, gateways.values(), rest_address)]
             edge = _spec(state, f"rest{suffix}", command, FRONT)
             services.append(replace(edge, tells_health=False))
@@ -160,8 +160,8 @@ def _model_services(
         settings: Settings of the mesh.
         state: Where logs and ready files go.
         model: The model.
-        names: By role.
-        at: Address of each, by name.
+        names: Names of the services, by role.
+        at: Address of each service, by name.
         places: Flags that give a worker its device, by name.
         dial: Tells what to dial to reach a service.
     """
@@ -200,7 +200,7 @@ def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
         for index in range(num_models * count)
     ]
     devices = dict(zip(names, itertools.cycle(settings.device), strict=False))
-    # `cuda` is the first GPU, as torch has it.
+    # `cuda` is the first GPU, as in torch.
     gpus = {
         name: device if ":" in device else f"{device}:0"
         for name, device in devices.items()
@@ -259,7 +259,9 @@ def _worker(
 
 
 def _draft_dir(settings: UpSettings, role: str) -> Path | None:
-    """A head's KV lies in the pages of all workers; a model that drafts is for decode workers."""
+    """The flag for a draft head goes to all workers, whose pages have its KV; that for a draft
+    model to decode workers.
+    """
     if settings.draft_dir is None or (settings.drafter == "model" and role != "decode"):
         return None
     return settings.draft_dir.resolve()
@@ -328,7 +330,7 @@ def _gateway(
 
 
 def _common(settings: UpSettings, state: StateFolder) -> dict[str, object]:
-    """Flags of every service but the REST edge. The operators' ports are on loopback, any ones."""
+    """Flags of every service but the REST edge. Operators' ports are any free ones on loopback."""
     return {
         "admin-port": 0,
         "admin-token-file": state.admin_token,
@@ -368,7 +370,7 @@ def _rest_scheme(settings: UpSettings) -> str:
 
 
 def _https(settings: UpSettings) -> dict[str, object]:
-    """Clients of REST have no certificates, they check the edge's."""
+    """Flags for HTTPS: REST clients have no certificates and check the edge's."""
     if settings.tls_dir is None:
         return {}
     files = files_of(settings.tls_dir, "rest")
@@ -380,7 +382,7 @@ def _serve(service: str) -> list[str]:
 
 
 def _flags(values: dict[str, object]) -> list[str]:
-    """Flags of the values that are not None; of True, the flag alone."""
+    """Flags for the values that are not None; for True the flag without a value."""
     given = {name: value for name, value in values.items() if value is not None}
     return [
         part

@@ -12,13 +12,13 @@ from weft.engine.base.errors import ConfigError
 _FIRST_PORT = 20_000
 """First port to allocate."""
 _TRIES = 1000
-"""Ports that are taken, before it is up to the system."""
+"""Number of ports to try before the system chooses one."""
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""First and last of the ports that the system gives to outgoing connections."""
+"""File with the first and last port that the system gives to outgoing connections."""
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Finds out early, and names the flag, when a port cannot be had.
+    """Checks early that a port is free; the error names its flag.
 
     Raises:
         ConfigError: Something listens there, or the address is not this machine's.
@@ -36,7 +36,7 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on now, all different.
+    """Returns different ports that no process listens on now.
 
     Raises:
         ConfigError: The address is not this machine's, or there are no free ports.
@@ -62,7 +62,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def free_run(host: str, count: int) -> int:
-    """The first of so many ports in a row that nobody listens on now.
+    """Returns the first of so many consecutive ports that no process listens on now.
 
     Raises:
         ConfigError: The address is not this machine's, or there are no such ports.
@@ -73,7 +73,7 @@ def free_run(host: str, count: int) -> int:
         try:
             for port in range(first, first + count):
                 held.append(_bind(host, port))
-        except (OSError, OverflowError):  # one of them is taken, or there are no more
+        except (OSError, OverflowError):  # One of the ports is taken, or there are no more.
             continue
         finally:
             for taken in held:
@@ -95,10 +95,10 @@ def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # As servers do: connections of an earlier mesh that linger are no obstacle.
+        # Like servers: lingering connections of an earlier mesh are no obstacle.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-        bound.listen(1)  # with SO_REUSEADDR a listener is met only here
+        bound.listen(1)  # With SO_REUSEADDR, an existing listener is noticed only here.
     except OSError:
         bound.close()
         raise

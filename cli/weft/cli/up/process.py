@@ -39,7 +39,7 @@ class ServiceSpec:
     """How to start a service; the same for every incarnation."""
 
     name: str
-    """Unique in the mesh, as `decode-0`; a worker's id."""
+    """Name unique in the mesh, such as `decode-0`; also a worker's id."""
     command: tuple[str, ...]
     """Command line without --ready-file, which is added."""
     ready_file: Path
@@ -54,14 +54,14 @@ class ExitedEarly(Exception):
     """A service ended before it was ready, or had to be ended."""
 
     def __init__(self, name: str, how: str) -> None:
-        """`how` is what became of it, in words."""
+        """`how` describes the service's end."""
         self.name = name
         self.how = how
         super().__init__(f"{name} {how}")
 
 
 class NotStarted(ExitedEarly):
-    """The system gave no process, or no file for its log: memory, ids or disk are used up."""
+    """The system could not start the process or open its log: memory, ids or disk are used up."""
 
 
 def describe_status(status: int) -> str:
@@ -104,12 +104,12 @@ class ProcessWatch:
 
 
 class ServiceProcess:
-    """A started service; reaped by itself when it ends."""
+    """A started service, which is reaped automatically when it ends."""
 
     def __init__(self, spec: ServiceSpec) -> None:
         """Starts the process; needs a running loop and the main thread.
 
-        The parent-death signal follows the thread that forked, so that has to be one that lasts.
+        The parent-death signal is tied to the forking thread, so that thread must live on.
 
         Raises:
             NotStarted: There is no process.
@@ -136,11 +136,11 @@ class ServiceProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Server and engine have ended."""
+        """Whether server and engine have ended."""
         return self._reaper.done()
 
     async def wait_ready(self, on_progress: Callable[[int, int, str], None]) -> ReadyFile:
-        """The ready file, as soon as it is there.
+        """Waits for the ready file and returns its content.
 
         Args:
             on_progress: Called with (done, total, what) of what a worker loads.
@@ -159,10 +159,10 @@ class ServiceProcess:
         raise ExitedEarly(self.spec.name, f"{how} before it was ready")
 
     async def gone(self) -> int:
-        """Waits until the server and its engine are gone, both for sure; the exit status.
+        """Waits until both the server and its engine are certainly gone; returns the exit status.
 
-        When one of them ends, what is left of the other is killed: the engine at once, the server
-        after a grace, since it notices by itself.
+        When one of them ends, the other is killed: the engine at once, the server after a grace
+        period, since it ends by itself.
         """
         return await asyncio.shield(self._reaper)
 
@@ -173,7 +173,7 @@ class ServiceProcess:
 
     def kill(self) -> None:
         """Ends the server and its engine at once."""
-        self.send(signal.SIGKILL)  # the engine follows in _reap
+        self.send(signal.SIGKILL)  # `_reap` then kills the engine.
 
     def _read_ready_file(self) -> ReadyFile | None:
         try:
@@ -182,7 +182,8 @@ class ServiceProcess:
         except (FileNotFoundError, ValidationError):  # not there yet, or being written
             return None
         if self.ready.engine_pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # gone: then the server ends by itself
+            # If the engine is gone, the server ends by itself.
+            with contextlib.suppress(ProcessLookupError):
                 self._engine = ProcessWatch(self.ready.engine_pid)
                 self._follower = asyncio.create_task(self._follow_engine(self._engine))
         return self.ready
@@ -196,7 +197,7 @@ class ServiceProcess:
 
     async def _reap(self) -> int:
         await self._server.gone.wait()
-        # Not waited for yet, so its pid, and with it the group's id, cannot have been reused.
+        # The process has not been waited for, so its pid and group id cannot have been reused.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         if self.ready is None:
@@ -217,7 +218,7 @@ class ServiceProcess:
 
 
 def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
-    """The process of a service, watched; its folders are made again if they were removed."""
+    """Starts and watches a service's process; creates its folders again if they were removed."""
     for folder in (spec.log_file.parent, spec.ready_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())]
@@ -227,7 +228,7 @@ def _spawn(spec: ServiceSpec) -> tuple[subprocess.Popen[bytes], ProcessWatch]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Ctrl-C in the terminal is the supervisor's to handle, in its order.
+            # The supervisor handles Ctrl-C and stops services in its own order.
             start_new_session=True,
         )
     try:

@@ -1,4 +1,4 @@
-"""Whether the mesh as a whole answers."""
+"""Waits until the mesh as a whole answers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ async def wait_for_mesh(
 ) -> None:
     """Returns once `/readyz` says 200, or without REST once the gateway itself says so.
 
-    That takes one worker of each kind; the others get some seconds more to be seen.
+    The mesh answers with one worker of each kind; the other workers get some seconds more.
 
     Args:
-        grpc_address: A gateway's.
-        rest_url: Its REST edge's, scheme and address; None: there is none.
-        timeout_s: How long it may take.
+        grpc_address: Address of a gateway.
+        rest_url: Scheme and address of its REST edge; None: there is none.
+        timeout_s: Longest wait.
         identity: Identity of the command line; None: the mesh runs without TLS.
-        notice: Told now and then what is still missing.
+        notice: Called from time to time with what is still missing.
 
     Raises:
-        TimeoutError: It did not in time; the message has the last answer.
+        TimeoutError: The mesh was not ready in time; the message has the last answer.
     """
     loop = asyncio.get_running_loop()
     deadline, next_notice = loop.time() + timeout_s, loop.time() + _NOTICE_EVERY_S
@@ -74,7 +74,7 @@ async def _sees_everyone(channel: grpc.aio.Channel) -> bool:
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     try:
         fleet = await stub.GetFleet(gateway_pb2.GetFleetRequest(), timeout=_CALL_TIMEOUT_S)
-    except grpc.aio.AioRpcError:  # it has died meanwhile; the supervisor's affair
+    except grpc.aio.AioRpcError:  # The gateway has died meanwhile, which the supervisor handles.
         return False
     return all(worker.healthy for worker in fleet.workers)
 
@@ -84,8 +84,8 @@ def _get_readyz(url: str, identity: Identity | None) -> str | None:
     connection = http.client.HTTPConnection(address, timeout=_CALL_TIMEOUT_S)
     if scheme == "https":
         context = ssl.create_default_context() if identity is None else identity.client_context()
-        # Whether it is ready is asked, at an address that its certificate need not name, and no
-        # more: who it is, clients check.
+        # This only asks whether the edge is ready, at an address that its certificate need not
+        # name. Clients check its identity.
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(address, timeout=_CALL_TIMEOUT_S, context=context)
     try:

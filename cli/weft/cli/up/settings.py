@@ -244,7 +244,7 @@ class UpSettings(Settings):
             raise ValueError(f"--adapter {text}: give NAME=PATH")
         folder = Path(path)
         if self.adapter_root is not None and folder.is_absolute():
-            # A shell completes whole paths; what counts is where it lies in the root.
+            # A shell completes whole paths, but the path in the root counts.
             try:
                 folder = folder.relative_to(self.adapter_root.absolute())
             except ValueError:
@@ -256,7 +256,7 @@ class UpSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Sets what was not given and follows from something else."""
+        """Sets values that were not given and follow from others."""
         values = dict(values)
         if keys := os.environ.get(KEYS_VARIABLE):
             values.setdefault("api_keys_file", keys)

@@ -45,7 +45,7 @@ def locked_state_folder(root: Path) -> Iterator[StateFolder]:
     """Makes the folder and holds it for one mesh; logs of the one before are dropped.
 
     Raises:
-        ConfigError: Another mesh has it, or it cannot be made.
+        ConfigError: Another mesh uses the folder, or it cannot be created.
     """
     folder = StateFolder(root)
     try:
@@ -70,7 +70,7 @@ def locked_state_folder(root: Path) -> Iterator[StateFolder]:
             raise _unusable(root, error) from error
         yield folder
     finally:
-        os.close(lock)  # and with it the lock
+        os.close(lock)  # Closing the file releases the lock.
 
 
 def _unusable(root: Path, error: OSError) -> ConfigError:

@@ -19,13 +19,13 @@ from weft.cli.up.process import (
 )
 
 ExitReporter = Callable[[str, int], Awaitable[None]]
-"""Tells those concerned that incarnation `epoch` of worker `worker_id` is gone."""
+"""Informs the other workers that incarnation `epoch` of worker `worker_id` is gone."""
 
 _KILL_MARGIN_S = 2.0
 
 
 class Reporter(Protocol):
-    """Hears what happens to the services."""
+    """Receives events of the services."""
 
     def starting(self, name: str) -> None:
         """Called when a process was started."""
@@ -50,7 +50,7 @@ class Reporter(Protocol):
 
 
 class RestartBackoff:
-    """Delays between restarts: doubled by every death that follows soon, with jitter."""
+    """Delays between restarts, with jitter: each death soon after a start doubles the delay."""
 
     def __init__(self, first_s: float = 0.5, most_s: float = 30.0, calm_s: float = 60.0) -> None:
         """A service that ran for `calm_s` begins again at `first_s`."""
@@ -71,13 +71,13 @@ class Supervisor:
 
     Args:
         specs: The services to start.
-        reporter: Hears what happens.
-        report_exit: Told of workers that are gone for sure.
+        reporter: Receives events of the services.
+        report_exit: Called for workers that are certainly gone.
         make_backoff: Delays of one service's restarts.
-        is_alive: Tells whether a service does anything; None: processes that live are left alone.
+        is_alive: Returns whether a service is alive; None: running processes are never killed.
         stall_timeout_s: A service that was not alive for longer is killed; None: never.
-        ready_timeout_s: A service that does not serve by then after its start is killed; None:
-            never.
+        ready_timeout_s: A service that does not serve within this time of its start is killed;
+            None: never.
     """
 
     def __init__(
@@ -162,7 +162,9 @@ class Supervisor:
                 self._reporter.died(spec.name, error.how)
 
     async def _until_gone(self, process: ServiceProcess) -> int:
-        """The exit status; a service that stands still for too long is killed first."""
+        """Waits for a service's end and returns its exit status; kills it first if it stalls for
+        too long.
+        """
         stalling = asyncio.create_task(self._kill_stalled(process))
         try:
             return await process.gone()
@@ -175,11 +177,11 @@ class Supervisor:
             return
         await wait_stalled(partial(ask, process.spec.name, ready.address), timeout_s)
         self._reporter.stalled(process.spec.name, timeout_s)
-        # By SIGKILL: it would drain first, and wait for an engine that does nothing.
+        # SIGKILL, since on SIGTERM the service would drain and wait for its stalled engine.
         process.kill()
 
     async def _tell(self, process: ServiceProcess) -> None:
-        """Announces that both processes of a worker are gone: its writes cannot arrive any more."""
+        """Announces that both processes of a worker are gone, so that it sends no more writes."""
         ready = process.ready
         if ready is not None and ready.worker_id is not None and ready.epoch is not None:
             await self._report_exit(ready.worker_id, ready.epoch)
@@ -189,7 +191,7 @@ class Supervisor:
 
         Args:
             grace_s: Time that each phase has before it is killed.
-            at_once: When set, what is left is killed now.
+            at_once: When set, the remaining processes are killed at once.
         """
         for phase in sorted({spec.stop_phase for spec in self._specs}):
             processes = [p for p in self._running.values() if p.spec.stop_phase == phase]

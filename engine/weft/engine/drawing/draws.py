@@ -54,9 +54,10 @@ class Draw(NamedTuple):
     mask_errors: dict[int, WeftError]
     """Constraint errors by row."""
     firsts: npt.NDArray[np.int64] = NO_NUMBERS
-    """`first_rows` of a step with drafts."""
+    """Result of `first_rows`, for a step with drafts."""
     rows: Rows | None = None
-    """Rows of a step whose drafts are on the device; None: of other steps."""
+    """Waits for the rows, if the step's drafts are on the device; None: the host knows the drafts.
+    """
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -80,7 +81,8 @@ class Draw(NamedTuple):
         firsts = self.firsts
         end = int(firsts[behind])
         runs = self._runs(tokens, output.logprobs, firsts[begin : behind + 1])
-        # An error in a row behind drafts occurs again when the request reaches that position.
+        # An error in a row behind drafts is ignored: it occurs again when the request reaches that
+        # position.
         owners = dict(zip(firsts.tolist(), requests, strict=False)) if errors else {}
         failed = [_cause(owners[row], error) for row, error in errors.items() if row in owners]
         return Drawn(
@@ -102,7 +104,7 @@ class Draw(NamedTuple):
 
         Args:
             tokens: The drawn tokens, by row.
-            logprobs: Of these.
+            logprobs: Log-probabilities of these tokens.
             firsts: The first row of each of these requests, and the row behind the last one.
         """
         plan = self.plan
@@ -125,7 +127,7 @@ class Draw(NamedTuple):
         columns = zip(plan.verifies, begins, begins[1:], plan.draft_counts, strict=False)
         for item, first, behind, count in columns:
             end = first + (tokens[first] >= 0)
-            # Behind an error there is none.
+            # A negative token is an error, and no draft behind it counts.
             while first < end < behind and tokens[end - 1] == drafted[end] and tokens[end] >= 0:
                 end += 1
             runs.append(Run(item.request, tokens[first:end], logprobs[first:end], count))
@@ -133,8 +135,8 @@ class Draw(NamedTuple):
 
 
 def _cause(request: Request, error: WeftError) -> tuple[Request, WeftError]:
-    """A request and its error. Where nothing may be drawn beside a constraint it is the constraint
-    that has come to an end: `min_tokens` excludes nothing then.
+    """A request and its error. If no token may be drawn from a constrained row, the constraint has
+    come to its end, since `min_tokens` excludes nothing from such a row.
     """
     if error.param == "min_tokens" and request.params.constraint is not None:
         message = "no text satisfies it that goes on from here"
@@ -153,7 +155,7 @@ def first_rows(plan: Plan, num_drawing: int) -> npt.NDArray[np.int64]:
 
 
 def _depths(drafts: Sequence[int]) -> list[int]:
-    """Number of drafts up to each row of a request: 0 of the last token's."""
+    """Number of drafts from the last token to each row of a request; 0 for the last token's row."""
     depths = [0]
     for parent in parents_of(drafts):
         depths.append(depths[parent] + 1)
@@ -188,7 +190,7 @@ def drawn_rows(tokens: Sequence[int], drafts: Sequence[int]) -> list[int]:
     if tokens[0] < 0:
         return []
     parents, path = parents_of(drafts), [0]
-    # Children come behind their parents.
+    # Children have higher row numbers than their parents.
     for row, (draft, parent) in enumerate(zip(drafts, parents, strict=True), 1):
         if parent == path[-1] and tokens[parent] == draft and tokens[row] >= 0:
             path.append(row)
@@ -203,7 +205,7 @@ def _follow(plan: Plan, index: int, path: list[int], tokens: npt.NDArray[np.int6
         plan: Plan of the step.
         index: Index of the request among those with drafts.
         path: Its rows so far.
-        tokens: By row; there is one of the path's last.
+        tokens: Tokens drawn, by row; one was drawn from the path's last row.
     """
     drafts, last = plan.drafts[index], path[-1]
     token = int(tokens[last])
@@ -231,17 +233,17 @@ def _fetch_rows(drawable: Drawable) -> Rows:
 
 
 def _kept(wait_for_rows: Rows) -> Rows:
-    """The same, whose result stays valid."""
+    """A copy of the fetched rows that stays valid after the next step."""
     return cache(lambda: wait_for_rows().copy())
 
 
 def _needs_drafts(item: VerifyItem) -> bool:
-    """Whether the host needs a request's drafts before their rows are drawn from."""
+    """Whether the host needs a request's drafts before tokens are drawn from their rows."""
     return item.max_drafts > 0 and item.request.params.constraint is not None
 
 
 def _await_drafts(plan: Plan, drawable: Drawable) -> None:
-    """Has the drafts come to the host, if they are not there nor on their way."""
+    """Begins to copy the drafts to the host, unless they are there or on their way."""
     if isinstance(plan.drafts, LaterDrafts) and not plan.drafts.is_coming:
         plan.drafts.come_with(partial(_drafts_of, plan, _fetch_rows(drawable)))
 
@@ -288,9 +290,10 @@ class Drawing:
 
         Args:
             plan: Plan of the step, whose drafts may still be to come.
-            requests: That will draw; the tokens before those to be drawn are known.
-            slots: Theirs, if none of them has ended; None: they are asked.
-            is_late: `begin` follows at once.
+            requests: The requests that draw; their tokens up to now are known.
+            slots: The requests' slots, if no request has ended; None: they are read from the
+                requests.
+            is_late: Whether `begin` follows at once.
         """
         self._prepared = slots = self._slots(requests) if slots is None else slots
         for row in np.flatnonzero(~self._has_row[slots]).tolist():
@@ -309,7 +312,7 @@ class Drawing:
             plan: Plan of the step.
             requests: Requests given to `prepare` last; what is drawn for those that had ended means
                 nothing.
-            drawable: Decodes, requests with drafts (a row for each token), chunks.
+            drawable: Logits of decodes, of requests with drafts (a row for each token), of chunks.
         """
         if not plan.verifies:
             errors = self._take_masks(requests)
@@ -344,10 +347,10 @@ class Drawing:
         """Draws for the requests given to `prepare` last.
 
         Args:
-            drawable: Their rows.
-            firsts: `first_rows` of them; None: each has one.
-            drawn_as: Slots by row, where some have masks of their own; or None.
-            has_trees: Drafts form trees.
+            drawable: Logits of their rows.
+            firsts: Result of `first_rows`; None: each request has one row.
+            drawn_as: Slots by row, if some rows have masks of their own; else None.
+            has_trees: Whether drafts form trees.
         """
         positions = drawable.positions
         if drawable.captured is not None:
@@ -397,7 +400,7 @@ class Drawing:
         return errors
 
     def _awaits_drafts(self, plan: Plan) -> bool:
-        """Whether rows behind drafts get masks, for which the host needs the drafts first."""
+        """Whether rows behind drafts need masks, and so the host the drafts."""
         if not (self._sampler.is_on_device and self._constraints.are_in_use):
             return False
         return any(map(_needs_drafts, plan.verifies))
@@ -405,7 +408,7 @@ class Drawing:
     def _set_mask(self, request: Request, masks: Masks) -> None:
         """Passes the mask of a request's next token to the sampler."""
         if self._sampler.is_on_device:
-            # How many drafts of earlier steps were accepted the sampler does not know.
+            # The sampler does not know how many drafts of earlier steps were accepted.
             self._sampler.went_on(request.slot, request.num_generated)
         self._sampler.set_mask(request.slot, masks[0])
 
@@ -531,7 +534,7 @@ class Drawing:
             top_logprobs=request.top_logprobs,
         )
         prompt = request.tokens[: request.num_prompt_tokens]
-        # Before, so that the slot is freed if there is no memory for it.
+        # Set before `add`, so that the slot is freed if `add` fails.
         self._has_row[request.slot] = True
         self.num_slots += 1
         self._sampler.add(request.slot, row, prompt, request.tokens[request.num_prompt_tokens :])

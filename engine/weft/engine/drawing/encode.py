@@ -14,8 +14,8 @@ from weft.engine.scheduler.plan import Plan, PlanItem, VerifyItem
 
 
 def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
-    """The input of a started plan, whose drafts are known or being made; enters its requests' new
-    pages into the table.
+    """Makes the input of a started plan, whose drafts are known or being made. Enters the requests'
+    new pages into the page table.
     """
     if not (plan.verifies or plan.chunks) and plan.is_late is None:
         return _decodes(plan, table, page_size)
@@ -66,8 +66,8 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
 def verified_input(
     items: Sequence[VerifyItem], counts: Sequence[int], table: PageTable, page_size: int
 ) -> StepInput:
-    """Requests with these numbers of drafts, which are on the device or to be made there; their new
-    pages are entered into the table.
+    """Makes the input of requests whose drafts are on the device, or will be made there. Enters
+    their new pages into the page table.
     """
     requests = [item.request for item in items]
     lasts = [request.num_prompt_tokens + request.max_tokens for request in requests]
@@ -103,7 +103,7 @@ def _ones(count: int) -> Int64Array:
 
 
 def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
-    """A plan of decodes alone, at positions that the host knows."""
+    """Makes the input of a plan of decodes alone, at positions that the host knows."""
     slots, columns = plan.slots, plan.starts // page_size
     pages = None
     if table.is_short(slots, columns).any():
@@ -114,7 +114,7 @@ def _decodes(plan: Plan, table: PageTable, page_size: int) -> StepInput:
             for row, column in zip(rows.tolist(), own.tolist(), strict=True)
         ]
         table.append(slots[rows], own, pages[rows])
-        _enter_pages(plan, table, page_size)  # Of rows that lack more than one.
+        _enter_pages(plan, table, page_size)  # Rows that lack more than one page.
     adapters = plan.adapter_slots
     return StepInput(
         slots=slots,

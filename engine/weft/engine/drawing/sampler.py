@@ -113,7 +113,7 @@ class Sampler:
     """Draws the next token of each running sample.
 
     What is drawn depends on the row's logits, its parameters and seed, the position and its own
-    tokens so far: not on the slot, nor on other rows. Used by one thread.
+    tokens so far; it depends neither on the slot nor on other rows. Used by one thread.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class Sampler:
         Args:
             vocab_size: Length of a row of logits.
             max_rows: Slots are 0..max_rows - 1; `null_slot` is one more, which no request has.
-            use_native: False: the numpy path (same tokens, slower).
+            use_native: Whether to use native code; the numpy path draws the same tokens more
+                slowly.
             device: Where the logits are and tokens are drawn (the same ones); None = on the host.
             max_masked_rows: Most rows of a step for `mask_rows`.
         """
@@ -146,15 +147,18 @@ class Sampler:
         self._counting: set[int] = set()
         """Slots with penalties."""
         self._lacking_stops: set[int] = set()
-        """Slots whose mask on the device lacks their stop tokens, wherever they draw."""
+        """Slots whose mask on the device excludes their stop tokens at every position."""
         self._columns = SamplingColumns(vocab_size, num_slots, use_native=use_native)
         self._num_generated = np.zeros(num_slots, np.int64)
         self._is_special = np.zeros(num_slots, np.bool_)
-        """Rows that need Python: their logits change, or log-probabilities are wanted. Of a slot
-        that is free, what its last sample needed: a row of it may still be drawn (`common_way`).
+        """Slots that need Python: their logits are edited, or log-probabilities are wanted. A free
+        slot keeps the value of its last sample, since a row of it may still be drawn
+        (`common_way`).
         """
         self._is_greedy = np.ones(num_slots, np.bool_)
-        """Rows that need only their largest unchanged logit; of free slots like `_is_special`."""
+        """Slots that draw the largest unchanged logit. A free slot keeps its value, as in
+        `_is_special`.
+        """
         self._rows: dict[int, SampleRow] = {}
         self._edits: dict[int, LogitEdits] = {}
 
@@ -272,7 +276,7 @@ class Sampler:
                 self._send_mask(slot)
 
     def went_on(self, slot: int, num_generated: int) -> None:
-        """Notes how many tokens a slot's sample has generated, where drafts of it were accepted."""
+        """Notes how many tokens a slot's sample has generated, when drafts of it were accepted."""
         self._num_generated[slot] = num_generated
 
     def mask_rows(
@@ -285,8 +289,8 @@ class Sampler:
 
         Args:
             slots: [M], of the rows.
-            masks: Of each, as of `set_mask`.
-            num_generated: Number of tokens before the one that the row draws.
+            masks: A mask for each row, as in `set_mask`.
+            num_generated: Number of tokens that the sample has generated before the row's.
 
         Returns:
             [M]: slots for `begin` to draw these rows with.
@@ -298,8 +302,8 @@ class Sampler:
     def _later_mask(
         self, slot: int, mask: npt.NDArray[np.uint32] | None, num_generated: int
     ) -> npt.NDArray[np.uint32] | None:
-        """The mask of a slot's sample behind so many tokens: without its stop tokens, if it is to
-        have more and the mask allows others.
+        """The mask of a slot's sample after so many tokens. Stop tokens are excluded while
+        `min_tokens` is not reached and the mask allows other tokens.
         """
         if slot not in self._edits or num_generated >= self._rows[slot].stop.min_tokens:
             return mask
@@ -307,7 +311,7 @@ class Sampler:
         return words if mask is None or words.any() else mask
 
     def counts_tokens(self, slots: Int64Array) -> bool:
-        """Whether what any of these slots draws depends on what it has drawn."""
+        """Whether the next token of any of these slots depends on its tokens so far."""
         return not self._counting.isdisjoint(slots.tolist())
 
     def draw(self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array) -> SampleOutput:
@@ -355,7 +359,7 @@ class Sampler:
     def common_way(self, slots: Int64Array) -> Way | None:
         """How rows of these slots can be drawn by a graph; None: not at all.
 
-        Among them may be slots that became free since the step began: they draw as they did.
+        Slots that became free since the step began still draw in their way.
         """
         if self._is_special[slots].any():
             return None
@@ -374,7 +378,7 @@ class Sampler:
         """Like `begin`, by a graph.
 
         Args:
-            draw: Launches it.
+            draw: Launches the graph.
             way: Result of `common_way` for these slots.
             slots: See `begin`; the device has the same ones.
             positions: See `begin`.
@@ -512,7 +516,9 @@ class Sampler:
         return tuple(i for i in {*eos, *row.stop.stop_token_ids} if 0 <= i < vocab_size)
 
     def _is_masking(self, slot: int) -> bool:
-        """Whether `min_tokens` keeps the slot from stopping; not if its mask allows only that."""
+        """Whether `min_tokens` keeps the slot from stopping. It does not if the mask allows only
+        stop tokens.
+        """
         if self._num_generated[slot] >= self._rows[slot].stop.min_tokens:
             return False
         if not self._columns.is_masked[slot]:

@@ -1,6 +1,7 @@
 """The device's memory for adapters: rows of rank 8 for each kind of projection, and their tables.
 
-It is all taken at start, before the KV pool is sized, and never moves: captured graphs read it.
+All of it is allocated at start, before the KV pool is sized. It never moves, since captured graphs
+read it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_RANK = 16
 """Rank of the adapters that the default of `lora_memory_bytes` is sized for."""
 DEFAULT_DRAFT_RANK = 32
-"""Least rank of the draft adapters that there is room for: each changes a single layer."""
+"""Draft adapters of at least this rank have room; each changes a single layer."""
 
 
 def plan_lora(
@@ -57,8 +58,8 @@ def plan_lora(
     """Divides the adapter memory among the kinds of projections, for adapters of one rank on all of
     them.
 
-    Rows of a draft head come in addition, an equal part for each of `max_loras` adapters: drafts
-    never decide whether an adapter has room.
+    Rows for the draft head are added, an equal part for each of `max_loras` adapters, so that draft
+    adapters never take room from adapters.
 
     Raises:
         ConfigError: Not one row of each fits.
@@ -100,7 +101,7 @@ def plan_lora(
 
 
 def _check_vocabulary(config: EngineConfig, named: Sequence[str]) -> None:
-    """Raises ConfigError where there would be room for changes that `named` projections exclude."""
+    """Raises ConfigError if settings make room for changes that the `named` projections exclude."""
     if config.lora_whole_matrices and not named:
         raise ConfigError(
             f"lora_whole_matrices = {config.lora_whole_matrices}: lora_projections names neither "
@@ -126,11 +127,11 @@ class DraftParts(Protocol):
         """Reads an adapter's changes to the draft head, scaled, in float32.
 
         Args:
-            folder: That the adapter brings it in; need not be there.
+            folder: Folder of the draft adapter; may be missing.
             max_rank: Largest rank of a change.
 
         Returns:
-            By `Projection.kind`; nothing where it cannot be used, which is logged.
+            Changes by `Projection.kind`; none if the draft adapter cannot be used, which is logged.
         """
         ...
 
@@ -143,14 +144,14 @@ class LoraPool:
 
     Args:
         limits: Rows of each kind.
-        projections: That adapters may change.
-        model: Whose they are.
-        model_dir: Its checkpoint.
+        projections: Projections that adapters may change.
+        model: The model with these projections.
+        model_dir: The model's checkpoint.
         max_rank: Largest rank of an adapter.
         dtype: Dtype of the model.
         device: Device of the model.
-        drafts: Adapters may bring these changes of a draft head, whose projections are among
-            `projections`; None: they are not looked at.
+        drafts: Projections of the draft head that adapters may change, which are among
+            `projections`; None: draft adapters are ignored.
 
     Raises:
         ConfigError: There is not enough memory.
@@ -230,7 +231,9 @@ class LoraPool:
         )
 
     def _new_replaced(self, part: Projection, count: int, device: torch.device) -> ReplacedMatrices:
-        """Room for matrices in the place of the model's own; on a CPU they stay where they are."""
+        """Makes room for matrices that replace the model's own; on a CPU they are used where they
+        were read.
+        """
         places = torch.full((self.max_slots,), OWN, dtype=torch.int32, device=device)
         if not self._is_cuda:
             return ReplacedMatrices(places, on_host=[None] * count)
@@ -263,7 +266,7 @@ class LoraPool:
         return self._drafts is not None
 
     def draft_step(self, segments: LoraSegments) -> LoraStep:
-        """The same for the draft head's layer, number 0."""
+        """The same inputs for the draft head's layer, number 0."""
         return LoraStep(segments=segments, **self._draft_groups)
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
@@ -333,7 +336,7 @@ class LoraPool:
                 if name == EMBED_TOKENS or not weights.has(f"{name}.weight"):
                     return weights.at("model").vocabulary(EMBED_TOKENS, *size)
                 return weights.vocabulary(name, *size)
-        except ModelError:  # There is no checkpoint.
+        except ModelError:  # The model has no checkpoint, such as one of random weights.
             return None
 
     @property
@@ -373,8 +376,8 @@ class LoraPool:
 
 
 def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Half) -> None:
-    """Overwrites rows entirely, whatever they contained."""
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Between pieces of consecutive rows.
+    """Overwrites whole rows."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1  # Cuts the rows into runs of consecutive ones.
     for begin, end in pairwise([0, *cuts.tolist(), len(rows)]):
         give_way()
         first, count = int(rows[begin]), end - begin
@@ -385,7 +388,7 @@ def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Ha
 def _write_whole(
     replaced: ReplacedMatrices, place: DevicePlace, given: WholeMatrix | None, kind: str
 ) -> None:
-    """Gives a slot its matrix, or the model's own."""
+    """Gives a slot its adapter's matrix, or the model's own."""
     number = OWN
     if given is not None:
         (number,) = place.rows[kind].tolist()

@@ -1,4 +1,4 @@
-"""The device of an engine, and what it does not do there."""
+"""Finds an engine's device, and says what is slower or different on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.model.loader import LoadedModel
 from weft.kernels.cpu import native_cpu, native_cpu_missing
 
 MAX_FIXED_GROUP = 64
-"""Query heads of a KV head in a tile of rows of deterministic attention on a GPU."""
+"""Most query heads of a KV head for deterministic attention on a GPU: a tile's rows."""
 
 _VECTOR = 16
 """Numbers that one instruction takes at most, of those that activations are computed with."""
@@ -32,7 +32,7 @@ def find_device(config: EngineConfig) -> torch.device:
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: there is no {config.device!r} here", param="device")
     if device.index is not None:
-        torch.cuda.set_device(device)  # Kernels are launched on the thread's own device.
+        torch.cuda.set_device(device)  # Kernels are launched on the current device of the thread.
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -42,7 +42,7 @@ def promise_determinism(
     """Describes what deterministic mode does on this machine.
 
     Raises:
-        ConfigError: Some operation would depend on what else a step holds.
+        ConfigError: The result of some operation would depend on the step's other rows.
     """
     if loaded.config.latent is not None:
         reason = "latent attention takes another order for other steps"
@@ -93,7 +93,7 @@ def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.dev
 
 
 def missing_native(device: torch.device) -> list[str]:
-    """Describes what is slower here for lack of a C compiler, or of a permission."""
+    """Describes what is slower here because a C compiler or a permission is missing."""
     native = native_cpu()
     if device.type != "cpu" or (native is not None and not native.is_amx_refused):
         return []
@@ -104,7 +104,7 @@ def missing_native(device: torch.device) -> list[str]:
 
 
 def sampling_device(vocab_size: int, device: torch.device) -> tuple[torch.device | None, list[str]]:
-    """Where tokens are drawn, and why not on the GPU if there is one."""
+    """The device that draws tokens, and the reason if it is not the GPU."""
     if device.type != "cuda":
         return None, []
     fault = device_sampler_fault(vocab_size, device)

@@ -1,4 +1,6 @@
-"""A trial of the device's sampler when an engine starts: compiles it and compares its tokens."""
+"""Tries the device's sampler when an engine starts: compiles it and compares its tokens with the
+host's.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
     try:
         drawn = _draw(logits, np.stack(packed), device)
     except Exception as error:
-        # Whatever a compiler or a driver raises: the host can do what the device cannot.
+        # A compiler or driver may raise anything; the host can draw instead.
         logger.exception("the device's sampler does not run")
         return f"the device's sampler does not run ({type(error).__name__})"
     num_wrong = int((drawn != expected).any(axis=0).sum())
@@ -69,7 +71,7 @@ def device_sampler_fault(vocab_size: int, device: torch.device) -> str | None:
 
 
 def _draw(logits: torch.Tensor, params: np.ndarray, device: torch.device) -> np.ndarray:
-    """Draws as from rows without drafts, and as from rows that might have some, [2, L]."""
+    """Draws once as from rows without drafts, once as from rows with drafts: [2, L]."""
     count, vocab_size = logits.shape
     slots, logits = torch.arange(count, device=device), logits.to(device)
     tables = SlotTables(

@@ -1,7 +1,8 @@
 """A step's inputs on a GPU: one copy from the host per step; the page table is kept there.
 
-What only the device knows of a step (tokens drawn by the one before, where a request begins whose
-drafts were verified) is entered there: as part of a captured step, else right behind the copy.
+The device itself fills in what only it knows: the tokens drawn by the step before, and where
+requests begin whose drafts were verified. It does so within the captured step, else right behind
+the copy.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified, group_places,
 
 _ALIGNMENT_BYTES = 16
 _MAX_STATIC_CHANGES = 4096
-"""Most new pages that static inputs bring."""
+"""Most new pages that are sent with static inputs."""
 _CHANGES_BYTES = _MAX_STATIC_CHANGES * (8 + 4) + _ALIGNMENT_BYTES
 
 
@@ -50,7 +51,7 @@ class DeviceInputs:
         table: the host's page table; its changes are taken with each step.
         page_size: token positions a page.
         max_decode_rows: requests of the largest decode step with static inputs.
-        known: what the device knows of each slot; of the step behind drafts, all there is.
+        known: last tokens, positions and drafts of each slot, as the device knows them.
         lora: adapters on the device; None: steps have none.
         max_tokens: of the largest step with static inputs.
         windows: page table and pool of each further page group.
@@ -92,8 +93,8 @@ class DeviceInputs:
         device work, such as the positions and ancestors of trees, are preserved.
         """
         self.verify_rows = self._static_rows[:0]
-        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, where it has any; in
-        captured steps there may be columns of -1 behind.
+        """[V, 1 + most drafts] int64: `StepArrays.verify_rows` of that step, if it has drafts.
+        Captured steps may have further columns of -1.
         """
 
     @property
@@ -184,7 +185,7 @@ class DeviceInputs:
         return None if arrays.adapter_slots is None else self.lora_of(arrays.adapter_slots)
 
     def lora_of(self, token_slots: Int32Array) -> LoraStep:
-        """Sends the adapters of some tokens ([T]), as `batch` does for a whole step."""
+        """Sends the adapters of these tokens ([T]), as `batch` does for a whole step."""
         assert self._lora is not None, "a step has adapters, and there is no memory for them"
         return self._lora.step(LoraSegments(*self._copies.send(sort_tokens(token_slots))))
 
@@ -212,13 +213,14 @@ class DeviceInputs:
         assert self._lora is not None
         columns = LoraColumns.of(num_tokens, self._lora.max_slots)
         step = self._lora.step(columns.views(self._lora_bytes))
-        return replace(step, are_given=True)  # It comes by a copy, ahead of all kernels.
+        # The columns come by a copy before any kernel of the step.
+        return replace(step, are_given=True)
 
     def decode_batch(self, num_rows: int, *, has_lora: bool = False) -> Step:
         """The inputs of a decode step of `num_rows` requests, as `send_decodes` sent them last.
 
-        To be called while a graph is captured: what the device knows and new pages are entered, and
-        the page table's rows are copied, anew when it is replayed.
+        To be called while a graph is captured. Each replay fills in what the device knows, enters
+        new pages and copies the page table's rows again.
         """
         given, step = self._decodes.views(num_rows)
         expand_decodes(given, step, self._known, self._table, self._page_size)
@@ -281,12 +283,14 @@ class DeviceInputs:
         )
 
     def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:
-        """The memory of a decode step of `num_rows`, and the slots that its rows draw for."""
+        """The fixed memory of a decode step of `num_rows`, and the slots that its rows draw for."""
         given, step = self._decodes.views(num_rows)
         return step, given.slots
 
     def ragged_step(self, columns: RaggedColumns) -> tuple[StepRows, Verified, torch.Tensor]:
-        """The memory of a step of that size, its requests with drafts, and the rows that draw."""
+        """The fixed memory of a step of that size, its requests with drafts, and the slots of its
+        rows that draw.
+        """
         views = self.ragged_views(columns)
         return _step_of(views), Verified(views.verify_rows, views.drawing_slots), views.logits_rows
 
@@ -315,24 +319,23 @@ class DeviceInputs:
         self.step = _step_of(views)
 
     def send_drafting(self, requests: StepInput, num_requests: int) -> None:
-        """Sends requests alone, to draft for: a step of its own that is sent next takes their
-        place.
+        """Sends only requests to draft for. The next step that is sent overwrites them.
 
         Args:
-            requests: Which.
-            num_requests: That they are padded to.
+            requests: The requests.
+            num_requests: Number of requests that they are padded to.
         """
         changes, size = self._few_changes(), 8 * requests_size(num_requests)
         buffer = self._copies.pinned.take(size + _CHANGES_BYTES)
         used = write_requests(buffer.host, requests, num_requests, self._host_table.null_row)
-        # New pages lie where a graph writes other columns, once they are entered.
+        # Graphs overwrite the memory of new pages with other columns once the pages are entered.
         self.keep_ragged(0)
         assert self._ragged is not None
         self._send_static(self._ragged, buffer, used, changes)
 
     def request_rows(self, num_requests: int) -> tuple[torch.Tensor, ...]:
-        """Slots, starts, counts and limits ([num_requests] int64 each) of the step or the requests
-        sent last, if these were padded to this number.
+        """Slots, starts, counts and limits ([num_requests] int64 each) of the step or requests sent
+        last, which must have been padded to this number.
         """
         self.keep_ragged(0)
         assert self._ragged is not None
@@ -351,8 +354,8 @@ class DeviceInputs:
     def _send_static(
         self, device_bytes: torch.Tensor, buffer: PinnedBuffer, used: int, changes: PageChanges
     ) -> None:
-        """Copies the first `used` bytes of the pinned buffer taken last, and behind them new pages,
-        to fixed memory; enters the pages.
+        """Copies the first `used` bytes of the pinned buffer taken last, and new pages behind them,
+        to fixed memory. Enters the pages into the table.
         """
         if not len(changes.indices):
             device_bytes[:used].copy_(buffer.tensor[:used], non_blocking=True)
@@ -369,12 +372,13 @@ class DeviceInputs:
         self._apply(indices, device_bytes[middle:end].view(torch.int32))
 
     def _resolve(self, step: StepRows, sources: torch.Tensor, owners: torch.Tensor) -> None:
-        """Enters the values of a step that only the device knows."""
+        """Fills in the values of a step that only the device knows."""
         resolve_rows(step, sources, owners, self._known, self._table, self._page_size)
 
     def drawing_rows(self, arrays: StepArrays, *, has_slots: bool) -> RowsOnDevice:
-        """Returns slots, if they are wanted, and positions of the tokens drawn in the step sent
-        last: without a copy from the host where all of its rows are drawn from."""
+        """Slots, if they are wanted, and positions of the tokens drawn in the step sent last. Needs
+        no copy from the host if all rows of the step draw.
+        """
         if not arrays.is_decode:
             return RowsOnDevice(None, self.drawing_positions(arrays))
         assert self.step is not None
@@ -382,7 +386,7 @@ class DeviceInputs:
         return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
 
     def drawing_rows_of(self, num_rows: int, *, has_slots: bool) -> RowsOnDevice:
-        """`drawing_rows` of a step of `num_rows`, all of which are drawn from."""
+        """`drawing_rows` for a step of `num_rows` rows, all of which draw."""
         assert self.step is not None
         positions = self.step.positions[:num_rows] + 1
         return RowsOnDevice(self.drawing_slots if has_slots else None, positions)
@@ -390,7 +394,7 @@ class DeviceInputs:
     def drawing_positions(self, arrays: StepArrays) -> torch.Tensor:
         """[L] int64: positions of the tokens drawn in the step sent last.
 
-        All of its first rows are drawn from; those behind start where the host says.
+        All rows of its first requests draw; the requests behind these start where the host says.
         """
         assert self.step is not None
         count = len(arrays.sources)
@@ -398,8 +402,8 @@ class DeviceInputs:
         return torch.cat([self.step.positions[:count] + 1, others])
 
     def keep_ragged(self, num_bytes: int) -> None:
-        """Allocates fixed memory for ragged steps of this many bytes, unless there is some; the
-        largest size must be requested first.
+        """Allocates fixed memory of this size for ragged steps, unless it exists; the first call
+        must ask for the largest size.
         """
         num_bytes = max(num_bytes, 8 * requests_size(self._max_requests)) + _CHANGES_BYTES
         if self._ragged is None:
@@ -442,7 +446,8 @@ def group_step(
 
 
 class _DecodeMemory:
-    """Fixed memory on the device that captured decode steps read, and what they expand it to.
+    """Fixed memory on the device that captured decode steps read, and the rows that they make of
+    it.
 
     Args:
         max_rows: Rows of the largest step.
@@ -453,7 +458,7 @@ class _DecodeMemory:
         self._max_rows = max_rows
         self._one_row_each, device = one_row_each, one_row_each.device
         self.used = max_rows * 8 * len(DecodeColumns._fields)
-        """Bytes of the columns; behind them come the step's new pages, as many as there are."""
+        """Bytes of the columns; the step's new pages lie behind them."""
         self.num_bytes = self.used + _CHANGES_BYTES
         self.device_bytes = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         self._given = self.device_bytes[: self.used].view(torch.int64).view(-1, max_rows)

@@ -10,8 +10,8 @@ import torch
 from weft.engine.base.device_copies import Mark, Marks
 
 _MAX_GAP = 8
-"""Slots between two whose masks have changed up to which all of them are sent in one copy: telling
-the device of another one takes the host longer.
+"""Longest gap of unchanged slots that is sent along with the changed ones: a second copy would take
+the host longer.
 """
 
 
@@ -34,25 +34,25 @@ class DeviceMasks:
         """Slots whose masks are to be sent."""
         self._marks = Marks(device, number=1)
         self._sent: Mark | None = None
-        """Behind the last copies; None: they have ended."""
+        """Mark behind the last copies; None: the copies have ended."""
 
     @property
     def has_changes(self) -> bool:
-        """Whether `send` has something to do."""
+        """Whether any mask has to be sent."""
         return bool(self._changed)
 
     def set(self, slot: int, words: npt.NDArray[np.uint32]) -> None:
         """Sets a slot's mask.
 
         Args:
-            slot: Which.
+            slot: The slot.
             words: [num_words], copied.
         """
         self.memory()[slot] = words
         self._changed.add(slot)
 
     def memory(self) -> npt.NDArray[np.uint32]:
-        """[num_slots, num_words]: masks on the host, of which `changed` says which to send."""
+        """[num_slots, num_words]: masks on the host; who writes here calls `changed`."""
         if self._sent is not None:
             # The tokens drawn after those copies are known to the host, so the copies have ended.
             self._sent.wait()
@@ -60,11 +60,13 @@ class DeviceMasks:
         return self._words
 
     def changed(self, slots: Sequence[int]) -> None:
-        """Has the masks of slots sent that were written to `memory`."""
+        """Notes that masks of these slots were written to `memory`; `send` sends them."""
         self._changed.update(slots)
 
     def send(self) -> None:
-        """Sends the masks set since the last call, and may be some others again."""
+        """Sends the masks changed since the last call, and perhaps some unchanged ones between
+        them.
+        """
         if not self._changed:
             return
         for slots in _ranges(sorted(self._changed)):
@@ -74,7 +76,7 @@ class DeviceMasks:
 
 
 def _ranges(slots: Sequence[int]) -> Iterator[slice]:
-    """Ranges that have all of these slots, ascending, and those in small gaps between them."""
+    """Ascending ranges that contain all of these slots; a small gap does not end a range."""
     first = last = slots[0]
     for slot in slots:
         if slot - last > 1 + _MAX_GAP:

@@ -1,4 +1,4 @@
-"""A pool in device memory as tiers see it: pages travel through pinned host memory."""
+"""Access to a pool in device memory for tiers: pages travel through pinned host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NULL_PAGE = 0
 class PinnedRows:
     """Host memory that a pool's device copies from and to directly, until `close`.
 
-    A device keeps what it was told of an address, so memory is unpinned before it is given back.
+    CUDA remembers pinned addresses, so memory is unpinned before it is given back.
 
     Args:
         rows: `[num_rows, page_bytes]`.
@@ -56,9 +56,9 @@ class PinnedRows:
 class DevicePool:
     """Implements `weft.engine.transfer.page_pool.PagePool` for one thread, on a stream of its own.
 
-    It waits for no step. Pages that are copied out were computed by steps that have ended. Pages
-    that are copied in are nobody's but their load's: a step that still used them would have kept
-    them, and the engine waits for their wipes. Copies are complete when their call returns.
+    It waits for no step: pages that are copied out were computed by steps that have ended, and
+    pages that are copied in belong to their load alone, since pages that a step still uses are not
+    free, and the engine waits until pages are zeroed. Copies are complete when their call returns.
 
     Args:
         pool: `[num_pages, ...]`, contiguous.
@@ -96,7 +96,7 @@ class DevicePool:
         self._wait()
 
     def copy_in(self, rows: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> list[int]:
-        """See `PagePool.copy_in`; the digests are the device's own."""
+        """See `PagePool.copy_in`; the device computes the digests."""
         with self._on_stream():
             for row, page in zip(rows, pages, strict=True):
                 self._rows[page].copy_(torch.from_numpy(row), non_blocking=True)
@@ -117,7 +117,7 @@ class DevicePool:
 
     @staticmethod
     def _new_stream(device: torch.device) -> torch.cuda.Stream:
-        # Its operations are short and a request waits for them: they go before those of steps.
+        # These short operations have priority over steps, because a request waits for them.
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def _new_rows(self, count: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Sampling on the device of the logits: parameters by slot in its memory, only tokens are fetched.
+"""Sampling on the device that has the logits. It keeps parameters by slot; only tokens are fetched.
 
-Tokens are drawn, and counted, in the order of the calls; nothing waits for the device.
+Tokens are drawn and counted in the order of the calls. No call waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 Way = Literal["greedy", "any"]
-"""How all tokens of a step are drawn: the most likely ones, or each by its slot's parameters."""
+"""How the tokens of a step are drawn: as the most likely ones, or each by its slot's parameters."""
 
 
 class SlotParams(NamedTuple):
@@ -74,11 +74,11 @@ class CapturedDraws(NamedTuple):
     tokens: torch.Tensor
     """[L] int64 on the device, valid until the next step; negative: errors."""
     host: Int64Array
-    """[3, L], valid from the mark until the next draws: the tokens drawn; of steps with drafts also
-    those of the rows, and with trees the rows' words (`StepRows.ancestors`).
+    """[3, L], valid from the mark until the next draws: the tokens drawn; in steps with drafts also
+    the rows' own tokens, and with trees the rows' words (`StepRows.ancestors`).
     """
     mark: Mark
-    """Behind the copy."""
+    """Mark behind the copy to the host."""
 
     def wait(self) -> Int64Array:
         """Waits for the tokens; must be called before the next draws begin."""
@@ -94,16 +94,19 @@ class CapturedDraws(NamedTuple):
 
 
 CapturedDraw = Callable[[Way, Int64Array | None], CapturedDraws]
-"""Draws by a graph, in this way; slots by row ([L]), if some are not their requests'."""
+"""Draws by a graph, in the given way. Takes slots by row ([L]) if some rows draw with other slots
+than their requests'.
+"""
 
 
 class DeviceSampler:
-    """A sampler on a device. Changes since the last step are sent in one copy, but for masks.
+    """A sampler on a device. Changes since the last step are sent in one copy; masks are sent
+    apart.
 
     Args:
         vocab_size: length of a row of logits.
         max_slots: slots are 0..max_slots - 1; one that was not added is greedy.
-        device: of the logits.
+        device: device of the logits.
         max_masked_rows: Most rows of a step for `mask_rows`.
     """
 
@@ -131,8 +134,8 @@ class DeviceSampler:
 
         Args:
             slot: Must be free.
-            params: How it draws.
-            edits: Its bias and its tokens so far; stop tokens are masked by `set_mask`.
+            params: Sampling parameters of the sample.
+            edits: Bias and tokens so far of the sample; `set_mask` masks stop tokens.
         """
         bias_row = count_row = -1
         if edits is not None and len(edits.bias_ids):
@@ -145,8 +148,8 @@ class DeviceSampler:
         self._changed.add(slot)
 
     def remove(self, slot: int) -> None:
-        """Frees `slot`. Its parameters are sent all the same: a row of it may still be drawn, and
-        what the device has may be of an earlier sample, with rows of its own.
+        """Frees `slot`. Its parameters are still sent, because one of its rows may still be drawn,
+        and the device may have the parameters of an earlier sample.
         """
         self._biases.give_back(slot)
         self._counts.give_back(slot)
@@ -159,7 +162,7 @@ class DeviceSampler:
         Args:
             slot: Slot of a sample.
             words: [ceil(vocab_size / 32)], copied; None = all tokens.
-            end: Position from which on it may draw all.
+            end: Position from which on the slot may draw all tokens.
         """
         mask_end = 0 if words is None else end
         if self._host_params[slot, Field.MASK_END] != mask_end:
@@ -169,11 +172,11 @@ class DeviceSampler:
             self._masks.set(slot, words)
 
     def mask_memory(self) -> npt.NDArray[np.uint32]:
-        """[num_slots, ceil(vocab_size / 32)]: what is sent; rows may be written now."""
+        """[num_slots, ceil(vocab_size / 32)]: the masks, which may be written now."""
         return self._masks.memory()
 
     def have_masks(self, slots: Int64Array) -> None:
-        """Sends the rows of `mask_memory` of these slots, which may draw no other tokens."""
+        """Puts the masks in these slots' rows of `mask_memory` into effect."""
         ends = self._host_params[slots, Field.MASK_END]
         self._changed.update(slots[ends != ALWAYS_MASKED].tolist())
         self._host_params[slots, Field.MASK_END] = ALWAYS_MASKED
@@ -182,19 +185,19 @@ class DeviceSampler:
     def mask_rows(
         self, slots: Int64Array, masks: Sequence[npt.NDArray[np.uint32] | None]
     ) -> Int64Array:
-        """Gives rows masks of their own, where several rows of a step are of one slot.
+        """Gives rows masks of their own, for steps with several rows of one slot.
 
         Args:
-            slots: [M], of the rows; their parameters are not changed any more until the step draws.
-            masks: See `set_mask`; always in effect.
+            slots: [M], slots of the rows; their parameters must not change until the step draws.
+            masks: Masks by row as in `set_mask`, without an `end`.
 
         Returns:
-            [M]: slots that draw as these do but for the mask, until the next call.
+            [M]: slots that draw like the given ones except for the mask, valid until the next call.
         """
         beside = self._first_beside + np.arange(len(slots))
         params = self._host_params[slots]
         params[:, Field.MASK_END] = [0 if mask is None else ALWAYS_MASKED for mask in masks]
-        # Mostly the same slots have drafts again.
+        # Usually the same slots have drafts as in the step before.
         are_new = (self._host_params[beside] != params).any(axis=1)
         self._host_params[beside] = params
         self._changed.update(beside[are_new].tolist())
@@ -209,7 +212,7 @@ class DeviceSampler:
         return SlotTables(self._params, self._masks.tensor, self._no_biases, self._no_counts)
 
     def send_changes(self) -> None:
-        """Applies all changes made so far, as `draw` does."""
+        """Sends and applies all changes made so far, as `draw` does."""
         nothing = np.zeros(0, np.int64)
         self._send(nothing)
 
@@ -222,17 +225,19 @@ class DeviceSampler:
         on_device: RowsOnDevice | None = None,
         drafted: RowsBehindDrafts | None = None,
     ) -> DeviceDraw:
-        """Draws one token per row and counts it; behind drafts, those of accepted rows.
+        """Draws one token per row and counts it. In steps with drafts only tokens of accepted rows
+        count.
 
         Args:
             logits: [L, vocab_size] float32 on the device; unchanged.
-            slots: [L], distinct but for those that were not added, and those whose tokens do not
-                depend on the ones before.
+            slots: [L]. A slot may occur twice if it was not added, or if its tokens do not depend
+                on the ones before.
             positions: [L], absolute position of the token to be drawn.
             num_tops: By row: how many most likely tokens are wanted beside the log-probability of
                 the drawn one.
-            on_device: Slots, where they are there, and positions, which take the place of these.
-            drafted: Of a step with drafts, if any slot counts its tokens; or None.
+            on_device: Positions, and perhaps slots, that are on the device already and replace
+                these.
+            drafted: Rows of a step with drafts, if any slot counts its tokens; else None.
         """
         rows, nothing = np.fromiter(num_tops, np.int64), slots[:0]
         firsts = nothing if drafted is None else drafted.firsts
@@ -258,7 +263,7 @@ class DeviceSampler:
         return DeviceDraw(tokens, Fetched(torch.cat([tokens, *_as_int64(top)])), dict(num_tops))
 
     def _send(self, *columns: Int64Array) -> list[torch.Tensor]:
-        """Sends a step's columns with all that changed, and applies the changes."""
+        """Sends a step's columns together with all changes, and applies the changes."""
         self._masks.send()
         has_rows = self._biases.has_changes or self._counts.has_changes
         if not (self._changed or has_rows):
@@ -284,7 +289,9 @@ class DeviceSampler:
 
 
 class _Rows:
-    """Rows of the vocabulary for the slots that need one; as many as were ever needed at once."""
+    """Rows of the vocabulary's length for the slots that need one. Grows to the most that were
+    needed at once.
+    """
 
     def __init__(
         self, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
@@ -316,7 +323,7 @@ class _Rows:
 
     @property
     def has_changes(self) -> bool:
-        """`take_changes` has something."""
+        """Whether `take_changes` would return anything."""
         return bool(self._new)
 
     def take_changes(self) -> tuple[Int64Array, npt.NDArray[np.generic]]:
@@ -329,7 +336,7 @@ class _Rows:
         return np.concatenate(indices), np.concatenate(values)
 
     def apply(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes the changes that `take_changes` returned."""
+        """Writes changes from `take_changes` on the device."""
         if len(indices):
             self.tensor.view(-1).index_copy_(0, indices, values)
 

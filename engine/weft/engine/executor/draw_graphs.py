@@ -1,7 +1,7 @@
-"""Drawing behind captured steps, as CUDA graphs: LM head, choice of tokens, what the device keeps
-of them and their copy to the host are one launch instead of about ten.
+"""Drawing behind captured steps, as CUDA graphs. The LM head, the choice of tokens, their storage
+on the device and their copy to the host take one launch instead of about ten.
 
-A graph of its own, not a part of the step's: masks of constraints may come in between.
+Drawing has graphs of its own, since masks of constraints may have to be sent after the step.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
 
 FREE_ROWS = 64
-"""Rows for which an LM head takes little more time than for one. A step with prompts and fewer rows
-draws this many.
+"""Number of rows for which an LM head takes little more time than for one. Steps with prompts and
+fewer drawing rows are padded to it.
 """
 CHEAP_ROWS = 384
-"""Rows up to which padding does not matter: about as many are multiplied while the weights are
-read, and the rest of their cost is less than that of single launches.
+"""Number of rows up to which padding costs little: about as many are multiplied while the weights
+are read.
 """
 MAX_PADDING = 1.5
-"""Beyond `CHEAP_ROWS`, most rows drawn as a multiple of a step's own."""
+"""Beyond `CHEAP_ROWS`, largest ratio of rows drawn to a step's own rows."""
 
 
 _OWN = -1
-"""Entry of a row that is drawn with its request's slot."""
+"""Entry of a row that draws with its request's own slot."""
 
 
 class DrawKey(NamedTuple):
@@ -90,13 +90,13 @@ class DrawGraphs:
         ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
         self._marks = Marks(device, number=4)
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
-        """[most]: the slot that a row behind drafts is drawn with."""
+        """[most]: the slot with which each row behind drafts draws."""
         self._sent_as = np.zeros(0, np.int64)
-        """The entries last sent, from the first on; the others are `_OWN`."""
+        """The first entries of `_drawn_as` as sent last; the others are `_OWN`."""
         self._copies = DeviceCopies(device)
         self._graphs: dict[DrawKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._drawn: dict[tuple[DrawKey, int], tuple[torch.Tensor, Int64Array]] = {}
-        """By graph and number of wanted rows: tokens on the device, and their copy on the host."""
+        """Tokens on the device and their copy on the host, by graph and number of wanted rows."""
         keys = {
             bucket: [DrawKey(bucket, rows, way) for rows in _sizes(bucket) for way in ways]
             for bucket in sorted(steps, reverse=True)
@@ -112,7 +112,9 @@ class DrawGraphs:
                 on_capture(len(self._graphs), total, "capturing graphs of drawing")
 
     def has(self, bucket: GraphBucket, count: int) -> bool:
-        """Whether a graph draws from `count` rows of such a step, and not from many more."""
+        """Whether there is a graph that draws from `count` rows of such a step, and not from many
+        more.
+        """
         rows = next(size for size in _sizes(bucket) if size >= count)
         is_near = rows <= max(CHEAP_ROWS, MAX_PADDING * count)
         return is_near and DrawKey(bucket, rows, "greedy") in self._graphs
@@ -123,10 +125,11 @@ class DrawGraphs:
         """Draws from the step that ran last, and keeps the tokens.
 
         Args:
-            bucket: Of the step; with drafts, if there is `drawn_as`.
+            bucket: Bucket of the step, which has drafts if `drawn_as` is given.
             count: L, its rows of logits.
-            way: How; "any", if there is `drawn_as`.
-            drawn_as: [L], slots by row, some of which are not their requests'; or None.
+            way: Way of drawing; "any" if `drawn_as` is given.
+            drawn_as: [L], slots by row, if some rows draw with other slots than their requests';
+                else None.
         """
         if bucket.drafts:
             self._send_slots(drawn_as)
@@ -142,7 +145,7 @@ class DrawGraphs:
     def _send_slots(self, drawn_as: Int64Array | None) -> None:
         wanted = self._sent_as[:0] if drawn_as is None else drawn_as
         if np.array_equal(wanted, self._sent_as):
-            return  # Mostly the same requests have masks again.
+            return  # Usually the same rows have masks as in the step before.
         entries = np.full(max(len(wanted), len(self._sent_as)), _OWN, np.int64)
         entries[: len(wanted)] = wanted
         (sent,) = self._copies.send((entries,))
@@ -173,7 +176,7 @@ class DrawGraphs:
             tokens = draw_rows(logits, drawn_as, positions + 1, self._tables)
         given = [tokens]
         if bucket.kind in ("decode", "ragged"):
-            # Rows that are verified keep some token or other here, and theirs behind.
+            # For verified rows this keeps an arbitrary token; `accept` then keeps the right one.
             self._keeper.keep(tokens, slots)
         if verified is not None and bucket.drafts:
             self._keeper.accept(tokens, step, verified)
@@ -184,9 +187,9 @@ class DrawGraphs:
 
 
 def _sizes(bucket: GraphBucket) -> list[int]:
-    """Numbers of rows that drawing from such steps is captured for, ascending: beside prompts there
-    may be a few requests or many, and all of them may have drafts, or none. There are none in the
-    first step behind drafts either, which takes the smallest graph for steps that have some.
+    """Numbers of rows that drawing from such steps is captured for, ascending. Beside prompts there
+    may be few requests or many, all with drafts or all without. The first step after drafts ended
+    has none either, but takes the smallest graph for steps that have drafts.
     """
     if bucket.kind == "ragged":
         most = bucket.columns.max_logits

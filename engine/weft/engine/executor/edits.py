@@ -1,7 +1,7 @@
 """Request-dependent changes of a row's logits: bias, penalties, masked stop tokens.
 
-Each is a short list of token ids and never a row of the vocabulary, so they are made on the row
-itself and taken back once its token is drawn.
+Each change concerns a short list of token ids. So `LogitEdits` changes the row itself, and reverts
+the changes once the row's token is drawn.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class LogitEdits:
 
         Args:
             params: Bias and penalties.
-            stop_ids: Tokens to be masked while `is_masking`.
-            prompt_ids: Count for the repetition penalty only.
-            output_ids: Count for all penalties.
+            stop_ids: Tokens that `apply` masks with `is_masking`.
+            prompt_ids: Prompt tokens, which count for the repetition penalty only.
+            output_ids: Generated tokens, which count for all penalties.
         """
         self.params = params
         self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
@@ -89,7 +89,7 @@ class LogitEdits:
 
         Args:
             row: Logits of the next token.
-            is_masking: No stop token may be drawn.
+            is_masking: Whether stop tokens are excluded.
         """
         if len(self.bias_ids):
             self._remember(row, self.bias_ids)

@@ -1,7 +1,7 @@
 """Encodings of a step: what its `StepInput` becomes before it is copied to the device.
 
-Which one a step takes follows from its bucket: decodes by column, requests of few rows by request
-(`ragged_columns.write_requests`), all others by row.
+The step's bucket decides which one it takes: decodes go by column, requests of few rows by request
+(`ragged_columns.write_requests`), all other steps by row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.memory.page_table import PageTable
 
 DRAWN = -1
-"""Placeholder for a token that the previous step draws for the slot and the host does not know yet.
+"""Placeholder for the slot's token that the previous step draws and that the host does not know
+yet.
 """
 
 ALL_BEFORE = -1
@@ -29,7 +30,7 @@ def _nothing() -> Int64Array:
 
 @dataclass(slots=True, kw_only=True)
 class StepArrays:
-    """The input of a step on the host, before it becomes a `Step`. T, R and L as there."""
+    """The input of a step on the host, by row. T, R and L are as in `Step`."""
 
     token_ids: Int64Array
     """Token ids, [T]; DRAWN where only the device knows them (see `sources`)."""
@@ -44,7 +45,7 @@ class StepArrays:
     kv_lens: Int32Array
     """Length of each request's context, [R]."""
     logits_rows: Int64Array
-    """Rows of T whose logits are wanted, [L]; for a request with drafts all of its rows."""
+    """Indices of the rows whose logits are wanted, [L]; all rows of a request with drafts."""
     max_q_len: int
     max_kv_len: int
     num_decodes: int = 0
@@ -53,20 +54,20 @@ class StepArrays:
     drawing_positions: Int64Array = field(default_factory=_nothing)
     """Positions of the tokens to be drawn, [L]."""
     verify_rows: Int64Array | None = None
-    """[V, 1 + longest drafts]: rows of T of each request that is no prompt, decodes first; -1
-    behind its last row. None: none has drafts.
+    """[V, 1 + most drafts]: the rows of each request that is no prompt, decodes first; -1 behind a
+    request's last row. None: no request has drafts.
     """
     sources: Int64Array = field(default_factory=_nothing)
     """[N]: location on the device of the token of each of the first rows: decodes, and drafts made
     on the device (`weft.kernels.step_rows.resolve_rows`).
     """
     owners: Int64Array = field(default_factory=_nothing)
-    """[N]: the request of each such row if it starts late, else -1."""
+    """[N]: index of the row's request if only the device knows where it starts, else -1."""
     adapter_slots: Int32Array | None = None
     """[T]: each token's slot of the LoRA tables; None: no token has an adapter."""
     ancestors: Int64Array | None = None
-    """[T]: `GroupStep.ancestors`; None: there are no trees. For trees known only to the device,
-    the device writes them into `DeviceInputs.step` before the step runs.
+    """[T]: `GroupStep.ancestors`; None: there are no trees. If only the device knows the trees, it
+    writes this column itself before the step runs.
     """
 
     @property
@@ -80,7 +81,7 @@ class StepArrays:
 
     @property
     def is_cold(self) -> bool:
-        """Whether requests of several rows have nothing before the step."""
+        """Whether all requests of several rows begin with this step."""
         q_lens = np.diff(self.cu_q_lens)
         return bool(((q_lens <= 1) | (q_lens == self.kv_lens)).all())
 
@@ -91,7 +92,7 @@ class StepArrays:
 
     @classmethod
     def of_step(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
-        """Flattens a step."""
+        """Flattens a step from requests to rows."""
         if step.is_decodes:
             return cls._of_decodes(step, table, page_size)
         num_decodes, num_requests = step.num_decodes, len(step.slots)
@@ -115,7 +116,7 @@ class StepArrays:
         if step.has_trees:
             ancestors = np.full(len(token_ids), ALL_BEFORE, np.int64)
             if step.words is not None:
-                # A tree's rows are where a chain's would be, at positions given by their depths.
+                # A tree's rows occupy a chain's places; their positions follow from their depths.
                 rows = slice(int(cu_q_lens[num_decodes]), int(cu_q_lens[num_behind]))
                 ancestors[rows] = step.words
                 roots = np.repeat(
@@ -123,11 +124,11 @@ class StepArrays:
                 )
                 positions[rows] = roots + np.bitwise_count(step.words) - 1
         for index in np.flatnonzero(step.leads).tolist():
-            # Its page may be shared; what it would write is there.
+            # The KV of the leading row exists already, and its page may be shared.
             first = int(cu_q_lens[num_behind + index])
             places[first : first + int(step.leads[index])] = NULL_PAGE * page_size
         kv_lens = step.bounds + q_lens
-        # The last rows of each request draw: one, or of drafts all.
+        # The last rows of each request draw: one row, or all rows of a request with drafts.
         before = np.repeat(cu_q_lens[1:] - np.cumsum(num_drawing), num_drawing)
         logits_rows = (before + np.arange(len(before))).astype(np.int64)
         return cls(
@@ -152,7 +153,7 @@ class StepArrays:
 
     @classmethod
     def _of_decodes(cls, step: StepInput, table: PageTable, page_size: int) -> StepArrays:
-        """`of_step` of one row each, without what follows for longer ones."""
+        """`of_step` for requests of one row each."""
         num_rows, drawing_positions = len(step.slots), step.bounds + 1
         return cls(
             token_ids=np.full(num_rows, DRAWN, np.int64),
@@ -181,9 +182,9 @@ class StepDecodes(NamedTuple):
     starts: Int64Array
     """[R]: positions of the tokens."""
     tokens: Int64Array | int
-    """[R], or the same for all: `StepArrays.token_ids`."""
+    """[R], or one value for all: see `StepArrays.token_ids`."""
     pages: Int64Array | int
-    """[R], or the same for all: the page of each position, where the device's page table lacks it;
+    """[R], or one value for all: the page of each position that the device's page table lacks;
     elsewhere -1.
     """
     adapter_slots: Int32Array | None
@@ -191,13 +192,13 @@ class StepDecodes(NamedTuple):
 
     @classmethod
     def of_step(cls, step: StepInput) -> StepDecodes:
-        """A step for which `StepInput.is_decodes`."""
+        """Takes a step for which `StepInput.is_decodes`."""
         pages = -1 if step.pages is None else step.pages
         return cls(step.slots, step.bounds, DRAWN, pages, step.adapters)
 
     @classmethod
     def of_arrays(cls, arrays: StepArrays) -> StepDecodes:
-        """A step for which `StepArrays.is_decode`; its pages are in the table."""
+        """Takes a step for which `StepArrays.is_decode`; its pages are in the table."""
         return cls(arrays.slots, arrays.positions, arrays.token_ids, -1, arrays.adapter_slots)
 
 
@@ -210,7 +211,7 @@ def _places(
 
 
 def _kept_rows(step: StepInput, num_kept: int, num_slots: int) -> tuple[Int64Array, Int64Array]:
-    """`StepArrays.sources` and `owners` of the first requests, whose tokens the device has.
+    """`StepArrays.sources` and `owners` for the first requests, whose tokens the device has.
 
     Args:
         step: The step.

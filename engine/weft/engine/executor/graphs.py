@@ -1,10 +1,11 @@
 """Steps captured as CUDA graphs: one launch instead of several hundred.
 
-A graph is captured for fixed numbers of rows and requests, and steps are padded to the next one:
-decode steps, in which each request brings one token; steps that verify drafts, in which each brings
-a few, or a tree of them; and ragged ones, which bring prompts too. Where a faster attention takes
-long prompts with nothing before them, there are graphs for these besides: for prompts of any number
-and length, beside decodes ("prompts"), or for one alone ("cold").
+A graph is captured for fixed numbers of rows and requests, and steps are padded to the next larger
+one. There are graphs for decode steps, in which each request brings one token; for steps that
+verify drafts, in which each request brings a few tokens or a tree; and for ragged steps, which
+bring prompts too. Where a faster attention takes long prompts with nothing before them, there are
+further graphs for these: for any number of prompts beside decodes ("prompts"), or for one prompt
+alone ("cold").
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 _SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _LARGE_STEP = 64
 MAX_RAGGED_TOKENS = 8192 + MAX_DECODES_BESIDE
-"""Most tokens in a captured step; longer ones keep the device busy for longer than their launches
+"""Most tokens in a captured step. Longer steps keep the device busy for longer than their launches
 take.
 """
 _RAGGED_SIZES = (
@@ -53,7 +54,9 @@ _RAGGED_SIZES = (
 MAX_VERIFY_ROWS = 8
 """Most rows per request in a step that verifies chains, whatever the number of requests."""
 TREE_REQUESTS = (1, 2, MAX_TREE_REQUESTS)
-"""Most requests in a step that verifies trees; with more, tree rows cost more than they bring."""
+"""Numbers of requests for which steps that verify trees are captured; with more requests, trees
+cost more than they bring.
+"""
 FEW_REQUESTS = 8
 """Request bound of the smaller graphs for ragged steps: prompts without a large batch beside them.
 """
@@ -126,11 +129,11 @@ def step_buckets(
 
     Args:
         config: Configuration of the model.
-        dtype: Of its activations.
+        dtype: Dtype of the model's activations.
         max_requests: Most requests of a step.
         max_tokens: Most tokens of a step.
-        has_lora: Each is captured with adapters too.
-        max_drafts: Most drafts of a request in a step; ragged steps have room for them too.
+        has_lora: Whether each step is captured with adapters too.
+        max_drafts: Most drafts of a request in a step; ragged steps have room for drafts too.
         tree_rows: Sizes of trees, the first row included.
     """
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
@@ -147,7 +150,7 @@ def step_buckets(
     verify = verify_buckets(max_requests, max_tokens, max_drafts)
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
     others = [*decode_buckets(max_requests), *verify, *trees, *ragged]
-    # Of prompts one may be alone.
+    # "prompts" also takes a single prompt, so "cold" is not needed beside it.
     buckets = [*others, *(prompts or cold)]
     if has_lora:
         buckets += (bucket._replace(has_lora=True) for bucket in (*others, *cold))
@@ -198,10 +201,10 @@ def ragged_buckets(max_requests: int, max_tokens: int, max_drafts: int = 0) -> l
 
 
 class _ShortBuckets:
-    """Buckets of requests of a few rows each, all with room for as many rows of each request.
+    """Buckets for requests of a few rows each.
 
     Args:
-        buckets: Smallest first.
+        buckets: The buckets, smallest first.
     """
 
     def __init__(self, buckets: Sequence[GraphBucket]) -> None:
@@ -210,7 +213,7 @@ class _ShortBuckets:
         self._found: dict[tuple[int, int], GraphBucket | None] = {}
 
     def with_room(self, num_requests: int, max_q_len: int) -> GraphBucket | None:
-        """The smallest bucket for so many requests of at most so many rows; None: there is none."""
+        """The smallest bucket for so many requests of at most so many rows, if any."""
         if max_q_len > 1 + self._max_drafts:
             return None
         key = (num_requests, max_q_len)
@@ -256,8 +259,8 @@ class GraphBuckets:
         return bucket._replace(has_lora=True)
 
     def of_decodes(self, step: StepInput) -> GraphBucket | None:
-        """The bucket that runs a step of decodes alone, at positions that the host knows; None:
-        there is none, or the step has more.
+        """The bucket that runs a step of decodes alone, at positions that the host knows; None if
+        no bucket does.
         """
         if not step.is_decodes or step.num_decodes > len(self._decode):
             return None
@@ -280,7 +283,7 @@ class GraphBuckets:
             return self._decode[num_tokens - 1] if num_tokens <= len(self._decode) else None
         if arrays.ancestors is not None:
             return self._tree.with_room(num_requests, arrays.max_q_len)
-        # Short prompts are ragged as others are: what is drawn behind them is captured there.
+        # Short prompts take ragged graphs like other prompts, since drawing is captured for these.
         if arrays.max_q_len <= MAX_VERIFY_ROWS and arrays.has_no_prompts:
             bucket = self._verify.with_room(num_requests, arrays.max_q_len)
             if bucket is not None:
@@ -305,7 +308,7 @@ class StepGraphs:
     Args:
         model: loaded model, on a CUDA device.
         pool: its KV pool, which must stay where it is.
-        inputs: of the steps.
+        inputs: inputs of the steps.
         buckets: what to capture.
         on_capture: called after each with (captured, in all, time and memory in words).
 
@@ -333,7 +336,7 @@ class StepGraphs:
         """Seconds that capturing took."""
         inputs.keep_ragged(max(b.columns.num_bytes for b in buckets))
         began, free = time.perf_counter(), torch.cuda.mem_get_info(pool.device)[0]
-        # Largest first: the smaller ones then fit into the memory of the largest.
+        # The largest graph is captured first, so that the smaller ones fit into its memory.
         with capturing("steps"):
             for bucket in sorted(buckets, reverse=True):
                 self._graphs[bucket] = self._capture(bucket)
@@ -356,7 +359,7 @@ class StepGraphs:
         return self.buckets.of(arrays)
 
     def results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
-        """Each bucket, and where its [L, hidden] is after a step."""
+        """Each bucket, and the tensor [L, hidden] that has its result after a step."""
         return ((bucket, hidden) for bucket, (_, hidden) in self._graphs.items())
 
     def forward(self, arrays: StepArrays, bucket: GraphBucket) -> torch.Tensor:
@@ -379,8 +382,8 @@ class StepGraphs:
         return self._replay(bucket)[: len(decodes.slots)]
 
     def forward_requests(self, step: StepInput, bucket: GraphBucket) -> torch.Tensor:
-        """`forward` of a step given by its requests, ahead of which their drafts, if there are any,
-        begin.
+        """`forward` of a step given by its requests. Starts the drafts that the step verifies
+        before it, if there are any.
         """
         self._inputs.send_requests(step, bucket.columns)
         if step.drafts is not None:
@@ -396,13 +399,14 @@ class StepGraphs:
         """Captures device work in the memory that all graphs share: only one runs at a time.
 
         Args:
-            run: Does it, with inputs in fixed places; called twice.
+            run: The work, which reads inputs at fixed addresses; called twice.
 
         Returns:
-            The graph, and where its result will be whenever it is replayed.
+            The graph, and the tensor that has its result after each replay.
         """
         with torch.inference_mode():
-            # Compiles kernels and lets libraries choose theirs, which a capture must not do.
+            # The rehearsal compiles kernels and lets libraries choose algorithms, which a capture
+            # must not do.
             with rehearsal():
                 run()
             torch.cuda.synchronize(self._pool.device)
@@ -412,8 +416,8 @@ class StepGraphs:
         return graph, result
 
     def send_nothing(self, bucket: GraphBucket) -> None:
-        """Sends the smallest step in the layout of a bucket, to capture with: the memory of inputs
-        holds what another one left there.
+        """Sends the smallest step in the layout of a bucket, to capture with. Otherwise the input
+        memory would hold the step of another layout.
         """
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
         if bucket.kind == "decode":
@@ -425,7 +429,8 @@ class StepGraphs:
         self.send_nothing(bucket)
         graph, hidden = self.capture(lambda: self._forward(bucket))
         with torch.inference_mode():
-            # Not captured, for its results are large; compiled here all the same.
+            # The LM head is not captured here, since its results are large, but its kernels are
+            # compiled.
             self._model.logits(hidden)
             if bucket.has_lora and self._inputs.changes_logits:
                 lora = self._inputs.lora_of(np.zeros(hidden.shape[0], np.int32))
@@ -438,7 +443,7 @@ class StepGraphs:
         else:
             step = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
         step.groups = tuple(_with_bounds(group, bucket) for group in step.groups)
-        # Beside trees there may be prompts.
+        # A bucket with trees may also have prompts, so it is not listed.
         step.wants_all = bucket.kind in ("decode", "verify")
         return self._model.forward(step, self._pool)
 
@@ -459,7 +464,7 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def capturing(what: str) -> Iterator[None]:
-    """Logs what a capture on the current device costs; one that does not fit is a `ConfigError`."""
+    """Logs the cost of a capture on the current device. Raises ConfigError if it does not fit."""
     began, free = time.perf_counter(), _free_bytes()
     try:
         yield
@@ -489,18 +494,18 @@ def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, i
 
 
 def _next_of(buckets: Sequence[GraphBucket]) -> list[GraphBucket]:
-    """By number of tokens less one: the smallest bucket that fits."""
+    """The smallest bucket that fits, by number of tokens less one."""
     ordered = sorted(buckets)
     most = ordered[-1].tokens if ordered else 0
     return [next(b for b in ordered if b.tokens >= count) for count in range(1, most + 1)]
 
 
 def _with_bounds(group: GroupStep, bucket: GraphBucket) -> GroupStep:
-    """What is known of the lengths of all steps of a bucket."""
+    """Adds the bounds of lengths that hold for all steps of a bucket."""
     if bucket.kind in ("verify", "tree"):
         return group._replace(max_q_len=1 + bucket.drafts)
     if bucket.kind == "cold":
-        # With one request, as many positions as rows say that nothing is before them. Rows of
-        # padding come after all others, which therefore do not see them.
+        # With one request, a context as long as the number of rows tells that nothing comes before
+        # them. Rows of padding come last, so no other row sees them.
         return group._replace(max_kv_len=bucket.tokens)
     return group._replace(is_cold=bucket.kind == "prompts")

@@ -17,10 +17,10 @@ class KeptStates(Protocol):
 
 
 class TokenKeeper:
-    """Makes drawn tokens the last ones of their slots, and follows accepted drafts.
+    """Makes drawn tokens the last tokens of their slots, and keeps accepted drafts.
 
     Args:
-        known: Tokens by slot; written here.
+        known: Tokens by slot, which this class writes.
         pool: KV pool, in which KV of accepted tree paths is moved.
         states: Hidden states by slot, for draft heads; None: there is no head.
     """
@@ -39,8 +39,8 @@ class TokenKeeper:
 
         Args:
             tokens: [L] int64, by row of the logits; negative where there is none.
-            step: That drew.
-            verified: Its requests.
+            step: The step that drew.
+            verified: The step's requests with drafts.
         """
         if step.ancestors is None:
             last_rows, slots = accept_drafts(tokens, step, verified, self._known)

@@ -1,6 +1,4 @@
-"""Runs a step's plan on the device: holds the model and its pool, and builds the batch from the
-plan.
-"""
+"""Runs steps on the device: holds the model and its pool, and builds the batch of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 
 class Verifying(NamedTuple):
-    """The part of a step that verifies drafts: its first rows."""
+    """The first rows of a step, which verify drafts."""
 
     step: StepRows
     rows: torch.Tensor
@@ -63,12 +61,12 @@ class LocalExecutor:
         window_pages: the same of each further page group.
         max_requests: rows of the page table.
         max_context_tokens: longest request.
-        device: where the model lives.
+        device: device of the model.
         max_step_tokens: largest step.
-        cuda_graphs: capture steps, on a CUDA device.
+        cuda_graphs: whether to capture steps, on a CUDA device.
         lora: adapters on the device; None: there are none.
-        states: of requests, which a draft model needs; None: there is none.
-        max_drafts: of a request in a step.
+        states: hidden states by slot, for draft heads; None: there is no head.
+        max_drafts: most drafts of a request in a step.
         tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
             form no trees.
         heads: What makes vectors of hidden states; None: nothing but pooling.
@@ -193,7 +191,7 @@ class LocalExecutor:
         return found
 
     def page_pool(self) -> PagePool:
-        """Access to the pool's pages for one thread other than the steps'."""
+        """Access to the pool's pages for one thread besides the one that runs steps."""
         return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
@@ -296,8 +294,8 @@ class LocalExecutor:
         """Captures the drawing from steps that have graphs.
 
         Args:
-            tables: Of the sampler, for requests without penalties or biases; None: tokens that are
-                not greedy are drawn on the host.
+            tables: The sampler's tables for requests without penalties or biases; None: only greedy
+                tokens are drawn by graphs.
 
         Raises:
             ConfigError: There is not enough memory for it.
@@ -310,8 +308,8 @@ class LocalExecutor:
         """Keeps the drawn tokens on the device as input of later steps.
 
         Args:
-            tokens: [L] int64, by row of the logits; negative where there is none. Of a request
-                with drafts those up to the first that differs from its draft count.
+            tokens: [L] int64, by row of the logits; negative where there is none. For a request
+                with drafts, tokens count up to the first one that differs from its draft.
         """
         slots = self._drawing_slots if self._inputs is None else self._inputs.drawing_slots
         with torch.inference_mode():
@@ -408,10 +406,10 @@ class LocalExecutor:
         """Captures steps on a CUDA device and discards them.
 
         Args:
-            buckets: Which.
+            buckets: The steps to capture.
 
         Returns:
-            Device memory in bytes that each took, in the order of capture: largest first.
+            Bytes of device memory that each took, in the order of capture, the largest step first.
 
         Raises:
             ConfigError: There is not enough memory for them.

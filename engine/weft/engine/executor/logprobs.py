@@ -28,7 +28,7 @@ def token_logprobs(
         top_ids: [M, N], most likely tokens of each row, most likely first.
         top: [M, N], their log-probabilities.
     """
-    # Numbers of Python, all at once: taking them out of arrays one by one takes ten times as long.
+    # Converts all numbers at once: taking them from the arrays one by one takes ten times as long.
     columns = zip(
         num_tops.items(),
         tokens.tolist(),

@@ -13,7 +13,7 @@ from weft.kernels.lora import NO_SLOT, LoraSegments, sort_tokens
 
 @dataclass(frozen=True, slots=True)
 class LoraColumns:
-    """The layout of steps padded to this many tokens and segments: int32 columns."""
+    """The layout for steps padded to this many tokens and segments: int32 columns."""
 
     num_tokens: int
     num_segments: int

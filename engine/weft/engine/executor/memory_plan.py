@@ -29,7 +29,7 @@ _PROBE_PAGES = 2
 CACHED_WINDOWS = 16
 """One page in so many of the first group has room for one that is cached behind a window."""
 TRIED_TOKENS = 32
-"""Tokens of the step that is timed at start."""
+"""Tokens of the small step that is timed at start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:
         page_bytes: Bytes of one page.
 
     Raises:
-        ConfigError: Not even `MIN_PAGES`; with the arithmetic.
+        ConfigError: Not even `MIN_PAGES` fit; the message has the calculation.
     """
     num_pages = max(0, needs.for_pool) // page_bytes
     if num_pages < MIN_PAGES:
@@ -158,7 +158,7 @@ def check_pool_fits(pool_bytes: int, device: torch.device) -> None:
     """Refuses a pool larger than the device's free memory.
 
     Raises:
-        ConfigError: With the arithmetic.
+        ConfigError: The pool does not fit; the message has the calculation.
     """
     free, total = torch.cuda.mem_get_info(device)
     if pool_bytes > free:
@@ -221,7 +221,7 @@ def measure_needs(
     max_logits = max(max_requests * (1 + max_drafts), of_trees)
     step = largest_step(max_requests, max_step_tokens, max_context_tokens, layout, max_logits)
     if lora is not None:
-        # Of all adapters, as they take most.
+        # The largest step uses all adapters.
         step.adapter_slots = np.arange(max_step_tokens, dtype=np.int32) % lora.max_slots
     step_bytes = _measure_step(executor, step, device)
     graphs = 0
@@ -266,7 +266,7 @@ def free_of_share(free: int, total: int, own: int, share: float) -> int:
 
 
 def _measure_step(executor: LocalExecutor, step: StepArrays, device: torch.device) -> int:
-    """Runs a step; returns the bytes that it took meanwhile."""
+    """Runs a step; returns the largest number of bytes that it used."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -284,12 +284,12 @@ def _measure_step(executor: LocalExecutor, step: StepArrays, device: torch.devic
 
 
 def _measure_graphs(executor: LocalExecutor, buckets: Sequence[GraphBucket]) -> int:
-    """Estimates the bytes of all graphs from the largest two of each kind: the first one includes
-    what all share, and each further one adds about as much as the second.
+    """Estimates the bytes of all graphs from the largest two of each kind. The first graph includes
+    the memory that all share, and each further one adds about as much as the second.
     """
     by_kind: dict[tuple[str, int, bool], list[GraphBucket]] = {}
     for bucket in sorted(buckets, reverse=True):
-        # Decode steps have as many bounds as sizes.
+        # Decode steps have one bound for each size.
         bound = bucket.requests if bucket.kind in ("ragged", "prompts") else 0
         by_kind.setdefault((bucket.kind, bound, bucket.has_lora), []).append(bucket)
     probes = sorted((b for kind in by_kind.values() for b in kind[:2]), reverse=True)
@@ -308,7 +308,7 @@ def largest_step(
     layout: CacheLayout,
     max_logits: int,
 ) -> StepArrays:
-    """A step with the most tokens and logits possible, all in the null page."""
+    """Makes a step with the most tokens and logits possible, all in the null page."""
     num_pieces = -(-max_step_tokens // max_context_tokens)
     bounds = np.linspace(0, max_step_tokens, num_pieces + 1).astype(np.int32)
     lengths = np.diff(bounds)
@@ -333,10 +333,11 @@ def time_token(
     max_step_tokens: int,
     max_context_tokens: int,
 ) -> float:
-    """Seconds a token of a step with a few, the faster of two: no less than in larger ones.
+    """Seconds for each token of a small step, the faster of two tries. In larger steps a token
+    takes no longer.
 
     Args:
-        executor: Nothing is under way.
+        executor: The executor, while no step is under way.
         layout: Shape of a page.
         max_requests: Requests of a step.
         max_step_tokens: New tokens of a step.
@@ -355,9 +356,9 @@ def time_token(
 
 
 def sampling_bytes(vocab_size: int, max_requests: int, max_captured: int) -> int:
-    """Upper bound of the device sampler's memory: for each token of each request a bias and a count
-    (half as much again while these tables grow), and eight bits, for masks of its rows; of each row
-    in a graph its logits.
+    """Upper bound of the device sampler's memory. Each request has a bias and a count for each
+    token of the vocabulary (half as much again while these tables grow) and eight bits for masks of
+    its rows; each row in a graph has logits.
     """
     return vocab_size * (max_requests * (3 * 4 + 1) + max_captured * 4)
 

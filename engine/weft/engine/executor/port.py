@@ -28,12 +28,12 @@ class Drawable(NamedTuple):
     ones.
     """
     on_device: Callable[..., RowsOnDevice] | None = None
-    """`DeviceInputs.drawing_rows` of the step; None: they are not on the device."""
+    """`DeviceInputs.drawing_rows` of the step; None: slots and positions are not on the device."""
     captured: CapturedDraw | None = None
-    """Draws by a graph, and keeps the tokens; None: there is none for this step."""
+    """Draws by a graph and keeps the tokens; None: this step has no such graph."""
     rows: Callable[[], torch.Tensor] | None = None
-    """Gives [2, T] int64 on the device: tokens of the rows, and their words where they form trees;
-    None: the step verifies no drafts.
+    """Returns [2, T] int64 on the device: the rows' tokens, and their ancestor words if they form
+    trees. None: the step verifies no drafts.
     """
 
 
@@ -89,8 +89,8 @@ class Executor(Protocol):
         """Keeps the drawn tokens on the device as input of later steps.
 
         Args:
-            tokens: [L] int64, by row of the logits; negative where there is none. Of a request
-                with drafts those up to the first that differs from its draft count.
+            tokens: [L] int64, by row of the logits; negative where there is none. For a request
+                with drafts, tokens count up to the first one that differs from its draft.
         """
         ...
 

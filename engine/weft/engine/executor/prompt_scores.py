@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a prompt, from the rows before each of them."""
+"""Log-probabilities of a prompt's tokens, each from the logits of the row before it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from weft.engine.executor.logprobs import token_logprobs
 from weft.engine.executor.step_input import ScoredRows
 
 ROWS_AT_ONCE = 64
-"""Rows whose logits exist at a time: all of a chunk's are larger than its other states."""
+"""Rows whose logits are computed at a time. A whole chunk's logits would be larger than all its
+other tensors.
+"""
 
 
 class PromptScores:
     """Log-probabilities of a step's prompt tokens, which may still be computed.
 
     Args:
-        chunks: At least one.
-        hidden: [S, hidden]: their rows, one chunk's after another's.
-        logits_of: Computes the logits of rows first to end of these, [end - first, vocab] float32.
+        chunks: The scored rows, at least one.
+        hidden: [S, hidden]: hidden states of these rows, chunk by chunk.
+        logits_of: Computes the logits of rows [first, end) of `hidden`: [end - first, vocab]
+            float32.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class PromptScores:
             self._fetched = Fetched(torch.cat(parts))
 
     def wait(self) -> list[tuple[ScoredRows, list[TokenLogprob]]]:
-        """Waits for them: one of each chunk's tokens."""
+        """Waits for the log-probabilities: a list for each chunk, with one entry for each token."""
         columns = self._fetched.wait().double().numpy()
         most = (columns.shape[1] - 1) // 2
         found, begin = [], 0
@@ -61,8 +64,8 @@ class PromptScores:
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
-    """[n, 1 + 2 * num_top] float64: the log-probability of each row's token [n], those of its most
-    likely ones, and which these are.
+    """[n, 1 + 2 * num_top] float64: the log-probability of each row's token, those of the row's
+    most likely tokens, and the ids of these.
     """
     total = logits.logsumexp(dim=1, keepdim=True)
     own = logits.gather(1, tokens.unsqueeze(1)) - total

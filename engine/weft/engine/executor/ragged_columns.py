@@ -1,4 +1,4 @@
-"""Layout of a padded ragged step's arrays, one after another in one buffer."""
+"""Layout of a padded ragged step's arrays, which lie one after another in one buffer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NOTHING = -1
 
 
 def requests_size(num_requests: int) -> int:
-    """Length of the int64 column that gives a step by so many requests: whether it does, and four
-    rows of `StepInput`.
+    """Length of the int64 column that describes a step by so many requests: a flag whether it does,
+    and four values for each request.
     """
     return 1 + 4 * num_requests
 
@@ -31,8 +31,8 @@ def write_requests(
     """Writes that column, padded to so many requests; returns the bytes used.
 
     Args:
-        host: At least 8 * `requests_size` bytes.
-        requests: No more than `num_requests`.
+        host: Buffer of at least 8 * `requests_size` bytes.
+        requests: The requests, no more than `num_requests`.
         num_requests: Number of requests in the layout.
         null_row: See `RaggedColumns.write`.
     """
@@ -94,12 +94,12 @@ class RaggedColumns:
         """Writes a step's arrays into the buffer.
 
         Rows of no request write to the null page at position 0; requests that do not exist bring
-        no row; logits that are not wanted are those of the first row, drawn for the dummy slot.
+        no row; padding rows of the logits are the first row's, drawn for the dummy slot.
 
         Args:
             host: At least [num_bytes].
-            arrays: The step; no larger than the layout.
-            null_row: Row of the page table that names the null page only, and the dummy slot.
+            arrays: The step, which fits the layout.
+            null_row: The dummy slot: a row of the page table that names the null page only.
             page_size: Token positions a page.
         """
         assert self.has_trees or arrays.ancestors is None

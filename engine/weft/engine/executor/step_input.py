@@ -1,4 +1,4 @@
-"""A step as the executor gets it: numbers by request."""
+"""The input of a step as the executor gets it: numbers by request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _nothing() -> Int64Array:
 
 
 class ScoredRows(NamedTuple):
-    """Rows of a request behind each of which the next token of its prompt is known."""
+    """Rows of a request that are scored: the prompt's next token is known behind each of them."""
 
     request: int
     """Number of the request in the step."""
@@ -65,7 +65,8 @@ class PooledRows(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepInput:
-    """The requests of a step: decodes first, then those that are verified, then pieces of prompts.
+    """The requests of a step: decodes first, then requests whose drafts are verified, then pieces
+    of prompts.
 
     R = requests. A request brings rows at consecutive positions, or its last token and a tree of
     drafts behind it. Its pages are in the page table.
@@ -76,41 +77,42 @@ class StepInput:
     starts: Int64Array
     """Position of each request's first row, [R]; LATE: only the device knows it."""
     bounds: Int64Array
-    """The largest that `starts` can be, [R]; it is `starts` itself where nothing is late."""
+    """The largest value that `starts` can have, [R]; equal to `starts` where that is known."""
     counts: Int64Array
     """Rows of each request, [R]."""
     num_decodes: int = 0
-    """Requests that bring the one token that they drew last, which the device keeps."""
+    """Number of requests that bring only the token that they drew last, which the device keeps."""
     num_verified: int = 0
-    """Requests that bring their last token and drafts; all of their rows draw."""
+    """Number of requests that bring their last token and drafts; all of their rows draw."""
     draws: Int64Array = field(default_factory=_nothing)
     """[R - decodes - verified]: whether the last row of each piece of a prompt draws, 0 or 1."""
     leads: Int64Array = field(default_factory=_nothing)
-    """[R - decodes - verified]: first rows of each piece that are run again, as a draft needs their
-    states, and write no K and V.
+    """[R - decodes - verified]: number of each piece's first rows that are computed again because a
+    draft needs their states. They write no K and V.
     """
     tokens: Int64Array = field(default_factory=_nothing)
-    """Tokens of the rows that the host knows, in order: of verified requests unless `drafts` are on
-    the device, and of pieces.
+    """Tokens of the rows that the host knows, in order: those of verified requests (unless the
+    drafts are on the device), then those of pieces.
     """
     words: Int64Array | None = None
-    """Which rows of its request each row of a verified one sees, where the host knows the trees
+    """For each row of a verified request, the rows of the request that it sees, where the host
+    knows the trees
     (`weft.kernels.attention.paged_attention`). None: chains, or the device knows the trees.
     """
     has_trees: bool = False
     """Whether drafts form trees."""
     limits: Int64Array | None = None
-    """[R]: positions from which on a chain of drafts has no pages; 1, the least: it has none, since
-    no drafts are wanted. None: no drafts are made on the device.
+    """[R]: first position at which a chain of drafts has no page; 1 for a request without drafts.
+    None: no drafts are made on the device.
     """
     pages: Int64Array | None = None
-    """[R] of a step of decodes alone: the page of each position, where the device's page table may
-    lack it, else -1. None: it lacks none.
+    """[R], in a step of decodes alone: the page of each position that the device's page table may
+    lack, else -1. None: the table lacks no page.
     """
     adapters: Int32Array | None = None
     """Each request's slot of the LoRA tables, [R]; None: no request has an adapter."""
     drafts: LaterDrafts | None = None
-    """Drafts on the device, of the verified requests; None: they are in `tokens`."""
+    """Drafts of the verified requests on the device; None: the drafts are in `tokens`."""
     scores: Sequence[ScoredRows] = ()
     """Pieces of prompts whose log-probabilities are wanted."""
     pooled: Sequence[PooledRows] = ()
@@ -139,7 +141,9 @@ class StepInput:
 
     @property
     def is_by_requests(self) -> bool:
-        """Whether requests alone give the step: the device has the tokens of all rows."""
+        """Whether the step can be sent by its requests alone, since the device has the tokens of
+        all rows.
+        """
         return self.limits is not None
 
     def row_adapters(self) -> Int32Array | None:
@@ -147,7 +151,7 @@ class StepInput:
         return None if self.adapters is None else np.repeat(self.adapters, self.counts)
 
     def rows(self) -> tuple[Int64Array, Int64Array]:
-        """[T]: slots, and the largest positions that there may be, of chains."""
+        """The slot of each row, [T], and its largest possible position, [T]; for chains only."""
         behind = np.arange(self.num_rows)
         firsts = np.cumsum(self.counts) - self.counts
         positions = behind + np.repeat(self.bounds - firsts, self.counts)

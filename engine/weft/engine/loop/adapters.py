@@ -17,7 +17,7 @@ class EngineAdapters:
     """The adapter manager of an engine; every method also works without one.
 
     Args:
-        manager: None: this engine serves none.
+        manager: The engine's adapters; None: it serves none.
         out: Takes answers.
         fail: Ends a request.
     """
@@ -57,7 +57,7 @@ class EngineAdapters:
         digest = submit.adapter
         if not digest or (self.manager is not None and self.manager.serves(digest)):
             return
-        # A request that was begun elsewhere may end here, as long as the adapter is there.
+        # A request that another worker began may end here while this worker still has the adapter.
         if submit.attempt == 1 or not self.holds(digest):
             message = f"adapter {digest.hex()[:16]} is not loaded on this worker"
             raise AdapterNotFound(message, stage="validate", param="model")

@@ -15,7 +15,7 @@ from weft.engine.transfer.transport import Transport
 def take_transfers(
     transport: Transport, fills: OwnerFills, filler: Filler, store: StoreLink | None
 ) -> None:
-    """Takes fillers' notifications, requested digests, and what became of shipped pages."""
+    """Takes fillers' notifications, requested digests, and the outcomes of shipping."""
     if fills.num_open:
         for notification in transport.notifications():
             arrived: Sequence[tuple[int, bytes, int]] = (notification,)

@@ -76,8 +76,8 @@ DEFAULT_KV_BYTES = 1 << 30
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
 MAX_SWITCH_S = 5e-4
-"""For so long a thread keeps Python's lock from one that waits for it: the engine's, whose steps
-would else be up to 5 ms late while another one reads an adapter or makes masks.
+"""Switch interval of Python's lock. With the default of 5 ms, steps would be that late while
+another thread reads an adapter or makes masks.
 """
 
 
@@ -109,17 +109,17 @@ class EngineParts:
     whole_prompt_tokens: int = 0
     """Longest prompt of a model that computes prompts whole; 0: they may be cut."""
     token_s: float = UNKNOWN_STEP_S
-    """Seconds a token of a step with a few tokens."""
+    """Seconds for each token of a small step."""
     host: HostPriority = field(default_factory=HostPriority)
     """The lock that background threads yield while the engine thread works."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """The model and what drafts for it."""
+    """The model, and the head or model that drafts for it."""
 
     loaded: LoadedModel
-    """The model; with a head, `drafted` is its module."""
+    """The loaded model; with a draft head, `drafted` contains it."""
     drafted: DraftedModel | None
     """The model with a draft head; None: it has none."""
     draft: DraftModel | None
@@ -141,7 +141,7 @@ class _Pools:
     num_draft_pages: int
     """Pages of a draft model's pool, its null page included."""
     notices: list[str]
-    """The calculation, in words."""
+    """The calculation of the sizes, in words."""
 
 
 def load_parts(
@@ -174,8 +174,8 @@ def _sizing_turn(
 ) -> AbstractContextManager[None]:
     """A block in which no other engine on this machine takes memory of the GPU.
 
-    An engine whose pool gets all memory that is left needs it: free memory, and what graphs take
-    of it, can only be measured for the whole device.
+    An engine that gives its pool all remaining memory needs this, because free memory can only be
+    measured for the whole device.
     """
     if device.type != "cuda" or config.num_pages or config.kv_memory_bytes is not None:
         return nullcontext()
@@ -199,7 +199,7 @@ def _load_parts(
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     executor = _make_executor(config, models, pools, max_tokens, device, lora, progress)
     draws_on, faults = sampling_device(vocab_size, device)
-    # Before any thread beside this one may use the device: graphs are captured.
+    # Graphs are captured here, so no other thread may use the device yet.
     drafter: Drafter | None
     if models.draft is not None:
         drafter = models.draft.drafter(pools.num_draft_pages, max_tokens, device, progress)

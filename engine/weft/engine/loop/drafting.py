@@ -18,7 +18,7 @@ class Drafting:
     Args:
         config: Configuration of the engine.
         drafter: Proposes drafts; None: nothing is drafted.
-        gate: Decides how many; None without a drafter.
+        gate: Decides how many drafts are made; None without a drafter.
         draws_on_device: All tokens of a step are drawn at once, where the logits are.
     """
 
@@ -35,7 +35,7 @@ class Drafting:
         self._max_chain = config.max_draft_tokens
         self.is_on_device = drafter is not None and drafter.is_on_device and draws_on_device
         """Whether drafting and drawing run without the host, so that drafts may follow a step whose
-        outcome it does not know.
+        outcome the host does not know yet.
         """
 
     def attach(self, plans: RunningPlans, max_context_tokens: int) -> None:

@@ -57,9 +57,11 @@ REPORT_INTERVAL_S = 0.1
 IDLE_S = 0.05
 """Longest time between two turns."""
 STANDSTILL_S = 0.001
-"""The same while requests wait for what no message announces."""
+"""The same while requests wait for something that no message announces."""
 ARRIVAL_POLL_S = 2e-4
-"""The same while bytes are awaited whose digests are there: NIXL's notifications wake nobody."""
+"""The same while the bytes of digested chunks are awaited: a notification of NIXL does not wake
+this process.
+"""
 
 
 class Engine:
@@ -162,7 +164,8 @@ class Engine:
         )
         self._groups: dict[RequestKey, list[Request]] = {}
         self._forking: set[RequestKey] = set()
-        """Groups whose samples are still to be forked, and some that have been since."""
+        """Requests whose samples are still to be forked; a forked request may still be in the set.
+        """
         self.stats = EngineStats(clock, config.max_step_tokens, parts.token_s)
         self.is_draining = False
         self.ran_step = False
@@ -232,15 +235,15 @@ class Engine:
         return self.costs.local_tokens_per_s
 
     def leave_steps(self) -> None:
-        """Lets turns return while the device computes, where other workers wait for this one's
-        word; whoever calls `turn` waits for `rest_s` then.
+        """Lets a turn return while the device computes, so that messages to other workers do not
+        wait for the step. The caller of `turn` then waits for `rest_s`.
         """
         is_alone = not self.config.ships_pages
         self.pipeline.leaves = self._executor.is_asynchronous and not is_alone
 
     def rest_s(self) -> float:
-        """Seconds for which the caller may wait for messages, or to be woken, before the next turn;
-        0: it takes the next turn at once.
+        """Longest time in seconds that the caller may wait for messages or a wake-up before the
+        next turn; 0: it calls `turn` at once.
         """
         if self.ran_step:
             return 0.0
@@ -285,7 +288,9 @@ class Engine:
             for group, memory in enumerate(self.memories):
                 self._executor.poison(memory.take_freed(), group)
             if self.tiers is not None:
-                self._executor.mark().wait()  # Loads wait for no step.
+                # Loads run beside steps, so the device must have poisoned the pages before one
+                # begins.
+                self._executor.mark().wait()
         if now >= self._report_at or (inbox is not None and wants_report(inbox)):
             self._report_at = now + REPORT_INTERVAL_S
             self._out.outbox.load = load_report(self)
@@ -472,7 +477,9 @@ class Engine:
             self._executor.zero(wipes)
             is_written_by_fills = self.fills.num_open and self.parts.transport.staging is None
             if is_written_by_fills or (self.tiers is not None and self.tiers.num_due):
-                self._executor.mark().wait()  # Others may write there from now on.
+                # From now on fills and loads may write to these pages, so the device must have
+                # zeroed them.
+                self._executor.mark().wait()
         if self.tiers is not None:
             self.tiers.begin_loads()
 
@@ -519,7 +526,9 @@ class Engine:
         num_surplus = 0
         for failed, error in drawn.errors:
             if failed.state is not State.FINISHED:
-                num_surplus -= 1  # Its token is neither of use nor too many.
+                # `NewTokens.take` will count the failed request's missing token as surplus, which
+                # it is not.
+                num_surplus -= 1
                 self._fail_group(failed.key, error)
         now = self._clock()
         firsts = drawn.requests[len(plan.decodes) :]

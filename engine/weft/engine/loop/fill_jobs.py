@@ -22,7 +22,7 @@ class ComputeJobs:
         scheduler: runs them.
         max_tokens: longest prompt that the context and the pool allow.
         look_up: asks the KV store about a new request.
-        has_adapter: pages can be computed with the adapter of this digest.
+        has_adapter: whether pages can be computed with the adapter of this digest.
         clock: monotonic seconds.
     """
 

@@ -58,7 +58,7 @@ class FlightRecorder:
         """Records the start of a step."""
         self._num_steps += 1
         num_decodes = min(len(plan.decodes), MAX_ITEMS)
-        if plan.decodes is not self._decodes:  # Of many steps they are the same object.
+        if plan.decodes is not self._decodes:  # Many successive steps have the same list object.
             self._decodes = plan.decodes
             for request in plan.decodes[:num_decodes]:
                 self._name(request)

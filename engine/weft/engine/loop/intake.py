@@ -53,7 +53,7 @@ class Intake:
     ) -> None:
         self._page_size = config.page_size
         self._layout = layout.describe()
-        # They decide what a lenient load leaves out of an adapter, which changes its pages.
+        # The projections decide what a lenient load leaves out of an adapter, and so its pages.
         self._adapted_layout = f"{self._layout};adapted={','.join(sorted(adapter_parts))}"
         self._model_digest = model_digest
         self.vocab_size = vocab_size

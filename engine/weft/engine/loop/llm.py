@@ -96,14 +96,14 @@ class LLM:
 
         Args:
             directory: adapter_config.json and adapter_model.safetensors.
-            is_pinned: It stays on the device.
-            is_lenient: What cannot be applied is left out.
+            is_pinned: Whether the adapter stays on the device.
+            is_lenient: Whether parts that cannot be applied are left out.
 
         Returns:
-            Its digest, which names it in `generate`.
+            The adapter's digest, which names it in `generate`.
 
         Raises:
-            AdapterError: It cannot be used.
+            AdapterError: The adapter cannot be used.
             ConfigError: `enable_lora` is off.
         """
         digest = adapter_digest(Path(directory), is_lenient=is_lenient)
@@ -156,9 +156,9 @@ class LLM:
             sampling: For all prompts, or one for each; greedy if not given.
             stop: Stop criteria of all prompts, or of each.
             top_logprobs: None: no log-probabilities.
-            adapters: By prompt, each one's digest, or empty for the base model; none at all: the
-                base model for all.
-            max_at_once: Number of prompts under way at most: others begin as these end. None: all.
+            adapters: Digest of each prompt's adapter; an empty digest, or an empty list, is the
+                base model.
+            max_at_once: Most prompts under way; the others begin as these end. None: all at once.
             prompt_logprobs: Alternatives for each token of the prompts; None: none are computed.
 
         Raises:

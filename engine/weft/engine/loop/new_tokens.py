@@ -26,10 +26,10 @@ class End(NamedTuple):
 
 
 class NewTokens:
-    """Takes what steps draw.
+    """Takes the tokens that steps draw.
 
     Args:
-        out: Outbox that is told of the tokens.
+        out: Outbox for the messages to gateways.
         running: Plans of the requests that run.
     """
 
@@ -96,7 +96,7 @@ class NewTokens:
         num_surplus, count = 0, len(plan.decodes)
         positions = drawn.positions
         if plan.is_late is not None:
-            # All steps before are committed.
+            # All earlier steps are committed, so `tokens` is complete.
             own = [len(request.tokens) for request in plan.decodes]
             positions = np.concatenate([np.array(own, np.int64), positions[count:]])
         if plan.columns is not None:

@@ -67,7 +67,7 @@ class Outgoing:
         self.gateway(key.gateway).accepted.append(event)
 
     def columns(self, gateway: int, columns: TokenColumns) -> None:
-        """Tokens of many samples of a gateway, one each."""
+        """Reports one new token for each of many samples of a gateway."""
         self.gateway(gateway).columns.append(columns)
 
     def prompt_logprobs(
@@ -124,7 +124,7 @@ class Outgoing:
         self.gateway(key.gateway).failed.append(event)
 
     def adapter_reply(self, query: int, error: WeftError | None) -> None:
-        """Answers an order about an adapter; no error: it succeeded."""
+        """Answers an order about an adapter; without `error` it succeeded."""
         failure = None if error is None else failure_of(error)
         reply = AdapterReply(query=query, failure=failure)
         self._outbox.adapter_replies.append(reply)

@@ -7,11 +7,11 @@ A step's forward needs of the step before only the tokens that it draws, and the
 device. Its drawing may need them on the host (masks of constraints follow them), so it begins when
 the step before is committed; the device has the forward to do meanwhile.
 
-Not overlapped, a step is committed in the turn in which it begins. All else is the same.
+Without overlap, a step is committed in the turn in which it begins. Everything else is the same.
 
-Where others wait for this engine's word while the device computes, a turn may leave the step under
-way (`leaves`): it returns, and a later turn commits the step once it has ended. Then the step
-behind decodes also begins as late as it can (`lead_s`): what comes until then takes part in it.
+On a worker that exchanges pages, a turn may leave the step under way (`leaves`): it returns, and a
+later turn commits the step once it has ended. The step behind a step of decodes then begins as late
+as possible (`lead_s`), so that requests that arrive meanwhile take part in it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ class StepOwner(Protocol):
         """Called when a step was computed and its KV committed, in the order in which steps began.
 
         Args:
-            plan: Its plan; an empty one if it failed. Requests may have ended since.
-            drawn: Tokens, of the decodes first; None if none were.
-            duration_s: From the end of the step before, what the host did in between included, or
-                from its own begin if there was nothing to do until then.
+            plan: The step's plan; an empty one if the step failed. Requests may have ended since.
+            drawn: The drawn tokens, those of decodes first; None if no token was drawn.
+            duration_s: Time since the end of the step before, or since the step's own begin if the
+                engine was idle until then.
         """
         ...
 
     def step_failed(self, plan: Plan, error: Exception) -> None:
-        """Called when a step has failed. Its requests share the computation, so none can go on."""
+        """Called when a step has failed. None of its requests can go on, since they share the
+        computation.
+        """
         ...
 
 
@@ -62,31 +64,33 @@ class _Step:
     number: int
     plan: Plan
     began_at: float
-    """When the step began; if the host went on at once, the end of the step before."""
+    """When the step began; the end of the step before, if the host was not idle in between."""
     drawing: Sequence[Request]
     """Requests that draw a token."""
     drawable: Drawable | None = None
     draw: Draw | None = None
     mark: Mark | None = None
-    """Work of the device for this step that does not end with drawing."""
+    """Mark of this step's device work that follows the drawing; None: there is none."""
     ended_at: float = 0.0
     is_ready: bool = True
-    """Whether nothing was under way when it began."""
+    """Whether no other step was under way when this one began."""
     is_plain: bool = False
-    """Whether it takes as long as decodes without drafts."""
+    """Whether the step should take as long as a step of decodes without drafts."""
     end: Mark | None = None
-    """All of its work, where turns may leave it."""
+    """Mark of all of this step's device work, where turns may leave the step."""
 
 
 WATCH_S = 2e-4
-"""Shortest interval of looking whether a step has ended."""
+"""Shortest interval between two looks whether a step has ended."""
 CLOSE_S = 3e-4
-"""Time before the expected end of a step of decodes from which it is waited for."""
+"""Seconds before the expected end of a step of decodes from which on a turn waits for it."""
 MAX_PLAIN_TOKENS = 32
-"""Prompt tokens, as of the ends of prompts that were shipped, that hardly make a step longer."""
+"""Most prompt tokens with which a step still counts as one of decodes, such as ends of shipped
+prompts.
+"""
 MOST_RISE = 1.25
-"""Growth of an expected duration from step to step. One that is too short costs a look too many,
-one that is too long, after a step that was slow by chance, a device without work.
+"""Largest growth of the expected duration from step to step. Too short an expectation costs an
+unneeded look; one that is too long, after a step that was slow by chance, leaves the device idle.
 """
 
 
@@ -95,13 +99,13 @@ class StepPipeline:
 
     Args:
         executor: The device.
-        drawing: Tokens.
-        scheduler: Made the plans.
-        owner: Is told the outcomes.
+        drawing: Draws the tokens.
+        scheduler: The scheduler that made the plans.
+        owner: Receives the outcomes.
         clock: Monotonic seconds.
-        is_overlapped: A step begins before the one before it is committed.
+        is_overlapped: Whether a step begins before the one before it is committed.
         drafter: Drafter of requests with drafts; None: there are none.
-        host: Is told when this thread waits, if the device works by itself.
+        host: The lock that other threads yield; released while this thread waits for the device.
         lead_s: Where turns leave steps: time before the expected end of a step of decodes at which
             the next one begins, at the latest; what planning and starting took lately counts too.
     """
@@ -132,13 +136,15 @@ class StepPipeline:
         """Whether a turn may return while a step is under way, to be called again."""
         self._flying: _Step | None = None
         self._behind: _Step | None = None
-        """The step behind it, whose drawing has not begun. None at the end of turns that wait."""
+        """The step behind the one under way, whose drawing has not begun. None after a turn that
+        waited.
+        """
         self._plain_s = 0.0
         """Expected duration of a step of decodes alone; 0: unknown."""
         self._token_s = 0.0
         """The same of any other step, for each token."""
         self._start_s = 0.0
-        """What planning and starting a step takes the host at most, lately."""
+        """Longest recent time that the host took to plan and start a step."""
         self._last_ended_at = 0.0
         self._goes_on = False
         """Whether the last turn had work and left some."""
@@ -151,16 +157,16 @@ class StepPipeline:
         return (self._flying is not None) + (self._behind is not None)
 
     def may_begin(self) -> bool:
-        """Whether this turn may begin a step: none lies behind the one under way, and that one ends
-        soon or nobody knows when.
+        """Whether this turn may begin a step: no step lies behind the one under way, which ends
+        soon or at an unknown time.
         """
         if self._behind is not None:
             return False
         return self._flying is None or self._begins_in_s(self._flying) <= 0.0
 
     def rest_s(self) -> float:
-        """Seconds for which the caller may look after other things, after a turn that left a step;
-        it may look whether the step has ended before.
+        """Seconds that the caller may wait after a turn that left a step under way. It may return
+        earlier to look whether the step has ended.
         """
         step = self._flying
         if step is None:
@@ -197,12 +203,12 @@ class StepPipeline:
         return self.rest_s() > 0.0
 
     def host_goes_on(self) -> None:
-        """Other threads give way to this one; not where it computes the steps itself, on a CPU."""
+        """Makes background threads yield to this one; not on a CPU, where this one computes."""
         if self._executor.is_asynchronous:
             self._host.begin()
 
     def host_rests(self) -> None:
-        """Other threads may go on."""
+        """Lets background threads run."""
         self._host.end()
 
     def turn(self, plan: Plan) -> bool:
@@ -212,10 +218,10 @@ class StepPipeline:
             plan: Empty unless `may_begin`.
 
         Returns:
-            A step was begun or committed. False: none, though one may be under way (`num_steps`).
+            Whether a step was begun or committed. If not, one may still be under way (`num_steps`).
         """
         if len(plan):
-            # With nothing under way, all that masks depend on is known before the forward.
+            # With no step under way, the tokens that masks depend on are known before the forward.
             self._behind = self._start(plan, is_ready=self._flying is None)
         before = self._flying
         if before is not None:
@@ -313,8 +319,8 @@ class StepPipeline:
         self._scheduler.commit(step.number, step.plan)
         if self._executor.is_asynchronous:
             step.ended_at = self._clock()
-        # Time lost to a slow grammar is no measure of a step: it must neither enter the forecast of
-        # the next steps nor raise the limit after which the engine counts as stalled.
+        # The time that a slow grammar took is not part of the step's duration. It must not change
+        # the forecast of later steps, or the age at which the engine counts as stalled.
         lost_s = self._drawing.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
@@ -335,5 +341,5 @@ class StepPipeline:
 
 
 def _follow(known: float, new: float) -> float:
-    """An expectation that falls at once, and rises slowly."""
+    """Updates an expected duration: it falls at once and rises slowly."""
     return min(new, MOST_RISE * known) if known else new

@@ -18,9 +18,7 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.5, 60.0
 
 
 def wants_report(inbox: Inbox) -> bool:
-    """Whether these messages warrant a load report at once: the sender waits for their effect on
-    the load or compares the two.
-    """
+    """Whether a load report is due at once, since the messages' sender waits for their effect."""
     return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)
 
 
@@ -32,10 +30,11 @@ def retry_after_s(engine: Engine) -> float:
 
 
 def load_report(engine: Engine) -> LoadReport:
-    """An engine's load, for routing and for metrics; takes what has changed of adapters.
+    """An engine's load, for routing and metrics. Takes the changes of adapters since the last
+    report.
 
     Args:
-        engine: Between planning two steps.
+        engine: The engine, not while it plans a step.
     """
     counts, scheduler, stats = engine.memory.counts(), engine.scheduler, engine.stats
     adapters, gone_adapters = engine.adapters.take_changes()

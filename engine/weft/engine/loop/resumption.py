@@ -8,7 +8,7 @@ from weft.engine.scheduler.state import Request, end_of
 
 
 def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> Request | None:
-    """Reports the samples whose tokens already ended them: only their end was not delivered.
+    """Reports the samples that their last tokens had ended before the owner was lost.
 
     Args:
         first: A resumed request as `Intake.from_submit` made it.
@@ -17,7 +17,8 @@ def first_to_run(first: Request, intake: Intake, out: Outgoing, now: float) -> R
         now: On the engine's clock.
 
     Returns:
-        The first of the other samples, with the rest to be forked from it; None: all had ended.
+        The first sample that still has to run; the rest will be forked from it. None: all had
+        ended.
     """
     unforked, first.unforked_samples = first.unforked_samples, {}
     siblings = [intake.sibling(first, sample, ids, now) for sample, ids in unforked.items()]

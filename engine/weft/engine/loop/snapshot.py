@@ -21,7 +21,7 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
     """Snapshot of an engine's scheduler, memory and fills.
 
     Args:
-        engine: Between two turns.
+        engine: The engine, between two turns.
         now: On its clock.
         max_entries: Most entries of each list.
     """
@@ -44,10 +44,10 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
 
 
 def request_entries(scheduler: Scheduler, now: float, max_entries: int) -> list[dict[str, Any]]:
-    """Unfinished requests, waiting ones in their order of admission.
+    """Describes the unfinished requests, waiting ones in their order of admission.
 
     Args:
-        scheduler: Their owner.
+        scheduler: The requests' owner.
         now: On the engine's clock.
         max_entries: Returned at most.
     """
@@ -83,7 +83,7 @@ def fill_entries(fills: Iterable[Fill], now: float, max_entries: int) -> list[di
     """Open leases that this engine asked for.
 
     Args:
-        fills: As their owner keeps them.
+        fills: The owner's leases.
         now: On the engine's clock.
         max_entries: Returned at most.
     """
@@ -112,7 +112,7 @@ def adapter_entries(adapters: Iterable[AdapterState], max_entries: int) -> list[
     """Adapters that this engine was ordered to load.
 
     Args:
-        adapters: As it reports them.
+        adapters: Their states.
         max_entries: Returned at most.
     """
     return [
@@ -125,7 +125,7 @@ def lease_entries(leases: Iterable[Lease], now: float, max_entries: int) -> list
     """Leases that this engine fills.
 
     Args:
-        leases: As the filler keeps them.
+        leases: The filler's leases.
         now: On the engine's clock.
         max_entries: Returned at most.
     """

@@ -11,11 +11,11 @@ from weft.engine.sources.cost import MIN_MEASURED_TOKENS, FillCosts
 
 MIN_STALE_S = 2.0
 STALE_STEPS = 4
-"""Age of the loop, in its longest steps, from which it is stale."""
+"""The loop is stale when its last turn is this many of its longest steps ago."""
 UNKNOWN_STEP_S = 5.0
 """Longest assumed duration of a full step until one with a prompt has been measured."""
 UNKNOWN_STALE_S = 5.0
-"""Least age from which the loop is stale until then."""
+"""Least age, in seconds, at which the loop is stale until a full step has been measured."""
 RATE_WINDOW_S = 1.0
 
 
@@ -47,7 +47,7 @@ class EngineStats:
     Args:
         clock: monotonic seconds.
         max_step_tokens: most tokens of one step.
-        token_s: seconds a token of a step with a few, tried at start.
+        token_s: seconds for each token of a small step, measured at start.
     """
 
     def __init__(self, clock: Clock, max_step_tokens: int, token_s: float = UNKNOWN_STEP_S) -> None:
@@ -82,8 +82,8 @@ class EngineStats:
         Args:
             plan: Plan of the step.
             duration_s: Duration of the step.
-            costs: Are told of it.
-            num_surplus_tokens: Drawn for requests that had ended.
+            costs: Cost model that learns from the step.
+            num_surplus_tokens: Tokens drawn for requests that had ended.
             runs: Runs of requests with drafts.
         """
         num_decodes, num_prompt_tokens = len(plan.decodes) + len(runs), plan.num_chunk_tokens
@@ -105,7 +105,7 @@ class EngineStats:
         self._longest_step_s = max(self._longest_step_s * 0.999, duration_s)
         if num_prompt_tokens >= MIN_MEASURED_TOKENS:
             self._observe_prompts(num_tokens, duration_s)
-            # Where requests always decode, no other step would ever tell the rate.
+            # While requests decode all the time, steps with decodes are the only measurement.
             if num_decodes == 0 or not costs.local_tokens_per_s:
                 costs.observe_local(num_tokens, duration_s)
             if num_decodes:

@@ -42,7 +42,7 @@ def make_tiers(
     Args:
         config: Thresholds.
         parts: Parts of the engine.
-        owner: Asks others.
+        owner: Asks other workers and the KV store for pages.
         num_cached_pages: How many of a request's first so many pages are in the pool.
         prefill_tokens_per_s: Measured; 0: unknown.
         clock: Monotonic seconds.

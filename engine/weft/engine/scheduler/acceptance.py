@@ -9,9 +9,9 @@ class Acceptance:
     """Probability that the next draft is accepted, by the number of accepted drafts before it.
 
     Args:
-        max_drafts: Places that are counted.
-        decay: Decay of the statistics with each observation; 1 / (1 - decay) of them count.
-        prior: Expected at each place before anything was observed.
+        max_drafts: Number of places in a chain that have statistics.
+        decay: Decay of the statistics with each observation: about the last 1 / (1 - decay) count.
+        prior: Probability assumed at each place before any observation.
         weight: Observations that the prior counts for.
     """
 

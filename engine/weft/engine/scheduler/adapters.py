@@ -16,7 +16,7 @@ from weft.engine.scheduler.state import Request
 class AdapterWaitlist:
     """Requests whose adapter is not on the device; they wait outside the admission queue.
 
-    They delay no other request.
+    These requests delay no other request.
 
     Args:
         waiting: The queue.
@@ -133,11 +133,11 @@ class Adapters(Protocol):
 
     @property
     def residency(self) -> AdapterResidency:
-        """Which of them are on the device."""
+        """Which adapters are on the device."""
         ...
 
     def attach(self, waitlist: AdapterWaitlist, owner: AdapterOwner) -> None:
-        """Takes what they depend on, before the first turn.
+        """Connects the adapters with the scheduler and the engine, before the first turn.
 
         Args:
             waitlist: Holds requests back until their adapter is loaded.
@@ -150,7 +150,7 @@ class Adapters(Protocol):
         ...
 
     def holds(self, digest: bytes) -> bool:
-        """Whether requests that were started with it may continue here."""
+        """Whether requests that were started with the adapter may continue here."""
         ...
 
     def order(self, order: AdapterOrder) -> None:
@@ -174,7 +174,7 @@ class Adapters(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of what grows with requests."""
+        """Sizes of the structures that grow with requests."""
         ...
 
     def close(self) -> None:

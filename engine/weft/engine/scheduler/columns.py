@@ -1,6 +1,7 @@
-"""Requests by columns: Python touches one of hundreds only where something about it changes.
+"""Facts about running requests as columns, so that Python touches a single request only when it
+changes.
 
-Columns of other requests are made anew; those that plans under way refer to stay as they are.
+A change makes new columns; the columns that plans under way refer to stay as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whose time is over, without asking every request every time."""
+"""Finds requests whose deadline has passed, without looking at every request every time."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class SchedulerEvents:
     """Callbacks by event, called on the engine's thread in the order in which they were added."""
 
     computed: list[OnPages] = field(default_factory=list)
-    """Pages were computed here, or are cached here and lacking in the KV store."""
+    """Pages were computed here, or are cached here and missing in the KV store."""
     published: list[OnPages] = field(default_factory=list)
     """Pages of a request entered the prefix cache, whether computed here or filled."""
     matched: list[OnRequest] = field(default_factory=list)

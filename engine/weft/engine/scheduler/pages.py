@@ -34,8 +34,8 @@ class RequestPages:
     """Finds, publishes and drops the pages of requests.
 
     Args:
-        memory: the page owner.
-        cache: its index; None: nothing is cached.
+        memory: owner of the pages.
+        cache: index of cached pages; None: nothing is cached.
         page_size: token positions a page.
         windows: the pages of further groups, which are freed behind a window.
     """
@@ -106,7 +106,7 @@ class RequestPages:
         return continuable(self._cache.find(request.keys.namespace, data), self.windows)
 
     def take(self, request: Request, found: Match) -> None:
-        """Gives a request without pages the match that was found just now.
+        """Gives a request without pages the match that `find` has just found.
 
         A page in which the match ends is kept for `use_partial`, which must follow, or
         `forget_partial`.
@@ -156,7 +156,7 @@ class RequestPages:
         request.num_computed += request.num_partial_tokens
         request.partial_page, request.num_partial_tokens = None, 0
         # The source keeps its reference until the copy is made.
-        self.memory.retain([page])  # So does the destination, even if the request ends.
+        self.memory.retain([page])  # The destination is kept too, even if the request ends.
         self._copies.append(PageCopy(source, page))
         self.num_partial_hits += 1
 
@@ -171,8 +171,8 @@ class RequestPages:
     def make_copies(self, make: Callable[[Sequence[PageCopy]], None]) -> None:
         """Has the step that has just begun make copies, before anything else.
 
-        If that fails, the next step makes them: some are of requests that this one does not bring,
-        which go on with pages that nobody would fill.
+        If that fails, the next step makes them, since requests of later steps need some of the
+        copies.
         """
         make(self._copies)
         copies, self._copies = self._copies, []

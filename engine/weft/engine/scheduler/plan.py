@@ -1,7 +1,7 @@
 """The plan of a step: columns for requests that get one token each, items for the others.
 
 The hundreds of running requests of a large batch are all treated alike, step after step. They are
-kept in columns, so that Python touches one of them only where something about it changes.
+kept in columns, so that Python touches a single request only when it changes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class VerifyItem(NamedTuple):
 
     request: Request
     start: int
-    """Position of the last token; while another step verifies drafts of the request, whose outcome
-    only the device knows, the largest possible one.
+    """Position of the last token. While another step verifies drafts of the request, only the
+    device knows this position, and the field has the largest possible one.
     """
     max_drafts: int
     """Number of drafts for which pages are reserved."""
@@ -71,7 +71,9 @@ class LaterScores(Protocol):
     """Log-probabilities of a step's prompt tokens, which may still be computed."""
 
     def wait(self) -> Sequence[tuple[Scored, list[TokenLogprob]]]:
-        """Waits for them: one of each chunk's tokens."""
+        """Waits for the log-probabilities: a list for each chunk, with one entry for each of its
+        tokens.
+        """
         ...
 
 

@@ -16,13 +16,13 @@ from weft.engine.scheduler.state import Request, RequestKey, State
 Mask = npt.NDArray[np.uint32]
 """[ceil(vocab_size / 32)]: bit i % 32 of word i / 32 allows token i."""
 Masks = list[Mask | None]
-"""The masks of a sample in one step: of the next token, and of the one behind each of its drafts.
-None: every token may come.
+"""The masks of a sample in one step: for its next token, then for the token behind each of its
+drafts. None: every token may come.
 """
 MaskRows = npt.NDArray[np.uint32]
 """[num_slots, ceil(vocab_size / 32)]: a mask for each slot, where the sampler reads it."""
 Made = Masks | WeftError | None
-"""What becomes of a sample's masks; None: the one of the next token is in the row of its slot."""
+"""A sample's masks or its error; None: its next token's mask was written into its slot's row."""
 
 
 class MaskSource(Protocol):
@@ -44,7 +44,7 @@ class MaskSource(Protocol):
         ...
 
     def take_compiled(self) -> list[tuple[RequestKey, WeftError | None]]:
-        """Requests whose constraint has been compiled, or has failed to."""
+        """Requests whose constraint has been compiled or could not be compiled."""
         ...
 
     def end(self, request: Request, *, is_last: bool) -> None:
@@ -52,13 +52,13 @@ class MaskSource(Protocol):
 
         Args:
             request: The sample.
-            is_last: So is its request.
+            is_last: Whether all samples of the request have finished.
         """
         ...
 
     @property
     def are_in_use(self) -> bool:
-        """Whether any unfinished request has one."""
+        """Whether any unfinished request has a constraint."""
         ...
 
     def begin_masks(
@@ -73,11 +73,13 @@ class MaskSource(Protocol):
         """Starts computing the masks of requests that draw in the current step, except ended ones.
 
         Args:
-            requests: Which.
-            accepted: For each, tokens that it has already drawn in this step; None: none.
-            drafts: For each, drafts that get masks too; None: none.
-            rows: Gives the rows that masks may be written to; None: they may not.
-            is_awaited: `take_masks` follows at once.
+            requests: The requests.
+            accepted: For each request, the tokens that it has already drawn in this step; None: no
+                tokens.
+            drafts: For each request, the drafts that get masks too; None: no drafts.
+            rows: Returns the rows by slot into which masks may be written; None: they are returned
+                instead.
+            is_awaited: Whether `take_masks` follows at once.
         """
         ...
 
@@ -86,7 +88,7 @@ class MaskSource(Protocol):
         ...
 
     def take_lost_s(self) -> float:
-        """Seconds, since the last call, that steps waited where masks were too slow."""
+        """Seconds that steps have waited for masks that were too slow, since the last call."""
         ...
 
     def sizes(self) -> dict[str, int]:
@@ -110,7 +112,7 @@ class DraftGate(Protocol):
         Args:
             plan: Its plan.
             runs: Runs of its requests with drafts.
-            duration_s: How long it took, drafting included.
+            duration_s: Duration of the step, drafting included.
         """
 
     def depths(self) -> dict[int, int]:
@@ -122,7 +124,7 @@ class AdapterResidency(Protocol):
     """Residency of adapters on the device (`weft.engine.features.lora.residency`)."""
 
     def begin(self, digest: bytes) -> None:
-        """Registers a request that needs the adapter; `end` must follow."""
+        """Registers a request that will need the adapter; `end` must follow."""
         ...
 
     def end(self, digest: bytes) -> None:
@@ -130,7 +132,7 @@ class AdapterResidency(Protocol):
         ...
 
     def is_here(self, digest: bytes) -> bool:
-        """Whether requests may be admitted with it."""
+        """Whether requests with the adapter may be admitted."""
         ...
 
     def enter(self, digest: bytes) -> int:
@@ -158,8 +160,8 @@ class Fills(Protocol):
         ...
 
     def start(self, request: Request) -> bool:
-        """Opens the next lease for a LOADING or FILLING request, or lets it wait for one; False:
-        nobody can fill it at present, and `next_state` is to be asked again.
+        """Opens the next lease for a LOADING or FILLING request, or lets it wait for one. False: no
+        filler is available at present, and the caller asks `next_state` again.
         """
         ...
 
@@ -171,7 +173,7 @@ class Fills(Protocol):
 class Drafter(Protocol):
     """Proposes draft tokens, which only affect speed, never the text.
 
-    Drafters inherit from it what they need not do themselves.
+    The methods with a body are defaults for drafters that keep no state.
     """
 
     @property
@@ -191,7 +193,7 @@ class Drafter(Protocol):
                 `max_drafts` more.
 
         Returns:
-            Of each at most `max_drafts`; none where it has no guess.
+            For each request at most `max_drafts` tokens; none where the drafter has no guess.
         """
 
     def forget(self, slot: int) -> None:

@@ -1,4 +1,5 @@
-"""How much of a step prompts get beside running requests: first tokens weighed against next ones.
+"""How many prompt tokens a step takes beside running requests: the delay of first tokens is weighed
+against the delay of next tokens.
 
 A step that also decodes takes the time of the decodes plus that of its prompt tokens. Cutting the
 prompts down to a target keeps the running requests' tokens coming, but each further step that the
@@ -22,7 +23,7 @@ class StepRates(Protocol):
 
     @property
     def tokens_per_s_beside(self) -> float:
-        """Prompt tokens a second that a step with decodes takes in addition; 0: unknown."""
+        """Prompt tokens per second of the time that they add to a step with decodes; 0: unknown."""
         ...
 
     @property
@@ -39,11 +40,12 @@ class PromptBudget:
     """Bounds the prompt tokens of a step that also decodes.
 
     Args:
-        rates: Of the engine's steps.
-        target_s: Inter-token target: what prompts may add to a step, where next tokens count more.
+        rates: Measured times of the engine's steps.
+        target_s: Inter-token target: time that prompts may add to a step where next tokens count
+            more.
         first_token_weight: Worth of a second of delay of a first token, in seconds of delay of
             next tokens. 0: prompts always keep to the target.
-        max_step_tokens: Of the largest step.
+        max_step_tokens: Tokens of the largest step.
     """
 
     def __init__(

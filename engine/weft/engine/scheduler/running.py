@@ -27,7 +27,7 @@ class RunningPlans:
     Args:
         limits: Budgets.
         pages: Pages of the requests.
-        preempt: Pre-empts the running request that loses least, and returns it.
+        preempt: Preempts the running request that loses the least work, and returns it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RunningPlans:
         Args:
             gate: See `gate`.
             is_on_device: See `drafts_on_device`.
-            max_chain: Drafts of a chain at most.
+            max_chain: Most drafts of a chain.
             max_context_tokens: Most positions for which a request may have pages.
         """
         self.gate, self.drafts_on_device = gate, is_on_device
@@ -89,7 +89,7 @@ class RunningPlans:
         return self._columns is not None and self._columns.fixed is columns
 
     def plan(self, running: Sequence[Request], num_spared: int) -> Plan:
-        """A token of each request, or one with drafts; no chunks.
+        """Plans one token of each running request, with drafts where they pay; plans no chunks.
 
         Args:
             running: The running requests.
@@ -101,7 +101,7 @@ class RunningPlans:
             columns = self._columns = RunningColumns.of(fixed, self._page_size)
         fixed, starts = columns.fixed, columns.starts
         requests = fixed.requests
-        chosen = starts < fixed.ends  # For others the token under way is the last one.
+        chosen = starts < fixed.ends  # The other requests end with the token under way.
         shape = NO_DRAFTS
         if self.gate is not None:
             shape = self.gate.shape(requests)
@@ -121,7 +121,7 @@ class RunningPlans:
                 chosen[index] = False
             columns.limits[index] = len(request.pages) * self._page_size
         if lacking and self._columns is not columns:
-            # A later request's growth has pre-empted an earlier one.
+            # A later request's growth may have preempted an earlier one.
             chosen &= np.array([r.state is State.RUNNING for r in requests])
         self._planned, self._drafts, plan = (columns, chosen), None, Plan()
         if shape.num_drafts:
@@ -164,8 +164,8 @@ class RunningPlans:
             self._columns = columns.launched(chosen)
 
     def add_prompts(self, plan: Plan, chunks: Sequence[PlanItem]) -> None:
-        """Completes a plan by its chunks, and where there are none by the drafts that wait for
-        that. Beside many rows those of trees are not cheap: chains are drafted then.
+        """Adds the chunks to a plan. Without chunks, it adds the drafts that were held back. With
+        chunks, trees become chains, since a tree's rows are not cheap beside many others.
         """
         plan.chunks = chunks
         if self._drafts is not None and not chunks:
@@ -189,8 +189,8 @@ class RunningPlans:
         return len(plan.decodes) + len(plan.verifies) + num_drafts
 
     def _grow_at_once(self, columns: RunningColumns, rows: list[int]) -> bool:
-        """Gives each of these running requests a page, if that is what each lacks, and costs no
-        other request anything.
+        """Gives each of these running requests the one page that it lacks, if that takes no page
+        from another request.
         """
         requests, size = [columns.fixed.requests[row] for row in rows], self._page_size
         starts, namespace = columns.starts[rows], requests[0].namespace
@@ -210,7 +210,7 @@ class RunningPlans:
         """Makes room for one more token.
 
         Returns:
-            False when it has to wait: the request itself was pre-empted, or pages come back soon.
+            False if the request has to wait: it was preempted itself, or pages come back soon.
         """
         while len(request.pages) * self._page_size <= position:
             try:

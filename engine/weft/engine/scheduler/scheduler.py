@@ -1,13 +1,15 @@
 """Decides what each step computes. Owns request state; knows no tensors.
 
 A step is plan -> launch -> commit, and the next one may be planned before this one is committed.
-By then all is known about a request except its new token, and whether that token ends it. A
-request that may end with the step under way is planned nevertheless, and its token is dropped if it
-does. `plan` gives every running request its next token, and drafts to verify where these pay; then
+At that time everything about a request is known except its new token, and whether that token ends
+it. A request that may end with the step under way is planned all the same; if it does end, its next
+token is dropped. `plan` gives every running request its next token, and drafts to verify where
+these pay; then
 it continues prompts in page-aligned chunks (if a step has room), then admits waiting requests while
 tokens, requests and pages last. Admission promises all pages of a prompt at once, so a started
-prompt never waits for memory; only running requests grow, and when pages end the one that loses
-least is pre-empted. Who is admitted next is a policy's choice (`weft.engine.scheduler.policies`).
+prompt never waits for memory; only running requests grow, and when no page is left, the one that
+loses the least work is preempted. A policy chooses which request is admitted next
+(`weft.engine.scheduler.policies`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Scheduler:
 
     Args:
         limits: budgets.
-        pages: what requests have and find.
+        pages: pages of requests, and lookups in the prefix cache.
         waiting: requests that are not admitted yet, in the order of a policy.
         fills: other sources of pages; None: there are none.
         on_finish: called once for each request when it reaches FINISHED, its pages released.
@@ -130,7 +132,7 @@ class Scheduler:
         return sum(r.num_to_compute for r in chain(self.waiting, self.waitlist, self.prefilling))
 
     def num_prefilling_tokens(self) -> int:
-        """Prompt tokens that are still to be computed of those admitted for that."""
+        """Prompt tokens still to be computed of requests in PREFILLING."""
         return sum(request.num_pending for request in self.prefilling)
 
     def num_tokens_before(self, adapter: bytes) -> int:
@@ -223,7 +225,8 @@ class Scheduler:
             if not request.num_pending:
                 continue  # All of it is under way, and nothing is drawn behind it.
             taken = self._plan_chunk(request, budget, chunks)
-            # A prompt that got nothing ends the search: shorter ones might pass it for ever.
+            # A prompt for which there is no room ends the search, or shorter ones might overtake it
+            # for ever.
             budget = self._budget_behind(budget, taken, chunks) if taken else 0
         if self.waiting:
             self._plan_waiting(now, budget, chunks, is_empty=not has_running)
@@ -235,9 +238,11 @@ class Scheduler:
         return plan
 
     def admit(self, now: float) -> None:
-        """Admits requests between two plans, so that others begin to fill their pages at once.
+        """Admits requests between two plans, so that prefill workers and stores begin to fill their
+        pages at once.
 
-        Prompts that are computed here wait for the next plan: as many as one step takes.
+        Prompts that this engine computes wait for the next plan; at most one step's worth is
+        admitted.
         """
         self._start_waiting_fills()
         if self.waiting:
@@ -327,19 +332,22 @@ class Scheduler:
         request.decodes_from = request.num_computed + request.num_launched
 
     def commit(self, number: int, plan: Plan) -> None:
-        """Commits a step; all before it are committed. Its KV is there, and is published.
+        """Commits a step, after all steps before it. The KV of the step now exists, and full pages
+        are published.
 
         Args:
             number: Number of the step.
-            plan: Its plan; an empty one of a step that failed.
+            plan: The step's plan; an empty one if the step failed.
         """
         self.pages.end_step(number)
         if self._adapters is not None:
             self._adapters.step_ended(number)
-        running = State.RUNNING  # Looking it up takes as long as all else that is done to a decode.
+        # A local name: the attribute lookup would take as long as everything else done for a
+        # decode.
+        running = State.RUNNING
         for request in plan.decodes:
             request.num_launched -= 1
-            if request.state is running:  # Else its pages are gone.
+            if request.state is running:  # Otherwise the request has lost its pages meanwhile.
                 request.num_computed += 1
         page_size = self._limits.page_size
         for index in np.flatnonzero((plan.starts + 1) % page_size == 0).tolist():
@@ -357,7 +365,8 @@ class Scheduler:
             request.decodes_from -= most
             request.num_verifying -= most > 0
             if request.state is running:
-                # Of its last token for certain; what steps before brought is there.
+                # The step has computed the KV up to the request's last token; earlier steps did the
+                # rest.
                 request.num_computed = len(request.tokens)
                 if request.num_computed // page_size > request.num_published_pages:
                     self._publish_computed(request)
@@ -402,7 +411,7 @@ class Scheduler:
     # -- remote fills ----------------------------------------------------------------------------
 
     def fill_completed(self, request: Request) -> None:
-        """Ends the part of one filler: another one or this engine does the rest."""
+        """Notes that a filler has done its part; another filler or this engine does the rest."""
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
@@ -437,7 +446,7 @@ class Scheduler:
         self.waitlist.enqueue(request)
 
     def _preempt_cheapest(self) -> Request:
-        """Preempts the running request that loses least."""
+        """Preempts the running request that loses the least work."""
         self.estimate.on_preemption(self.running)
         victim = self._victims.first(self.running)
         self.preempt(victim)
@@ -461,14 +470,14 @@ class Scheduler:
         page_size = self._limits.page_size
         start = request.num_computed + request.num_launched
         pending = len(request.tokens) - start
-        # One row more than the budget has: with it, a chunk of one page might never fit.
+        # The leading row is not counted in the budget, or a chunk of one page might never fit.
         has_lead = self._limits.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
         if num_tokens < pending and self._limits.has_whole_prompts:
             return 0
         if num_tokens < pending:
             to_border = (start + num_tokens) // page_size * page_size - start
-            # With no room for what its page lacks, the first prompt of a step takes what there is.
+            # If the budget ends inside a page, the first prompt of a step takes all of the budget.
             num_tokens = to_border if to_border > 0 or items else num_tokens
         if num_tokens <= 0:
             return 0
@@ -481,7 +490,7 @@ class Scheduler:
         return num_tokens
 
     def _budget_behind(self, budget: int, taken: int, items: list[PlanItem]) -> int:
-        """Tokens that further prompts may bring, behind one that has taken some."""
+        """Prompt tokens that further prompts may bring after the first ones have taken theirs."""
         budget -= taken
         if self._limits.shared_step_tokens is not None:
             num_planned = sum(item.num_tokens for item in items)
@@ -492,9 +501,9 @@ class Scheduler:
         """Reserves a waiting request's pages and starts it; False: not now.
 
         Args:
-            request: It has taken what was found of it in the cache.
+            request: The request, which already has its cached prefix.
             now: On the engine's clock.
-            has_pages: It came with pages of its own instead.
+            has_pages: Whether the request came with pages of its own instead.
         """
         if not self._promise(request):
             return False
@@ -523,7 +532,7 @@ class Scheduler:
         needed = self._num_pages(request) - len(request.pages)
         wanted = needed + self._num_pages_to_come(request)
         if wanted > self._memory.num_available_pages:
-            # The page to be copied may be the very one that is missing.
+            # Without the copy, one page less may be needed.
             self.pages.forget_partial(request)
         if wanted > self._memory.num_available_pages or not self.pages.has_window_room(request):
             return False
@@ -534,10 +543,10 @@ class Scheduler:
         return -(-request.num_tokens // self._limits.page_size)
 
     def _num_pages_to_come(self, request: Request) -> int:
-        """Pages that admitted requests, and this one, will need beyond their reservations.
+        """Pages that admitted requests and this one will probably need beyond their reservations.
 
-        Admitting into the last pages only to pre-empt at once would compute the same prompt again
-        and again. A request that is alone may have everything.
+        A request that is admitted into the last pages and preempted at once would be computed again
+        and again. A request without others beside it may use all pages.
         """
         active = len(self.running) + len(self.prefilling)
         if not active and not self.filling:
@@ -546,7 +555,7 @@ class Scheduler:
         return active + self.estimate.expected_tokens(others) // self._limits.page_size
 
     def _make_room_for_urgent(self, now: float, threshold: int) -> None:
-        """Preempts running requests for the first candidate, if it is urgent enough to fit so."""
+        """Preempts running requests if the first candidate is urgent enough and then fits."""
         urgent = next(self.waiting.candidates(now), None)
         if urgent is None or urgent.num_launched or now < urgent.lookup_until:
             return
@@ -554,7 +563,7 @@ class Scheduler:
         victims = [
             request
             for request in self.running
-            # One that has waited for long itself would come back at once.
+            # A running request that has aged enough would precede the candidate again at once.
             if request.priority >= limit and self.waiting.precedes(urgent, request)
         ]
         if not victims or self.sharing.still_waits(urgent):
@@ -590,7 +599,7 @@ class Scheduler:
                 on_matched(request)
 
     def _offer_matched(self, request: Request) -> None:
-        """Offers cached pages that the store lacks (it is new, or has evicted them) again."""
+        """Offers cached pages to the KV store again if the store lacks them."""
         held = request.num_store_pages
         if held is None or held >= request.num_published_pages:
             return
@@ -602,7 +611,9 @@ class Scheduler:
         insort(self.prefilling, request, key=self.waiting.rank)
 
     def _strip_waiting(self) -> None:
-        """Releases pages of queued requests: nothing runs and the head does not fit."""
+        """Releases the pages of queued requests, when nothing runs and the first candidate does not
+        fit.
+        """
         for request in chain(self.waiting, self.waitlist):
             self.pages.drop(request)
 

@@ -58,8 +58,8 @@ class Request:
     """One sample of one submit, or one fill job of a prefill worker (`is_fill`).
 
     Tokens [0, num_computed) have their KV in `pages`, the next `num_launched` get it by steps under
-    way; page i holds positions [i * page_size, (i + 1) * page_size). `RequestPages` changes what
-    says so.
+    way; page i holds positions [i * page_size, (i + 1) * page_size). `RequestPages` changes these
+    fields.
     """
 
     key: RequestKey
@@ -95,7 +95,7 @@ class Request:
     candidates: list[FillCandidate] = field(default_factory=list)
     """Fillers not yet tried, best first."""
     lookup_until: float = 0.0
-    """Time until which the KV store's answer is awaited; 0: none is."""
+    """Time until which the KV store's answer is awaited; 0: no answer is awaited."""
     passes_over_tiers: bool = False
     """Whether a load from a tier was given up. Until a later preemption, the request's pages come
     from other sources.
@@ -130,11 +130,12 @@ class Request:
     the request's present and former pages.
     """
     decodes_from: int = 0
-    """Position from which on it brings one token per step, since it runs."""
+    """Position from which on the running request brings one token per step."""
     speculates: bool = False
     """Whether its tokens may be drafted."""
     num_verifying: int = 0
-    """Number of steps under way that may accept drafts of it; only the device knows their outcome.
+    """Number of steps under way that may accept drafts of the request; only the device knows their
+    outcome.
     """
     acceptance: Acceptance | None = None
     """Acceptance statistics of the request's drafts."""
@@ -214,8 +215,8 @@ class Request:
 
     @property
     def awaits_first_token(self) -> bool:
-        """Whether nothing was drawn for it here yet; a resumed request may have tokens all the
-        same.
+        """Whether no token was drawn for the request on this engine yet. A resumed request may have
+        tokens from elsewhere.
         """
         return self.timeline.first_token_s is None
 

@@ -12,16 +12,16 @@ _MAX_LOST_SHARE = 8
 def fitting_budget(num_tokens: int, budget: int, sizes: Sequence[int]) -> int:
     """Prompt tokens that fill a captured step, given its other tokens.
 
-    Padding takes as long as what it stands for, so a budget in time is kept as well by the nearest
-    size as by a smaller step that is padded to it.
+    A padded row takes as long as a real one, so a step of the nearest captured size takes no longer
+    than a smaller step that is padded to it.
 
     Args:
         num_tokens: Number of tokens already in the step.
-        budget: Prompt tokens that it may bring.
-        sizes: Tokens of captured steps.
+        budget: Prompt tokens that the step may bring.
+        sizes: Token counts of the captured steps.
 
     Returns:
-        What is nearest to `budget` without padding, and hardly less; `budget` if nothing is.
+        The number nearest to `budget` that needs no padding, if it is not much less; else `budget`.
     """
     least = budget - budget // _MAX_LOST_SHARE if budget >= _MIN_ROUNDED else budget
     fitting = [size - num_tokens for size in sizes if size - num_tokens >= least]

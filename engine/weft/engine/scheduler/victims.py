@@ -11,14 +11,14 @@ from weft.engine.scheduler.state import Request
 class Victims:
     """Orders running requests by the cost of preempting them.
 
-    The least urgent goes first, where priorities count; of equal ones the one that loses the least
-    work, that is, has the fewest tokens whose KV nobody else uses. So the request with the most
-    work always goes on, and somebody always ends.
+    Where priorities count, the least urgent request goes first. Among equals the one that loses the
+    least work goes first: the one with the fewest tokens in pages that no other request uses. So
+    the request with the most work always goes on, and some request always ends.
 
     Args:
-        memory: the page owner.
+        memory: owner of the pages.
         page_size: token positions a page.
-        by_priority: priorities count.
+        by_priority: whether priorities count.
     """
 
     def __init__(self, memory: PageMemory, page_size: int, *, by_priority: bool) -> None:

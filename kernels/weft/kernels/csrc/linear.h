@@ -25,7 +25,7 @@ typedef struct {
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
  * EPYC's own prefetcher does better alone, while a Xeon's leaves a third of the memory's speed unused
- * (docs/decisions/0022). */
+ * (bench/notes/cpu-products.md). */
 static int prefetch_from(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
   if (__builtin_cpu_is("intel")) return 1;

@@ -1,11 +1,10 @@
 """Programmatic dependent launch (compute capability 9.0): a kernel begins as the last one ends.
 
-Every kernel launched so calls `release_next` once it runs and `wait_for_last` before it touches
-anything but weights: what the kernels before it wrote is complete only after the wait, since the
-last one may itself have begun early. Excepted is what was written before a launch that was not
-dependent (`is_settled`), and, behind a kernel that releases only after its own wait, what was
-written before that one. Of each launch some program waits: the next kernel waits for this one
-alone.
+Every such kernel calls `release_next` once it runs, and `wait_for_last` before it touches anything
+but weights: only after the wait are the writes of earlier kernels complete, since the last kernel
+may itself have begun early. Exceptions are data written before a launch that was not dependent
+(`is_settled`), and, behind a kernel that releases only after its own wait, data written before that
+kernel. Some program of each launch must wait, since the next kernel waits for this launch only.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOpt
 
     Args:
         device: Where it runs.
-        is_alone: It begins only after all that it waits for; the next one may begin as it ends.
+        is_alone: Whether the kernel begins only after its predecessor has ended; the next one may
+            still begin early.
     """
     if _are_ordinary.get() or not is_dependent(device):
         return {"IS_DEPENDENT": False}
@@ -56,7 +56,7 @@ def launch_options(device: torch.device, *, is_alone: bool = False) -> LaunchOpt
 
 @triton.jit
 def wait_for_last(IS_DEPENDENT: tl.constexpr) -> None:
-    """Returns once all that was launched before is complete."""
+    """Returns once all earlier launches are complete."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
 

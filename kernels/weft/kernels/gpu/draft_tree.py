@@ -1,5 +1,6 @@
-"""`weft.kernels.draft_tree` on a GPU: what lies between two turns of the head in two launches, and
-the choice of the nodes in one."""
+"""`weft.kernels.draft_tree` on a GPU: two launches between two turns of the head, and one launch to
+choose the nodes.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def _tile_kernel(
     column = tile * TILE + tl.arange(0, TILE)
     mask = column < vocab_size
     found = tl.load(logits + row * stride + column, mask=mask, other=float("-inf"))
-    # What is no number is never chosen.
+    # NaN is never chosen.
     found = tl.where(found == found, found, float("-inf"))
     most = tl.max(found, axis=0)
     is_empty = most == float("-inf")
@@ -192,7 +193,7 @@ def _level_kernel(
             first = tl.min(tl.where(left & (value == best), name, vocab_size), axis=0)
             left = left & (name != first)
             is_own = child == parent * WIDTH + number
-            # Never above its parent's, whatever rounding does: parents come first.
+            # A child's score must not exceed its parent's by rounding, since parents come first.
             chance = best - highest - log_total
             chance = tl.where(chance == chance, tl.minimum(chance, 0.0), float("-inf"))
             path_score = parent_score + chance

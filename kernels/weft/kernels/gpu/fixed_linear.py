@@ -20,7 +20,7 @@ from weft.kernels.gpu.sliced_linear import MAX_ROWS
 from weft.kernels.gpu.small_linear import FIXED, small_linear
 
 _MANY_COLUMNS = 1 << 14
-"""Columns from which wider tiles fill a device too."""
+"""Number of columns from which on wider tiles also fill the device."""
 _GROUP = 8
 """Tiles of rows that share the weight's tiles in the cache."""
 
@@ -56,7 +56,8 @@ def fixed_linear(
     if rows == 0:
         return out
     if rows <= MAX_ROWS and depth > FIXED.tile:
-        # Bound by reading the weight, which its kernel streams; the chain is the same.
+        # With few rows, reading the weight is the limit, and `small_linear` streams it. The chain
+        # of instructions is the same.
         return small_linear(x, weight, bias, residual, out_dtype, is_fixed=True)
     shape = launch_shape(rows, columns)
     is_copied = can_copy(x) and can_copy(weight)
@@ -84,7 +85,7 @@ def fixed_linear(
 
 
 def launch_shape(rows: int, columns: int) -> FixedLinearShape:
-    """The launch shape for a number of rows: few of them fill a device with narrow tiles only."""
+    """The launch shape for a number of rows; few rows fill a device only with narrow tiles."""
     if rows <= 64 and columns >= _MANY_COLUMNS:
         return FixedLinearShape(rows=64, columns=64, depth=128, warps=4, stages=3)
     if rows <= 64:
@@ -141,7 +142,8 @@ def _fixed_linear_kernel(
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     if residual is not None:
-        # As where the residual is added by the norm that follows: the product is rounded before.
+        # The product is rounded before the addition, as it is if the following norm adds the
+        # residual.
         total = total.to(residual.dtype.element_ty).to(tl.float32)
         total += tl.load(residual + at, mask=in_out, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=in_out)

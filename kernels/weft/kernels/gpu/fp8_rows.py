@@ -12,11 +12,11 @@ from weft.kernels.gpu.fp8_weights import GROUP
 from weft.kernels.quantised import FP8, FP8_GROUP, FP8_MAX
 
 ROWS_OF_GROUPS = 16
-"""Rows with scales of groups lie in memory for a whole number of so many."""
+"""Rows with scales by group are padded in memory to a multiple of this number."""
 _ELEMENTS_PER_WARP = 1024
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(1e-30)
-"""Least of a row's largest magnitudes that is divided by: smaller rows become zeros."""
+"""Smallest divisor: rows whose largest magnitude is below it become zeros."""
 
 
 class Fp8Rows(NamedTuple):

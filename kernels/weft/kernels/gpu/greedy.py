@@ -9,7 +9,7 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 
 _TILE = 4096
 _MOST_AT_ONCE = 8192
-"""Tokens of a vocabulary that one program takes whole, in one launch for two."""
+"""Largest vocabulary that one program takes whole, which saves a launch."""
 
 
 def greedy_rows(
@@ -19,8 +19,8 @@ def greedy_rows(
 
     Args:
         logits: [L, vocab_size] float32, rows contiguous.
-        names: [vocab_size] int64: what the tokens are called in the result, in which the first one
-            then stands for what is not finite; None: their numbers.
+        names: [vocab_size] int64: ids of the tokens in the result, where the first one then also
+            stands for rows that are not finite; None: the tokens' own numbers.
         out: [L] int64, contiguous: where the result goes.
     """
     rows, vocab_size = logits.shape
@@ -133,7 +133,7 @@ def _largest(
     column = first + tl.arange(0, TILE)
     mask = column < vocab_size
     values = tl.load(begin + column, mask=mask, other=float("-inf"))
-    # x - x is 0 for finite numbers alone.
+    # x - x is 0 only for finite numbers.
     num_bad = tl.sum((mask & (values - values != 0.0)).to(tl.int32), axis=0)
     best = tl.max(values, axis=0)
     token = tl.min(tl.where(values == best, column, vocab_size), axis=0)
@@ -142,7 +142,7 @@ def _largest(
 
 @triton.jit
 def _name(token: tl.tensor, is_bad: tl.tensor, names: tl.tensor) -> tl.tensor:
-    """What a token is called in the result."""
+    """The id of a token in the result."""
     if names is None:
         chosen = tl.where(is_bad, -1, token).to(tl.int64)
     else:

@@ -71,7 +71,7 @@ def _fixed(
         return fixed_linear(x, weight, bias, residual, out_dtype)
     out = fixed_linear(x, weight, bias, None, out_dtype)
     add_fixed_lora(out, x, lora)
-    # Last, as where the residual is added by the norm that follows.
+    # The residual is added last, as it is if the following norm adds it.
     return out if residual is None else out.add_(residual)
 
 

@@ -1,7 +1,8 @@
 """Low-rank additions on a GPU: all tokens' ranks first, then their products with B.
 
 Few tokens are taken row by row, more in tiles of those sorted by adapter. Grids do not depend on
-which adapters there are: a captured graph serves any mix. Where a row's bits must not depend on the
+the adapters of a step, so a captured graph serves any mix. Where a row's bits must not depend on
+the
 other rows, all come in tiles of one shape.
 """
 
@@ -42,16 +43,17 @@ def add_fixed_lora(out: torch.Tensor, x: torch.Tensor, addition: LoraAddition) -
 
 
 class Ranks:
-    """The ranks of some tokens, computed from here on; to be used once.
+    """The ranks of some tokens, whose computation begins here; to be used once.
 
-    They need the product's input alone: while a graph is captured they are computed beside it.
+    They need only the product's input, so while a graph is captured they are computed beside the
+    product.
 
     Args:
         x: [T, K], contiguous; stays as it is meanwhile.
         addition: Additions of these tokens.
         down: Parts of the product that follows, if `silu_of` is to compute its ranks as well.
-        is_ahead: They come before the product instead: it would leave too little of the device to
-            them.
+        is_ahead: Whether they are computed before the product, which would leave too little of the
+            device for them.
         is_folded: They are for `folded`, and for nothing else.
     """
 
@@ -78,8 +80,8 @@ class Ranks:
 
         tokens, is_few = self._tokens, self._is_few
 
-        # Without `self`, which keeps this: else `x` would stay until garbage is collected, which it
-        # is not while a graph is captured.
+        # The function does not refer to `self`, which refers to it: such a cycle would keep `x`
+        # alive, since garbage is not collected while a graph is captured.
         def shrink() -> Shrunk | tuple[torch.Tensor, torch.Tensor | None]:
             if not is_few:
                 how = {"is_ahead": is_ahead, "is_folded": is_folded}

@@ -1,6 +1,6 @@
 """Low-rank additions in the kernel that reads a product next: no launch of their own.
 
-For few tokens: each takes its own rows of B, whoever else has the same.
+It serves few tokens: each reads its own rows of B, even if others read the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.kernels.lora import LoraWeights
 MAX_FOLDED_ROWS = 128
 """Most rows for which folding pays: reading B once per token costs less than a launch."""
 FOLDED = ["rank_width", "entry_width", "stride"]
-"""Numbers that kernels are not compiled anew for."""
+"""Arguments for whose values kernels are not specialised."""
 
 
 class Folded(NamedTuple):
@@ -46,8 +46,8 @@ NOTHING = (None, None, None, 0, 0, 0)
 
 
 def ranks_at_once(columns: int, element_bytes: int) -> int:
-    """Number of ranks that a program multiplies with B at once: all of it is in registers, of 16
-    warps at most.
+    """Number of ranks that a program multiplies with B at once, so that all of it fits the
+    registers of at most 16 warps.
 
     Args:
         columns: Columns of the program, a power of two.
@@ -113,9 +113,9 @@ def _times_some(
     """The addition of the ranks from `start` on."""
     rank = start + tl.arange(0, AT_ONCE)
     is_rank = rank < 8 * count
-    # Rows that are not there are not used.
+    # Entries beyond the count are not used.
     row = tl.load(entry + 1 + rank // 8).to(tl.int64) * 8 + rank % 8
-    # On its way while the ranks are added up.
+    # This load is under way while the ranks are added up.
     at = b + row[:, None] * features + column[None, :]
     tile = tl.load(at, mask=is_rank[:, None] & mask[None, :], other=0.0)
     number = tl.arange(0, BLOCK_SUMS)[:, None]

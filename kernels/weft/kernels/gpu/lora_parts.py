@@ -10,7 +10,7 @@ import triton.language as tl
 from weft.kernels.lora import LoraWeights
 
 _PROGRAMS = 512
-"""Enough to keep the memory busy."""
+"""Number of programs that keep the memory busy."""
 _MIN_ENTRY = 2
 """Rows that are read of an entry whether they are there or not."""
 
@@ -20,7 +20,7 @@ FREE = [
     *("layer", "slots", "width", "tokens", "out_width"),
     *(f"{name}{n}" for name in ("max_rows", "out", "column") for n in range(3)),
 ]
-"""Numbers that kernels are not compiled anew for."""
+"""Arguments for whose values kernels are not specialised."""
 
 
 def splits_of(programs: int, depth: int, least: int, most: int, enough: int = _PROGRAMS) -> int:
@@ -40,7 +40,7 @@ def max_rows(part: LoraWeights) -> int:
 
 
 def three(values: list[Any]) -> list[Any]:
-    """Kernels take three parts; those that do not exist are never touched."""
+    """Pads to three parts, which kernels expect; they never read the missing ones."""
     return (values + values[:1] * 2)[:3]
 
 
@@ -76,7 +76,7 @@ def new_ranks(rows: int, parts: Parts, splits: int, device: torch.device) -> tor
 def new_entries(rows: int, parts: Parts, device: torch.device) -> torch.Tensor:
     """[parts, R, 1 + rows of the pool] int32: what each row has of each part.
 
-    First how many rows of the pool, then which; what is beyond is undefined.
+    An entry has the number of rows of the pool, then the rows; the rest is undefined.
     """
     most = max(_MIN_ENTRY, *(max_rows(part) for part in parts))
     size = (len(parts), rows, 1 + -(-most // _MIN_ENTRY) * _MIN_ENTRY)

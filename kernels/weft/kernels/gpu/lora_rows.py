@@ -1,7 +1,8 @@
-"""Low-rank additions row by row on a GPU: hardly two rows share an adapter, nothing is sorted.
+"""Low-rank additions row by row on a GPU, without sorting, for steps in which rows hardly share
+adapters.
 
-A program takes one row and streams a part of its adapter. Those that have nothing to do end at
-once: a captured graph serves any mix of adapters.
+A program takes one row and streams a part of its adapter. Programs without work end at once, so a
+captured graph serves any mix of adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _COLUMNS = 256
 _TILE = 1024
 """Elements of K that a program takes at once."""
 _PROGRAMS = 1024
-"""Enough to keep the memory busy with one row of the pool each after another."""
+"""Number of programs that keep the memory busy."""
 _MIN_SPLIT_K = 512
 """Elements of the input below which parts are too short to be worth their sum."""
 _MAX_SPLITS = 8
@@ -50,7 +51,7 @@ class RowSlots(NamedTuple):
     top_k: int = 1
     """Rows a token: pair p is one of token p // k."""
     are_equal: bool = False
-    """Experts share what is used; `ids` are not read."""
+    """Whether all experts share the parameters, so that `ids` are not read."""
 
 
 class NormOfRows(NamedTuple):
@@ -94,7 +95,7 @@ def shrink_rows(
         norm: Applied to `x` before; or None.
         is_early: The rows are tokens, and what names their slots was written before a launch that
             was not dependent: A is fetched while the kernel ahead still computes x.
-        is_fixed: How a row's sums are cut does not depend on how many rows there are: not at all.
+        is_fixed: Whether a row's sums must not depend on the number of rows; then K is not split.
 
     Returns:
         [splits, R, ranks of all parts] float32, to be added up.
@@ -294,7 +295,7 @@ def _given(begin: tl.tensor, gain: tl.tensor, column: tl.tensor, K: tl.constexpr
 
 @triton.jit
 def _scale_of(begin: tl.tensor, eps: float, K: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """What the norm of a row multiplies it by."""
+    """The factor by which the norm scales a row."""
     total = tl.zeros([TILE], tl.float32)
     for start in range(0, K, TILE):
         values = _given(begin, None, start + tl.arange(0, TILE), K)

@@ -1,7 +1,7 @@
 """Whole embeddings and LM heads of adapters on a GPU.
 
-Grids do not depend on which adapters there are: a captured graph serves any mix, and programs that
-find no token with a matrix of its own end at once.
+Grids do not depend on the adapters of a step, so a captured graph serves any mix. Programs without
+a token that has a matrix of its own end at once.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def replace_products(
         x: [T, K], contiguous.
         matrices: [n, N, K], contiguous, dtype of `x`.
         places: [slots] int32: each slot's matrix, or -1.
-        segments: Of these tokens.
-        is_fixed: A row's bits do not depend on how many rows there are.
+        segments: Segments of these tokens.
+        is_fixed: Whether a row's bits must not depend on the number of rows.
     """
     if out.shape[0] == 0:
         return
@@ -119,7 +119,7 @@ def _product_kernel(
     is_column = column < width
     for segment in range(segments):
         slot = tl.load(segment_slots + segment)
-        # Segments without tokens name a slot that does not exist.
+        # Segments without tokens have a slot beyond the last one.
         place = tl.load(places + slot, mask=slot < slots, other=-1).to(tl.int64)
         if place >= 0:
             weight = matrices + (place * width + column.to(tl.int64)[None, :]) * K

@@ -1,4 +1,4 @@
-"""A row of logits as its sampler sees it: with bias, penalties and mask."""
+"""Loads rows of logits with bias, penalties and mask applied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MASKED = tl.constexpr(MASKED_LOGIT)
 
 
 NOT_DRAFTED, CHAINS, TREES = 2, 3, 4
-"""Values of `Source.drafted`: not 0 or 1, for which Triton would compile kernels of their own."""
+"""Values of `Source.drafted`. Not 0 or 1, for which Triton would compile separate kernels."""
 _NOT_DRAFTED, _TREES = tl.constexpr(NOT_DRAFTED), tl.constexpr(TREES)
 
 
@@ -79,7 +79,7 @@ def load_logits(
         if source.drafted != _NOT_DRAFTED:
             words += 2 * _drafts_before(source, row, column)
         logits = tl.where(words != 0, _penalised(source, slot, logits, words >> 1), logits)
-    # x - x is 0 for finite numbers alone.
+    # x - x is 0 only for finite numbers.
     is_bad = inside & (logits - logits != 0.0)
     if tl.load(source.positions + row) < whole_field(source, slot, _MASK_END):
         at = source.masks + slot * tl.cdiv(source.vocab, 32) + column // 32
@@ -90,7 +90,7 @@ def load_logits(
 
 @triton.jit
 def _drafts_before(source: Source, row: tl.tensor, column: tl.tensor) -> tl.tensor:
-    """How often each of some tokens is a draft that a row is behind."""
+    """Number of times that each token is a draft before the row."""
     first = tl.load(source.firsts + row)
     counts = tl.zeros_like(column)
     for at in range(first + 1, row + 1):
@@ -101,7 +101,7 @@ def _drafts_before(source: Source, row: tl.tensor, column: tl.tensor) -> tl.tens
 
 @triton.jit
 def is_before(source: Source, row: tl.tensor, first: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Whether a row, not after `row`, is one of those that this one follows, or itself."""
+    """Whether an earlier row is one that this row follows, or this row itself."""
     found = at <= row
     if source.drafted == _TREES:
         word = tl.load(source.words + row)

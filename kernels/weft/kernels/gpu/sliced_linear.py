@@ -120,7 +120,7 @@ def _sliced_linear_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # [SLICES, 1, TILE]: the elements of K that the slices take at once.
     part = tl.arange(0, SLICES)[:, None, None] * TILE + tl.arange(0, TILE)[None, None, :]
-    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    # Columns beyond the last one read the last one, which is cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64)[None, :, None] * K
     begin_up = begin + tl.cast(columns, tl.int64) * K
     # The first tiles of the weight are on their way while the last kernel ends.
@@ -177,7 +177,7 @@ def residual_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """What is added to a product, and to the second one where gated: [COLUMNS, ROWS] float32 each.
 
-    Loaded before the product is computed: it would come late behind it.
+    It is loaded before the product is computed, since it would arrive late after it.
     """
     given = tl.zeros([column.shape[0], row.shape[0]], tl.float32)
     given_up = given

@@ -1,4 +1,5 @@
-"""Linear layers of few rows on a GPU: bound by reading the weight, which each program streams.
+"""Linear layers of few rows on a GPU. Reading the weight is the limit, so each program streams its
+part.
 
 One or two rows are multiplied plainly; more take tensor cores (`weft.kernels.gpu.sliced_linear`). A
 row's result does not depend on the other rows' values.
@@ -54,8 +55,9 @@ class SmallLinearShape(NamedTuple):
 
 
 FIXED = SmallLinearShape(columns=64, tile=128, warps=4, stages=5)
-"""Shape where K must be one chain of instructions. K is longer than a tile: Triton turns the sum of
-a single product and a bias into one product that begins at the bias, whose bits are others.
+"""Shape for products whose K must be one chain of instructions. K must be longer than a tile:
+Triton merges a single product and a bias into one product that begins at the bias, which gives
+other bits.
 """
 
 
@@ -139,8 +141,8 @@ def small_linear(
 
 
 def can_take_norm(rows: int, k: int) -> bool:
-    """Whether a product of [rows, k] can take a norm before it, which it does in less time than a
-    launch of its own.
+    """Whether a product of [rows, k] can include the norm before it, in less time than a launch for
+    the norm.
     """
     return 0 < rows <= MAX_SPREAD_ROWS and rows * k <= _NORMED_ELEMENTS
 
@@ -193,7 +195,7 @@ def _small_linear_kernel(
 ) -> None:
     release_next(IS_DEPENDENT)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    # Columns that do not exist read those of the last: cheaper than a mask on each load.
+    # Columns beyond the last one read the last one, which is cheaper than a mask on each load.
     begin = weight + tl.minimum(column, columns - 1).to(tl.int64) * K
     begin_up = begin + tl.cast(columns, tl.int64) * K
     # The first tile of the weight is on its way while the last kernel ends.
@@ -264,7 +266,7 @@ def _product(
     if IS_SPREAD and K <= TILE:
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
         for number in tl.static_range(BLOCK_ROWS):
-            # Rows that do not exist read the first again, and are not stored.
+            # Rows beyond the last one read the first one, and are not stored.
             at = tl.where(number < rows, number, 0) * K + part
             values = tl.load(x + at, mask=part < K, other=0.0).to(tl.float32)
             if gain is not None:

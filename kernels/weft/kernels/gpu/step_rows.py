@@ -1,4 +1,4 @@
-"""`weft.kernels.step_rows` on a GPU: a launch each, since the host waits to go on meanwhile."""
+"""`weft.kernels.step_rows` on a GPU: one launch each, since the host waits meanwhile."""
 
 from __future__ import annotations
 

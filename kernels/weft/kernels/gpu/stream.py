@@ -1,5 +1,6 @@
-"""The residual stream on a GPU: additions are fused with the norms behind them, or, of few rows,
-with the products around them."""
+"""The residual stream on a GPU. Additions are fused with the norms behind them or, for few rows,
+with the products around them.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ from weft.kernels.stream import (
 class GpuStream(Stream):
     """`Stream` through consecutive layers on a GPU.
 
-    What was added last is pending until the next norm is asked for, or the stream is settled. Of
-    few rows its own product adds it, and taps what enters the layer behind (`begin_run`); of more
+    The last addition stays pending until the next norm is asked for, or the stream is settled. For
+    few rows its own product adds it and taps the stream for the next layer (`begin_run`); for more
     rows the kernel of the next norm does.
 
     Args:
@@ -61,7 +62,7 @@ class GpuStream(Stream):
         self._folds = folds
 
     def enter(self, layer: int) -> None:
-        """See `Stream.enter`; it is tapped with the norm behind."""
+        """See `Stream.enter`; the stream is tapped together with the following norm."""
         self._entered = layer
 
     def normed(self, norm: AnyNorm | None) -> Normed:
@@ -133,7 +134,7 @@ class GpuStream(Stream):
 
 
 class _NormedByProducts(Normed):
-    """A norm that the products which read it take along; valid until the next addition."""
+    """A norm that is computed within the products that read it; valid until the next addition."""
 
     def __init__(self, value: torch.Tensor, norm: Norm) -> None:
         self._stream, self._norm = value, norm

@@ -92,7 +92,7 @@ def _accept_kernel(
     draft = tl.load(token_ids + row, mask=is_there, other=-2)
     then = tl.load(drawn + row, mask=is_there, other=-1)
     word = tl.load(ancestors + row, mask=is_there, other=0)
-    # The nearest of a row's ancestors is the one that it follows.
+    # A row follows the nearest of its ancestors.
     is_seen = ((word[:, None] >> own[None, :]) & 1 == 1) & (own[None, :] < own[:, None])
     parent = tl.max(tl.where(is_seen, own[None, :], -1), axis=1)
     parent = tl.where(is_there & (then >= 0), parent, -1)
@@ -135,7 +135,8 @@ def _move_kernel(
     line = tl.program_id(1) * LINES + tl.arange(0, LINES)
     column = tl.arange(0, BLOCK)
     mask = (line < lines)[:, None] & (column < dim)[None, :]
-    # Each program moves its lines of all rows in turn: a place is read before it is written.
+    # Each program moves its lines of all rows in order, so that a place is read before it is
+    # written.
     step = 1
     while step < width:
         to = tl.load(rows + begin + step)

@@ -50,42 +50,42 @@ class _FaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultKind.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     FAULT_KIND_UNSPECIFIED: _FaultKind.ValueType  # 0
     FAULT_KIND_DROP: _FaultKind.ValueType  # 1
-    """What passes is lost."""
+    """The item that passes the point is lost."""
     FAULT_KIND_DELAY: _FaultKind.ValueType  # 2
-    """It is late by `delay`."""
+    """The item is late by `delay`."""
     FAULT_KIND_DUPLICATE: _FaultKind.ValueType  # 3
-    """It passes twice."""
+    """The item passes twice."""
     FAULT_KIND_CORRUPT: _FaultKind.ValueType  # 4
-    """One bit of it is wrong."""
+    """One bit of the item is flipped."""
     FAULT_KIND_STALL: _FaultKind.ValueType  # 5
-    """It waits until the fault is cleared, for `delay` at most."""
+    """The item waits until the fault is cleared, for `delay` at most."""
     FAULT_KIND_KILL: _FaultKind.ValueType  # 6
     """The process kills itself by SIGKILL."""
     FAULT_KIND_ERROR: _FaultKind.ValueType  # 7
-    """It fails."""
+    """The operation at the point fails."""
     FAULT_KIND_SABOTAGE: _FaultKind.ValueType  # 8
-    """An invariant is broken on purpose, to see that this is noticed."""
+    """An invariant is broken on purpose, to check that this is detected."""
 
 class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper):
     """What happens at a fault point."""
 
 FAULT_KIND_UNSPECIFIED: FaultKind.ValueType  # 0
 FAULT_KIND_DROP: FaultKind.ValueType  # 1
-"""What passes is lost."""
+"""The item that passes the point is lost."""
 FAULT_KIND_DELAY: FaultKind.ValueType  # 2
-"""It is late by `delay`."""
+"""The item is late by `delay`."""
 FAULT_KIND_DUPLICATE: FaultKind.ValueType  # 3
-"""It passes twice."""
+"""The item passes twice."""
 FAULT_KIND_CORRUPT: FaultKind.ValueType  # 4
-"""One bit of it is wrong."""
+"""One bit of the item is flipped."""
 FAULT_KIND_STALL: FaultKind.ValueType  # 5
-"""It waits until the fault is cleared, for `delay` at most."""
+"""The item waits until the fault is cleared, for `delay` at most."""
 FAULT_KIND_KILL: FaultKind.ValueType  # 6
 """The process kills itself by SIGKILL."""
 FAULT_KIND_ERROR: FaultKind.ValueType  # 7
-"""It fails."""
+"""The operation at the point fails."""
 FAULT_KIND_SABOTAGE: FaultKind.ValueType  # 8
-"""An invariant is broken on purpose, to see that this is noticed."""
+"""An invariant is broken on purpose, to check that this is detected."""
 Global___FaultKind: _TypeAlias = FaultKind  # noqa: Y015
 
 @_typing.final
@@ -193,7 +193,7 @@ class SetLogLevelResponse(_message.Message):
 
     PREVIOUS_LEVEL_FIELD_NUMBER: _builtins.int
     previous_level: Global___LogLevel.ValueType
-    """What it was before."""
+    """The level before the call."""
     def __init__(
         self,
         *,
@@ -225,13 +225,13 @@ class Fault(_message.Message):
     kind: Global___FaultKind.ValueType
     """Required; one that the point knows."""
     probability: _builtins.float
-    """That it happens when the point is reached. Range (0, 1], default 1."""
+    """Probability that the fault happens when the point is reached. Range (0, 1], default 1."""
     count: _builtins.int
-    """How often it happens at most; 0 = without bound. Default 1."""
+    """Most times that the fault happens; 0 = unlimited. Default 1."""
     skip: _builtins.int
-    """Times that the point is passed before anything happens."""
+    """Times that the point is passed before the fault can happen."""
     seed: _builtins.int
-    """Of the draws."""
+    """Seed of the draws."""
     @_builtins.property
     def delay(self) -> _duration_pb2.Duration:
         """Default 1 s, at most 600 s."""
@@ -274,7 +274,7 @@ class FaultState(_message.Message):
     reached: _builtins.int
     """Times that its point was passed since it was armed."""
     fired: _builtins.int
-    """Times that it happened."""
+    """Times that the fault happened."""
     @_builtins.property
     def fault(self) -> Global___Fault: ...
     def __init__(
@@ -381,7 +381,7 @@ class ListFaultsResponse(_message.Message):
     def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultState]: ...
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultPoint]:
-        """Of all services; a service reaches those of its own kind."""
+        """Points of all services; a service has those of its own kind."""
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ class ClearFaultsResponse(_message.Message):
 
     CLEARED_FAULTS_FIELD_NUMBER: _builtins.int
     cleared_faults: _builtins.int
-    """How many were armed."""
+    """Number of faults that were disarmed."""
     def __init__(
         self,
         *,

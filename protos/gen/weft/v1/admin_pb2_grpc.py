@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """What operators may do to one service. It has a port of its own, and every call needs that port's
-    credentials: metadata `authorization: Bearer TOKEN`; else UNAUTHENTICATED. Requests stay under
+    """Operators' calls to one service. They have a port of their own, and every call needs that port's
+    token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
     64 KiB.
     """
 
@@ -70,21 +70,21 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """What operators may do to one service. It has a port of its own, and every call needs that port's
-    credentials: metadata `authorization: Bearer TOKEN`; else UNAUTHENTICATED. Requests stay under
+    """Operators' calls to one service. They have a port of their own, and every call needs that port's
+    token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
     64 KiB.
     """
 
     def FlushCache(self, request, context):
-        """Forgets cached KV that nobody uses; the gateway forgets what it believes its workers hold.
-        What runs is not disturbed.
+        """Drops cached KV that no request uses; a gateway drops its index of workers' pages. Running
+        requests are not disturbed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DumpState(self, request, context):
-        """Tells what the service is doing now. It holds ids and numbers, no texts and no tokens.
+        """Returns the service's present state: ids and numbers, no texts and no tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,14 +98,15 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InjectFault(self, request, context):
-        """Arms a fault. It and the next two: FAILED_PRECONDITION unless started with --enable-faults.
+        """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
+        started with --enable-faults.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListFaults(self, request, context):
-        """Tells which faults are armed, what they have done, and where faults can be armed.
+        """Lists the armed faults, how often they have happened, and the points where faults can be armed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,7 +114,6 @@ class AdminServiceServicer:
 
     def ClearFaults(self, request, context):
         """Disarms faults; stalls end.
-        Profile start and stop, sleep and wake, weight updates.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,8 +161,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """What operators may do to one service. It has a port of its own, and every call needs that port's
-    credentials: metadata `authorization: Bearer TOKEN`; else UNAUTHENTICATED. Requests stay under
+    """Operators' calls to one service. They have a port of their own, and every call needs that port's
+    token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
     64 KiB.
     """
 

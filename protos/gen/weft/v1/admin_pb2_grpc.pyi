@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """What operators may do to one service. It has a port of its own, and every call needs that port's
-    credentials: metadata `authorization: Bearer TOKEN`; else UNAUTHENTICATED. Requests stay under
+    """Operators' calls to one service. They have a port of their own, and every call needs that port's
+    token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
     64 KiB.
     """
 
@@ -37,50 +37,50 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]
-    """Forgets cached KV that nobody uses; the gateway forgets what it believes its workers hold.
-    What runs is not disturbed.
+    """Drops cached KV that no request uses; a gateway drops its index of workers' pages. Running
+    requests are not disturbed.
     """
     DumpState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]
-    """Tells what the service is doing now. It holds ids and numbers, no texts and no tokens."""
+    """Returns the service's present state: ids and numbers, no texts and no tokens."""
     SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
     """Sets the least level that is logged, until the service ends."""
     InjectFault: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]
-    """Arms a fault. It and the next two: FAILED_PRECONDITION unless started with --enable-faults."""
-    ListFaults: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListFaultsRequest, _admin_pb2.ListFaultsResponse]
-    """Tells which faults are armed, what they have done, and where faults can be armed."""
-    ClearFaults: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearFaultsRequest, _admin_pb2.ClearFaultsResponse]
-    """Disarms faults; stalls end.
-    Profile start and stop, sleep and wake, weight updates.
+    """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
+    started with --enable-faults.
     """
+    ListFaults: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListFaultsRequest, _admin_pb2.ListFaultsResponse]
+    """Lists the armed faults, how often they have happened, and the points where faults can be armed."""
+    ClearFaults: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearFaultsRequest, _admin_pb2.ClearFaultsResponse]
+    """Disarms faults; stalls end."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """What operators may do to one service. It has a port of its own, and every call needs that port's
-    credentials: metadata `authorization: Bearer TOKEN`; else UNAUTHENTICATED. Requests stay under
+    """Operators' calls to one service. They have a port of their own, and every call needs that port's
+    token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
     64 KiB.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]  # type: ignore[assignment]
-    """Forgets cached KV that nobody uses; the gateway forgets what it believes its workers hold.
-    What runs is not disturbed.
+    """Drops cached KV that no request uses; a gateway drops its index of workers' pages. Running
+    requests are not disturbed.
     """
     DumpState: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]  # type: ignore[assignment]
-    """Tells what the service is doing now. It holds ids and numbers, no texts and no tokens."""
+    """Returns the service's present state: ids and numbers, no texts and no tokens."""
     SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
     """Sets the least level that is logged, until the service ends."""
     InjectFault: _aio.UnaryUnaryMultiCallable[_admin_pb2.InjectFaultRequest, _admin_pb2.InjectFaultResponse]  # type: ignore[assignment]
-    """Arms a fault. It and the next two: FAILED_PRECONDITION unless started with --enable-faults."""
-    ListFaults: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListFaultsRequest, _admin_pb2.ListFaultsResponse]  # type: ignore[assignment]
-    """Tells which faults are armed, what they have done, and where faults can be armed."""
-    ClearFaults: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearFaultsRequest, _admin_pb2.ClearFaultsResponse]  # type: ignore[assignment]
-    """Disarms faults; stalls end.
-    Profile start and stop, sleep and wake, weight updates.
+    """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
+    started with --enable-faults.
     """
+    ListFaults: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListFaultsRequest, _admin_pb2.ListFaultsResponse]  # type: ignore[assignment]
+    """Lists the armed faults, how often they have happened, and the points where faults can be armed."""
+    ClearFaults: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearFaultsRequest, _admin_pb2.ClearFaultsResponse]  # type: ignore[assignment]
+    """Disarms faults; stalls end."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators may do to one service. It has a port of its own, and every call needs that port's
-    credentials: metadata `authorization: Bearer TOKEN`; else UNAUTHENTICATED. Requests stay under
+    """Operators' calls to one service. They have a port of their own, and every call needs that port's
+    token (metadata `authorization: Bearer TOKEN`), else UNAUTHENTICATED. Requests stay under
     64 KiB.
     """
 
@@ -90,8 +90,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.FlushCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.FlushCacheResponse, _abc.Awaitable[_admin_pb2.FlushCacheResponse]]:
-        """Forgets cached KV that nobody uses; the gateway forgets what it believes its workers hold.
-        What runs is not disturbed.
+        """Drops cached KV that no request uses; a gateway drops its index of workers' pages. Running
+        requests are not disturbed.
         """
 
     @_abc_1.abstractmethod
@@ -100,7 +100,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DumpStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DumpStateResponse, _abc.Awaitable[_admin_pb2.DumpStateResponse]]:
-        """Tells what the service is doing now. It holds ids and numbers, no texts and no tokens."""
+        """Returns the service's present state: ids and numbers, no texts and no tokens."""
 
     @_abc_1.abstractmethod
     def SetLogLevel(
@@ -116,7 +116,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.InjectFaultRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.InjectFaultResponse, _abc.Awaitable[_admin_pb2.InjectFaultResponse]]:
-        """Arms a fault. It and the next two: FAILED_PRECONDITION unless started with --enable-faults."""
+        """Arms a fault. This call and the next two answer FAILED_PRECONDITION unless the service was
+        started with --enable-faults.
+        """
 
     @_abc_1.abstractmethod
     def ListFaults(
@@ -124,7 +126,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListFaultsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListFaultsResponse, _abc.Awaitable[_admin_pb2.ListFaultsResponse]]:
-        """Tells which faults are armed, what they have done, and where faults can be armed."""
+        """Lists the armed faults, how often they have happened, and the points where faults can be armed."""
 
     @_abc_1.abstractmethod
     def ClearFaults(
@@ -132,8 +134,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ClearFaultsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ClearFaultsResponse, _abc.Awaitable[_admin_pb2.ClearFaultsResponse]]:
-        """Disarms faults; stalls end.
-        Profile start and stop, sleep and wake, weight updates.
-        """
+        """Disarms faults; stalls end."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,25 +70,25 @@ class _LeaseStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseState
     """Never seen by this incarnation. It is recorded as used, so that a late start is declined."""
     LEASE_STATE_ACTIVE: _LeaseState.ValueType  # 2
     LEASE_STATE_STOPPING: _LeaseState.ValueType  # 3
-    """Stop was asked for or the lease ran out; something posted may still arrive."""
+    """The lease was stopped or ran out, and a posted write may still arrive."""
     LEASE_STATE_STOPPED: _LeaseState.ValueType  # 4
-    """Nothing of it can arrive any more."""
+    """No write of the lease can arrive any more."""
     LEASE_STATE_FENCE_NEEDED: _LeaseState.ValueType  # 5
     """The filler sends nothing more, but what its network had taken can arrive until the owner closes
     its own end (a fence).
     """
 
 class LeaseState(_LeaseState, metaclass=_LeaseStateEnumTypeWrapper):
-    """What became of a lease."""
+    """State of a lease at its filler."""
 
 LEASE_STATE_UNSPECIFIED: LeaseState.ValueType  # 0
 LEASE_STATE_UNKNOWN: LeaseState.ValueType  # 1
 """Never seen by this incarnation. It is recorded as used, so that a late start is declined."""
 LEASE_STATE_ACTIVE: LeaseState.ValueType  # 2
 LEASE_STATE_STOPPING: LeaseState.ValueType  # 3
-"""Stop was asked for or the lease ran out; something posted may still arrive."""
+"""The lease was stopped or ran out, and a posted write may still arrive."""
 LEASE_STATE_STOPPED: LeaseState.ValueType  # 4
-"""Nothing of it can arrive any more."""
+"""No write of the lease can arrive any more."""
 LEASE_STATE_FENCE_NEEDED: LeaseState.ValueType  # 5
 """The filler sends nothing more, but what its network had taken can arrive until the owner closes
 its own end (a fence).
@@ -142,8 +142,8 @@ class Plane(_message.Message):
     heads: _builtins.int
     """Global KV heads, whatever the tensor parallelism."""
     draft_digest: _builtins.bytes
-    """Content digest of the draft head whose state is the last of these layers: 32 bytes; empty =
-    none is. Part of the layout.
+    """Content digest of the draft head whose KV is the last of these layers: 32 bytes; empty = there
+    is none. Part of the layout.
     """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanePart]: ...
@@ -241,7 +241,7 @@ Global___NixlTarget: _TypeAlias = NixlTarget  # noqa: Y015
 
 @_typing.final
 class KvHandle(_message.Message):
-    """What an owner gives a filler: which pages to fill with the KV of which tokens."""
+    """The owner's description of a fill: the pages, and the tokens whose KV belongs there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -279,7 +279,7 @@ class KvHandle(_message.Message):
     cache_salt: _builtins.str
     """The tenant's salt that went into the namespace, so that the filler can check it."""
     priority: _builtins.int
-    """Of the request, as in Submit: the filler orders its own queue by them."""
+    """Priority and tenant of the request, as in Submit: the filler orders its own queue by them."""
     tenant: _builtins.str
     @_builtins.property
     def lease_duration(self) -> _duration_pb2.Duration:
@@ -489,8 +489,8 @@ class FillEvent(_message.Message):
 
     @_typing.final
     class Written(_message.Message):
-        """A chunk is sent and nothing follows for it but its bytes: over NIXL its write is posted, and the
-        owner waits for the notification of the same chunk as well; as data all of it went before.
+        """Sent once per chunk. Over NIXL the chunk's write has been posted, and the owner also waits for
+        the notification of the same chunk; as data, all bytes of the chunk were sent before.
         """
 
         DESCRIPTOR: _descriptor.Descriptor
@@ -563,7 +563,7 @@ class FillEvent(_message.Message):
 
     @_typing.final
     class Stopped(_message.Message):
-        """Nothing of this lease can arrive any more."""
+        """No write of this lease can arrive any more."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -578,7 +578,7 @@ class FillEvent(_message.Message):
 
     @_typing.final
     class Done(_message.Message):
-        """Everything was written and nothing more can arrive."""
+        """Everything was written, and no write can arrive any more."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -783,14 +783,14 @@ class TierState(_message.Message):
     LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """host, disk, or store: the KV store as a worker sees it, its pages not counted."""
+    """host, disk, or store (the KV store as a worker sees it, whose pages are not counted)."""
     total_pages: _builtins.int
     """free + cached + used = total."""
     free_pages: _builtins.int
     cached_pages: _builtins.int
     """Held and evictable."""
     used_pages: _builtins.int
-    """Being read, or reserved for pages that come."""
+    """Being read, or reserved for pages that are being loaded."""
     load_bytes_per_second: _builtins.float
     """Measured over loads, in bytes a second; 0 = not known yet."""
     @_builtins.property

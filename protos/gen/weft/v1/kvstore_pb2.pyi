@@ -83,12 +83,12 @@ class PutPage(_message.Message):
     key: _builtins.bytes
     """32 bytes."""
     digest: _builtins.int
-    """Of the page's bytes as they lie at the source."""
+    """Digest of the page's bytes at the source."""
     page: _builtins.int
     """Page number in the source's pool."""
     parent_key: _builtins.bytes
-    """Key of the page before it in its prompt, 32 bytes; empty = not told. A page that another one
-    follows is given up after that.
+    """Key of the page before it in its prompt, 32 bytes; empty = unknown. A page is evicted only
+    after the pages that follow it.
     """
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PutResponse(_message.Message):
     REFUSED_PAGES_FIELD_NUMBER: _builtins.int
     SEND_DATA_FIELD_NUMBER: _builtins.int
     stored_pages: _builtins.int
-    """Pages that were not held and are now."""
+    """Pages that were not held before and are held now."""
     present_pages: _builtins.int
     """Pages that were held already (whatever their digest there)."""
     refused_pages: _builtins.int
@@ -247,7 +247,7 @@ class ReportCorruptRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     digest: _builtins.int
-    """The digest that the store told for it."""
+    """The digest that the store gave for the page."""
     def __init__(
         self,
         *,
@@ -334,11 +334,11 @@ class GetStoreInfoResponse(_message.Message):
     arena_bytes: _builtins.int
     """Bytes of the arena."""
     page_bytes: _builtins.int
-    """0 until the first page came."""
+    """0 until the first put."""
     transport_detail: _builtins.str
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can use, best first: "nixl", "data"."""
+        """Transports that it can use, best first: "nixl", "data"."""
 
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -85,7 +85,7 @@ class KvStoreServiceServicer:
     """
 
     def Lookup(self, request, context):
-        """How many pages of a chain are held, from its first page on.
+        """Counts the leading pages of a chain that the store holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +100,7 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FillStatus(self, request, context):
-        """Tells what became of a lease, and stops it if it is still active.
+        """Returns the state of a lease, and stops it if it is active.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,8 +108,8 @@ class KvStoreServiceServicer:
 
     def Put(self, request, context):
         """Takes pages: the store READs them from the source's pool, checks their digests and publishes
-        them. The source keeps them unchanged until the answer or its own deadline. A put is a
-        courtesy: RESOURCE_EXHAUSTED when too many are in work, FAILED_PRECONDITION with reason
+        them. The source keeps them unchanged until the answer or its own deadline. A put may be
+        refused: RESOURCE_EXHAUSTED when too many are in progress, FAILED_PRECONDITION with reason
         PAGE_SIZE_MISMATCH when the store holds pages of another size.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -118,15 +118,15 @@ class KvStoreServiceServicer:
 
     def PutData(self, request_iterator, context):
         """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
-        bytes of each page follow in order. Nothing is stored unless all of them came.
+        bytes of each page follow in order. Nothing is stored unless all bytes arrive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportCorrupt(self, request, context):
-        """A reader found that a page which came from here does not have its digest; it is dropped if its
-        bytes in the arena do not have it either.
+        """Reports that a page from this store arrived with a wrong digest. The store drops the page if
+        its own copy is wrong too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +140,7 @@ class KvStoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """What it holds and did.
+        """Returns the store's pages and counters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

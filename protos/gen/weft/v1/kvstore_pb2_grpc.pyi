@@ -37,31 +37,31 @@ class KvStoreServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvStoreServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]
-    """How many pages of a chain are held, from its first page on."""
+    """Counts the leading pages of a chain that the store holds."""
     Fill: _grpc.StreamStreamMultiCallable[_kv_pb2.FillControl, _kv_pb2.FillEvent]
     """Fills pages of one handle from the arena. The range accepted may end before the one asked for;
     its pages stay pinned until the fill ends.
     """
     FillStatus: _grpc.UnaryUnaryMultiCallable[_kv_pb2.FillStatusRequest, _kv_pb2.FillStatusResponse]
-    """Tells what became of a lease, and stops it if it is still active."""
+    """Returns the state of a lease, and stops it if it is active."""
     Put: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]
     """Takes pages: the store READs them from the source's pool, checks their digests and publishes
-    them. The source keeps them unchanged until the answer or its own deadline. A put is a
-    courtesy: RESOURCE_EXHAUSTED when too many are in work, FAILED_PRECONDITION with reason
+    them. The source keeps them unchanged until the answer or its own deadline. A put may be
+    refused: RESOURCE_EXHAUSTED when too many are in progress, FAILED_PRECONDITION with reason
     PAGE_SIZE_MISMATCH when the store holds pages of another size.
     """
     PutData: _grpc.StreamUnaryMultiCallable[_kvstore_pb2.PutDataRequest, _kvstore_pb2.PutDataResponse]
     """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
-    bytes of each page follow in order. Nothing is stored unless all of them came.
+    bytes of each page follow in order. Nothing is stored unless all bytes arrive.
     """
     ReportCorrupt: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReportCorruptRequest, _kvstore_pb2.ReportCorruptResponse]
-    """A reader found that a page which came from here does not have its digest; it is dropped if its
-    bytes in the arena do not have it either.
+    """Reports that a page from this store arrived with a wrong digest. The store drops the page if
+    its own copy is wrong too.
     """
     GetStoreInfo: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.GetStoreInfoRequest, _kvstore_pb2.GetStoreInfoResponse]
     """Identity and incarnation."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
-    """What it holds and did."""
+    """Returns the store's pages and counters."""
 
 @_typing.type_check_only
 class KvStoreServiceAsyncStub(KvStoreServiceStub):
@@ -71,31 +71,31 @@ class KvStoreServiceAsyncStub(KvStoreServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LookupRequest, _kvstore_pb2.LookupResponse]  # type: ignore[assignment]
-    """How many pages of a chain are held, from its first page on."""
+    """Counts the leading pages of a chain that the store holds."""
     Fill: _aio.StreamStreamMultiCallable[_kv_pb2.FillControl, _kv_pb2.FillEvent]  # type: ignore[assignment]
     """Fills pages of one handle from the arena. The range accepted may end before the one asked for;
     its pages stay pinned until the fill ends.
     """
     FillStatus: _aio.UnaryUnaryMultiCallable[_kv_pb2.FillStatusRequest, _kv_pb2.FillStatusResponse]  # type: ignore[assignment]
-    """Tells what became of a lease, and stops it if it is still active."""
+    """Returns the state of a lease, and stops it if it is active."""
     Put: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]  # type: ignore[assignment]
     """Takes pages: the store READs them from the source's pool, checks their digests and publishes
-    them. The source keeps them unchanged until the answer or its own deadline. A put is a
-    courtesy: RESOURCE_EXHAUSTED when too many are in work, FAILED_PRECONDITION with reason
+    them. The source keeps them unchanged until the answer or its own deadline. A put may be
+    refused: RESOURCE_EXHAUSTED when too many are in progress, FAILED_PRECONDITION with reason
     PAGE_SIZE_MISMATCH when the store holds pages of another size.
     """
     PutData: _aio.StreamUnaryMultiCallable[_kvstore_pb2.PutDataRequest, _kvstore_pb2.PutDataResponse]  # type: ignore[assignment]
     """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
-    bytes of each page follow in order. Nothing is stored unless all of them came.
+    bytes of each page follow in order. Nothing is stored unless all bytes arrive.
     """
     ReportCorrupt: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReportCorruptRequest, _kvstore_pb2.ReportCorruptResponse]  # type: ignore[assignment]
-    """A reader found that a page which came from here does not have its digest; it is dropped if its
-    bytes in the arena do not have it either.
+    """Reports that a page from this store arrived with a wrong digest. The store drops the page if
+    its own copy is wrong too.
     """
     GetStoreInfo: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.GetStoreInfoRequest, _kvstore_pb2.GetStoreInfoResponse]  # type: ignore[assignment]
     """Identity and incarnation."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
-    """What it holds and did."""
+    """Returns the store's pages and counters."""
 
 class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Remembers pages for every worker. Content-addressed: a page is named by its key, and only the
@@ -108,7 +108,7 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.LookupResponse, _abc.Awaitable[_kvstore_pb2.LookupResponse]]:
-        """How many pages of a chain are held, from its first page on."""
+        """Counts the leading pages of a chain that the store holds."""
 
     @_abc_1.abstractmethod
     def Fill(
@@ -126,7 +126,7 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.FillStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.FillStatusResponse, _abc.Awaitable[_kv_pb2.FillStatusResponse]]:
-        """Tells what became of a lease, and stops it if it is still active."""
+        """Returns the state of a lease, and stops it if it is active."""
 
     @_abc_1.abstractmethod
     def Put(
@@ -135,8 +135,8 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PutResponse, _abc.Awaitable[_kvstore_pb2.PutResponse]]:
         """Takes pages: the store READs them from the source's pool, checks their digests and publishes
-        them. The source keeps them unchanged until the answer or its own deadline. A put is a
-        courtesy: RESOURCE_EXHAUSTED when too many are in work, FAILED_PRECONDITION with reason
+        them. The source keeps them unchanged until the answer or its own deadline. A put may be
+        refused: RESOURCE_EXHAUSTED when too many are in progress, FAILED_PRECONDITION with reason
         PAGE_SIZE_MISMATCH when the store holds pages of another size.
         """
 
@@ -147,7 +147,7 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PutDataResponse, _abc.Awaitable[_kvstore_pb2.PutDataResponse]]:
         """Takes pages as bytes: the gRPC transport of Put. The first message is the header alone; the
-        bytes of each page follow in order. Nothing is stored unless all of them came.
+        bytes of each page follow in order. Nothing is stored unless all bytes arrive.
         """
 
     @_abc_1.abstractmethod
@@ -156,8 +156,8 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.ReportCorruptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReportCorruptResponse, _abc.Awaitable[_kvstore_pb2.ReportCorruptResponse]]:
-        """A reader found that a page which came from here does not have its digest; it is dropped if its
-        bytes in the arena do not have it either.
+        """Reports that a page from this store arrived with a wrong digest. The store drops the page if
+        its own copy is wrong too.
         """
 
     @_abc_1.abstractmethod
@@ -174,6 +174,6 @@ class KvStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.StatsResponse, _abc.Awaitable[_kvstore_pb2.StatsResponse]]:
-        """What it holds and did."""
+        """Returns the store's pages and counters."""
 
 def add_KvStoreServiceServicer_to_server(servicer: KvStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillServiceStub:
-    """Turns prompts into KV pages in somebody else's pool.
+    """Computes prompts into KV pages in the pools of other workers.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class PrefillServiceStub:
 
 
 class PrefillServiceServicer:
-    """Turns prompts into KV pages in somebody else's pool.
+    """Computes prompts into KV pages in the pools of other workers.
     """
 
     def Fill(self, request_iterator, context):
-        """Fills the pages of one handle. On a broken stream the filler posts nothing more.
+        """Fills the pages of one handle. When the stream breaks, the filler posts no more writes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FillStatus(self, request, context):
-        """Tells what became of a lease, and stops it if it is still active.
+        """Returns the state of a lease, and stops it if it is active.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService:
-    """Turns prompts into KV pages in somebody else's pool.
+    """Computes prompts into KV pages in the pools of other workers.
     """
 
     @staticmethod

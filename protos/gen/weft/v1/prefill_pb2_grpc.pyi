@@ -27,29 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """Turns prompts into KV pages in somebody else's pool."""
+    """Computes prompts into KV pages in the pools of other workers."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Fill: _grpc.StreamStreamMultiCallable[_kv_pb2.FillControl, _kv_pb2.FillEvent]
-    """Fills the pages of one handle. On a broken stream the filler posts nothing more."""
+    """Fills the pages of one handle. When the stream breaks, the filler posts no more writes."""
     FillStatus: _grpc.UnaryUnaryMultiCallable[_kv_pb2.FillStatusRequest, _kv_pb2.FillStatusResponse]
-    """Tells what became of a lease, and stops it if it is still active."""
+    """Returns the state of a lease, and stops it if it is active."""
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """Turns prompts into KV pages in somebody else's pool."""
+    """Computes prompts into KV pages in the pools of other workers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fill: _aio.StreamStreamMultiCallable[_kv_pb2.FillControl, _kv_pb2.FillEvent]  # type: ignore[assignment]
-    """Fills the pages of one handle. On a broken stream the filler posts nothing more."""
+    """Fills the pages of one handle. When the stream breaks, the filler posts no more writes."""
     FillStatus: _aio.UnaryUnaryMultiCallable[_kv_pb2.FillStatusRequest, _kv_pb2.FillStatusResponse]  # type: ignore[assignment]
-    """Tells what became of a lease, and stops it if it is still active."""
+    """Returns the state of a lease, and stops it if it is active."""
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Turns prompts into KV pages in somebody else's pool."""
+    """Computes prompts into KV pages in the pools of other workers."""
 
     @_abc_1.abstractmethod
     def Fill(
@@ -57,7 +57,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kv_pb2.FillControl],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.FillEvent], _abc.AsyncIterator[_kv_pb2.FillEvent]]:
-        """Fills the pages of one handle. On a broken stream the filler posts nothing more."""
+        """Fills the pages of one handle. When the stream breaks, the filler posts no more writes."""
 
     @_abc_1.abstractmethod
     def FillStatus(
@@ -65,6 +65,6 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.FillStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.FillStatusResponse, _abc.Awaitable[_kv_pb2.FillStatusResponse]]:
-        """Tells what became of a lease, and stops it if it is still active."""
+        """Returns the state of a lease, and stops it if it is active."""
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -33,9 +33,7 @@ class ListSpansRequest(_message.Message):
     max_spans: _builtins.int
     """Range 1..10,000, default 1,000."""
     fan_out: _builtins.bool
-    """Ask the services behind this one too: a gateway asks its workers and their KV stores. Others
-    have none behind them.
-    """
+    """Ask the services behind this one too: a gateway asks its workers and their KV stores."""
     def __init__(
         self,
         *,
@@ -83,7 +81,7 @@ Global___ListSpansResponse: _TypeAlias = ListSpansResponse  # noqa: Y015
 
 @_typing.final
 class SilentService(_message.Message):
-    """A service that was asked for spans in vain."""
+    """A service that did not answer with its spans."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,7 +106,7 @@ Global___SilentService: _TypeAlias = SilentService  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):
-    """Part of what was done for a request."""
+    """A part of the work for a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -139,7 +137,7 @@ class Span(_message.Message):
     error: _builtins.str
     """Why it failed; empty when it did not."""
     sampled: _builtins.bool
-    """It was exported, if spans are exported."""
+    """Whether the span is exported, if spans are exported at all."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """On the clock of the service's host; compare only times of one service."""

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TraceServiceStub:
-    """What a service did for requests lately. Every service has it, on its main port and on
-    that of operators. Spans hold ids, times and sizes, no texts and no tokens.
+    """Spans of a service's recent requests. Every service has it, on its main port and on the
+    operators' port. Spans hold ids, times and sizes, no texts and no tokens.
     """
 
     def __init__(self, channel):
@@ -44,13 +44,13 @@ class TraceServiceStub:
 
 
 class TraceServiceServicer:
-    """What a service did for requests lately. Every service has it, on its main port and on
-    that of operators. Spans hold ids, times and sizes, no texts and no tokens.
+    """Spans of a service's recent requests. Every service has it, on its main port and on the
+    operators' port. Spans hold ids, times and sizes, no texts and no tokens.
     """
 
     def ListSpans(self, request, context):
-        """The spans of one request or trace that are still remembered: the newest of each service, up to
-        a fixed number over all requests. A request that still runs shows what has ended.
+        """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+        newest spans. A running request shows the spans that have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,8 +73,8 @@ def add_TraceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TraceService:
-    """What a service did for requests lately. Every service has it, on its main port and on
-    that of operators. Spans hold ids, times and sizes, no texts and no tokens.
+    """Spans of a service's recent requests. Every service has it, on its main port and on the
+    operators' port. Spans hold ids, times and sizes, no texts and no tokens.
     """
 
     @staticmethod

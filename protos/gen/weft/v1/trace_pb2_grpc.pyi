@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TraceServiceStub:
-    """What a service did for requests lately. Every service has it, on its main port and on
-    that of operators. Spans hold ids, times and sizes, no texts and no tokens.
+    """Spans of a service's recent requests. Every service has it, on its main port and on the
+    operators' port. Spans hold ids, times and sizes, no texts and no tokens.
     """
 
     @_typing.overload
@@ -36,25 +36,25 @@ class TraceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TraceServiceAsyncStub: ...
     ListSpans: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListSpansRequest, _trace_pb2.ListSpansResponse]
-    """The spans of one request or trace that are still remembered: the newest of each service, up to
-    a fixed number over all requests. A request that still runs shows what has ended.
+    """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+    newest spans. A running request shows the spans that have ended.
     """
 
 @_typing.type_check_only
 class TraceServiceAsyncStub(TraceServiceStub):
-    """What a service did for requests lately. Every service has it, on its main port and on
-    that of operators. Spans hold ids, times and sizes, no texts and no tokens.
+    """Spans of a service's recent requests. Every service has it, on its main port and on the
+    operators' port. Spans hold ids, times and sizes, no texts and no tokens.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListSpans: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListSpansRequest, _trace_pb2.ListSpansResponse]  # type: ignore[assignment]
-    """The spans of one request or trace that are still remembered: the newest of each service, up to
-    a fixed number over all requests. A request that still runs shows what has ended.
+    """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+    newest spans. A running request shows the spans that have ended.
     """
 
 class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What a service did for requests lately. Every service has it, on its main port and on
-    that of operators. Spans hold ids, times and sizes, no texts and no tokens.
+    """Spans of a service's recent requests. Every service has it, on its main port and on the
+    operators' port. Spans hold ids, times and sizes, no texts and no tokens.
     """
 
     @_abc_1.abstractmethod
@@ -63,8 +63,8 @@ class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.ListSpansRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.ListSpansResponse, _abc.Awaitable[_trace_pb2.ListSpansResponse]]:
-        """The spans of one request or trace that are still remembered: the newest of each service, up to
-        a fixed number over all requests. A request that still runs shows what has ended.
+        """Returns the remembered spans of one request or trace. Each service keeps a fixed number of its
+        newest spans. A running request shows the spans that have ended.
         """
 
 def add_TraceServiceServicer_to_server(servicer: TraceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -48,10 +48,10 @@ class _AdapterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterS
     DESCRIPTOR: _descriptor.EnumDescriptor
     ADAPTER_STATE_UNSPECIFIED: _AdapterState.ValueType  # 0
     ADAPTER_STATE_LOADING: _AdapterState.ValueType  # 1
-    """Read and checked for the first time; requests for it fail."""
+    """Being read and checked for the first time; requests for it fail."""
     ADAPTER_STATE_DISK: _AdapterState.ValueType  # 2
-    """It was read before, and its host memory was needed: a request for it waits until it is read
-    again and on the device.
+    """Read before and then evicted from host memory: a request for it waits until it is read again
+    and on the device.
     """
     ADAPTER_STATE_HOST: _AdapterState.ValueType  # 3
     """In host memory: a request for it waits until it is on the device."""
@@ -61,14 +61,14 @@ class _AdapterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterS
     """It cannot be used here; `error` says why."""
 
 class AdapterState(_AdapterState, metaclass=_AdapterStateEnumTypeWrapper):
-    """How far an adapter has come on a worker."""
+    """State of an adapter on a worker."""
 
 ADAPTER_STATE_UNSPECIFIED: AdapterState.ValueType  # 0
 ADAPTER_STATE_LOADING: AdapterState.ValueType  # 1
-"""Read and checked for the first time; requests for it fail."""
+"""Being read and checked for the first time; requests for it fail."""
 ADAPTER_STATE_DISK: AdapterState.ValueType  # 2
-"""It was read before, and its host memory was needed: a request for it waits until it is read
-again and on the device.
+"""Read before and then evicted from host memory: a request for it waits until it is read again
+and on the device.
 """
 ADAPTER_STATE_HOST: AdapterState.ValueType  # 3
 """In host memory: a request for it waits until it is on the device."""
@@ -159,7 +159,7 @@ class GetInfoResponse(_message.Message):
     """Process ids of the server and of the engine, for supervisors on the same host."""
     engine_pid: _builtins.int
     advertised_address: _builtins.str
-    """host:port at which other workers reach this one; empty: as whoever asks does."""
+    """host:port at which other workers reach this one; empty: the address that the caller uses."""
     weight_format: _builtins.str
     """Number format of the products' weights: dtype, or that of the quantisation, such as int8."""
     task: _builtins.str
@@ -180,7 +180,7 @@ class GetInfoResponse(_message.Message):
 
     @_builtins.property
     def notices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the worker lacks and what that costs, in words."""
+        """Missing parts that make the worker slower, in words."""
 
     @_builtins.property
     def kvstores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -228,7 +228,7 @@ Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
 
 @_typing.final
 class AdapterLimits(_message.Message):
-    """What a worker can hold of adapters."""
+    """Limits of the adapters that a worker can hold."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,15 +271,15 @@ class AdapterStatus(_message.Message):
     rank: _builtins.int
     """Largest rank in it; 0 = not read yet."""
     weight_bytes: _builtins.int
-    """Of its weights as the device holds them; 0 = not read yet."""
+    """Bytes of its weights on the device; 0 = not read yet."""
     num_requests: _builtins.int
-    """That use it now, waiting ones included."""
+    """Requests that use it now, waiting ones included."""
     error: _builtins.str
-    """With ADAPTER_STATE_FAILED; or why one that is held cannot be pinned."""
+    """Why loading failed, or why a held adapter cannot be pinned."""
     unloading: _builtins.bool
-    """New requests for it fail; it goes when those under way have ended."""
+    """It is being unloaded: new requests for it fail, and it leaves with its last request."""
     pinned: _builtins.bool
-    """It has, or gets, a place on the device that it keeps."""
+    """It stays on the device."""
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterRef: ...
     @_builtins.property
@@ -314,7 +314,7 @@ class WatchLoadRequest(_message.Message):
     INTERVAL_FIELD_NUMBER: _builtins.int
     ADAPTER_CHANGES_FIELD_NUMBER: _builtins.int
     adapter_changes: _builtins.bool
-    """The caller adds changes of adapters to what it was told before on this stream."""
+    """The caller accepts changes of adapters, which it adds to the earlier messages of this stream."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """Default 200 ms, least 20 ms."""
@@ -390,15 +390,15 @@ class WatchLoadResponse(_message.Message):
     running_requests: _builtins.int
     waiting_requests: _builtins.int
     filling_requests: _builtins.int
-    """Requests whose pages somebody else is filling."""
+    """Requests whose pages another worker or the store is filling."""
     queued_tokens: _builtins.int
-    """Prompt tokens not computed yet, waiting and running. Of requests that wait, what the prefix cache
-    holds is left out, as far as the worker has looked.
+    """Prompt tokens not computed yet, of waiting and running requests. Tokens in the prefix cache are
+    not counted, as far as the worker has looked them up.
     """
     total_pages: _builtins.int
     free_pages: _builtins.int
     cached_pages: _builtins.int
-    """Holding KV that nobody uses now."""
+    """Holding KV that no request uses now."""
     used_pages: _builtins.int
     quarantined_pages: _builtins.int
     prefill_tokens_per_second: _builtins.float
@@ -410,16 +410,16 @@ class WatchLoadResponse(_message.Message):
     decode_step_requests: _builtins.float
     """Mean requests that decoded in those steps."""
     sessions: _builtins.int
-    """Chat sessions for which pages are pinned: given up last."""
+    """Chat sessions with pinned pages, which are evicted last."""
     pinned_pages: _builtins.int
-    """These pages, each counted once; cached or used."""
+    """Pinned pages, each counted once; cached or used."""
     adapter_generation: _builtins.int
-    """Of the registry that `adapters` answers: what is registered later the worker has not seen yet.
-    0 = it has no adapter root, or has not read it.
+    """Generation of the registry that `adapters` reflects. 0 = the worker has no adapter root, or has
+    not read it.
     """
     adapters_are_changes: _builtins.bool
-    """`adapters` are those alone that have changed since the last message of this stream; never set in
-    its first one, nor where the request did not ask for it.
+    """`adapters` has only those that changed since the last message of this stream. Never set in the
+    first message, or without `adapter_changes`.
     """
     @_builtins.property
     def loop_age(self) -> _duration_pb2.Duration:
@@ -431,7 +431,7 @@ class WatchLoadResponse(_message.Message):
 
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Since start, by name: what the metrics endpoint tells as well."""
+        """Counters since start, by name; the metrics endpoint has them too."""
 
     @_builtins.property
     def decode_step(self) -> _duration_pb2.Duration:
@@ -441,7 +441,7 @@ class WatchLoadResponse(_message.Message):
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.TierState]:
-        """Below the pool. Pages there are not told of by WatchKv."""
+        """Tiers below the pool. WatchKv does not report their pages."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterStatus]:
@@ -451,7 +451,7 @@ class WatchLoadResponse(_message.Message):
 
     @_builtins.property
     def gone_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """With it: digests of those that are no more."""
+        """With `adapters_are_changes`: digests of adapters that are gone."""
 
     def __init__(
         self,
@@ -499,9 +499,11 @@ class WatchKvRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
-    """Go on behind this change. Absent, of another epoch or too long ago: a snapshot comes first."""
+    """Continue behind this change. If it is absent, of another epoch or too old, a snapshot comes
+    first.
+    """
     epoch: _builtins.int
-    """Incarnation whose change that was."""
+    """Epoch of that change."""
     def __init__(
         self,
         *,
@@ -530,8 +532,8 @@ class WatchKvResponse(_message.Message):
     epoch: _builtins.int
     @_builtins.property
     def snapshot(self) -> Global___KvSnapshotPart:
-        """A part of all that is held. A snapshot replaces what was known, once its last part has come. It
-        can come again at any time: to a watcher that reads too slowly for the changes.
+        """A part of a snapshot of all held pages, which replaces everything known once its last part has
+        come. A watcher that reads too slowly for the changes gets another snapshot.
         """
 
     @_builtins.property
@@ -565,7 +567,7 @@ class KvRun(_message.Message):
     PARENT_KEY_FIELD_NUMBER: _builtins.int
     PAGE_KEYS_FIELD_NUMBER: _builtins.int
     parent_key: _builtins.int
-    """Of the page before the first one; 0 = the run begins its prompt."""
+    """Key of the page before the first one; 0 = the run begins its prompt."""
     @_builtins.property
     def page_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In the order of the prompt."""
@@ -594,9 +596,9 @@ class KvSnapshotPart(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     as_of_sequence: _builtins.int
-    """The last change that is in it; the same in all parts."""
+    """Last change that the snapshot includes; the same in all parts."""
     is_last: _builtins.bool
-    """Nothing of this snapshot follows."""
+    """This is the last part of the snapshot."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvRun]:
         """At most 16,384 pages."""
@@ -618,7 +620,7 @@ Global___KvSnapshotPart: _TypeAlias = KvSnapshotPart  # noqa: Y015
 
 @_typing.final
 class KvChange(_message.Message):
-    """What a prefix cache gained and lost, about once a step. No key is in both."""
+    """Pages that a prefix cache gained and lost, about once a step. No key is in both lists."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -626,7 +628,7 @@ class KvChange(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_KEYS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Without gaps in the life of an engine: whoever misses one asks for a snapshot."""
+    """Numbered without gaps over an engine's life; a watcher that misses one asks for a snapshot."""
     @_builtins.property
     def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvRun]: ...
     @_builtins.property
@@ -700,7 +702,7 @@ class DrainRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """For what runs; default 60 s."""
+        """Time for running requests; default 60 s."""
 
     def __init__(
         self,

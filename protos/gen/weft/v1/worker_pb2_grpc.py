@@ -72,7 +72,7 @@ class WorkerServiceServicer:
     """
 
     def GetInfo(self, request, context):
-        """What the worker is; fixed for one epoch.
+        """Returns constant facts about the worker, fixed for one epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,31 +86,33 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new work and hands back what only waits; what still runs after the time-out is
-        handed back too, for its gateways to resume it elsewhere. Answers when idle.
+        """Makes the worker refuse new work and hand back waiting requests. After the time-out running
+        requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
+        idle.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """A supervisor's word that a process incarnation is gone: ends the quarantine of its fills.
+        """A supervisor reports that a process incarnation is gone, which ends the quarantine of its
+        fills.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchKv(self, request, context):
-        """Tells a router which pages the prefix cache holds, so that one that has just started need not
-        learn it from what it sends: a snapshot in parts, after which the stream ends.
+        """Tells a router which pages the prefix cache holds: a snapshot in parts, then changes as they
+        happen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHeldAdapters(self, request, context):
-        """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
-        root says.
+        """Lists the adapters of this worker, which loads and unloads them according to the registry in
+        its adapter root.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,22 +34,25 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
-    """What the worker is; fixed for one epoch."""
+    """Returns constant facts about the worker, fixed for one epoch."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
     """Sends a report at once and then at the interval asked for."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Stops taking new work and hands back what only waits; what still runs after the time-out is
-    handed back too, for its gateways to resume it elsewhere. Answers when idle.
+    """Makes the worker refuse new work and hand back waiting requests. After the time-out running
+    requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
+    idle.
     """
     ReportExit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReportExitRequest, _worker_pb2.ReportExitResponse]
-    """A supervisor's word that a process incarnation is gone: ends the quarantine of its fills."""
+    """A supervisor reports that a process incarnation is gone, which ends the quarantine of its
+    fills.
+    """
     WatchKv: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchKvRequest, _worker_pb2.WatchKvResponse]
-    """Tells a router which pages the prefix cache holds, so that one that has just started need not
-    learn it from what it sends: a snapshot in parts, after which the stream ends.
+    """Tells a router which pages the prefix cache holds: a snapshot in parts, then changes as they
+    happen.
     """
     ListHeldAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListHeldAdaptersRequest, _worker_pb2.ListHeldAdaptersResponse]
-    """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
-    root says.
+    """Lists the adapters of this worker, which loads and unloads them according to the registry in
+    its adapter root.
     """
 
 @_typing.type_check_only
@@ -58,22 +61,25 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """What the worker is; fixed for one epoch."""
+    """Returns constant facts about the worker, fixed for one epoch."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """Sends a report at once and then at the interval asked for."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stops taking new work and hands back what only waits; what still runs after the time-out is
-    handed back too, for its gateways to resume it elsewhere. Answers when idle.
+    """Makes the worker refuse new work and hand back waiting requests. After the time-out running
+    requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
+    idle.
     """
     ReportExit: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReportExitRequest, _worker_pb2.ReportExitResponse]  # type: ignore[assignment]
-    """A supervisor's word that a process incarnation is gone: ends the quarantine of its fills."""
+    """A supervisor reports that a process incarnation is gone, which ends the quarantine of its
+    fills.
+    """
     WatchKv: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchKvRequest, _worker_pb2.WatchKvResponse]  # type: ignore[assignment]
-    """Tells a router which pages the prefix cache holds, so that one that has just started need not
-    learn it from what it sends: a snapshot in parts, after which the stream ends.
+    """Tells a router which pages the prefix cache holds: a snapshot in parts, then changes as they
+    happen.
     """
     ListHeldAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListHeldAdaptersRequest, _worker_pb2.ListHeldAdaptersResponse]  # type: ignore[assignment]
-    """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
-    root says.
+    """Lists the adapters of this worker, which loads and unloads them according to the registry in
+    its adapter root.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -85,7 +91,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetInfoResponse, _abc.Awaitable[_worker_pb2.GetInfoResponse]]:
-        """What the worker is; fixed for one epoch."""
+        """Returns constant facts about the worker, fixed for one epoch."""
 
     @_abc_1.abstractmethod
     def WatchLoad(
@@ -101,8 +107,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Stops taking new work and hands back what only waits; what still runs after the time-out is
-        handed back too, for its gateways to resume it elsewhere. Answers when idle.
+        """Makes the worker refuse new work and hand back waiting requests. After the time-out running
+        requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
+        idle.
         """
 
     @_abc_1.abstractmethod
@@ -111,7 +118,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReportExitResponse, _abc.Awaitable[_worker_pb2.ReportExitResponse]]:
-        """A supervisor's word that a process incarnation is gone: ends the quarantine of its fills."""
+        """A supervisor reports that a process incarnation is gone, which ends the quarantine of its
+        fills.
+        """
 
     @_abc_1.abstractmethod
     def WatchKv(
@@ -119,8 +128,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchKvResponse], _abc.AsyncIterator[_worker_pb2.WatchKvResponse]]:
-        """Tells a router which pages the prefix cache holds, so that one that has just started need not
-        learn it from what it sends: a snapshot in parts, after which the stream ends.
+        """Tells a router which pages the prefix cache holds: a snapshot in parts, then changes as they
+        happen.
         """
 
     @_abc_1.abstractmethod
@@ -129,8 +138,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ListHeldAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListHeldAdaptersResponse, _abc.Awaitable[_worker_pb2.ListHeldAdaptersResponse]]:
-        """The adapters of this worker. It loads and unloads them by itself, as the registry in its adapter
-        root says.
+        """Lists the adapters of this worker, which loads and unloads them according to the registry in
+        its adapter root.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -62,16 +62,16 @@ class AdminBackend(Protocol):
         """Arms or disarms faults in the service's other processes.
 
         Args:
-            add: To be armed.
-            clear: Point whose faults are disarmed; empty = all points; None = nothing is.
+            add: Faults to arm.
+            clear: Point whose faults are disarmed; empty: all points; None: no point.
 
         Returns:
-            Those armed there then.
+            The faults that are armed there afterwards.
         """
         ...
 
     def set_log_level(self, level: LogLevel) -> None:
-        """Sets the level of the service's other processes; this one's is set already."""
+        """Sets the log level of the service's other processes; this process has it already."""
         ...
 
 
@@ -167,7 +167,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """See admin.proto."""
         BOARD.check_enabled()
         spec = spec_from_proto(request.fault)
-        # Each process arms it; the one whose code has the point will pass it.
+        # Every process arms the fault; the one that has the point in its code will pass it.
         BOARD.arm(spec)
         await self._backend.order_faults(add=spec)
         _log.warning("fault armed", extra={"point": spec.point, "kind": spec.kind})
@@ -218,7 +218,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Accepts calls whose `authorization` is `Bearer TOKEN`; refuses all others, unknown methods
     included.
 
-    Nothing of what a caller sent reaches the log.
+    Nothing that a caller sent is logged.
     """
 
     def __init__(self, token: str) -> None:
@@ -233,7 +233,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         for key, value in handler_call_details.invocation_metadata or ():
             if key == "authorization" and isinstance(value, str):
                 given = value
-        # Digests, so that the time taken tells neither content nor length.
+        # Digests are compared, so that the time reveals neither content nor length.
         if hmac.compare_digest(_digest(given), self._expected):
             return await continuation(handler_call_details)
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The id of a worker or store that was given none."""
+"""The default id of a worker or store."""
 
 import os
 import socket

@@ -1,7 +1,7 @@
 """Sabotages, for `weft chaos --sabotage`: each breaks an invariant, to show that a run detects it.
 
-Product code knows nothing of them. In a process that was started with `--enable-faults` they wrap
-the methods that they break; such a method works as ever until its point is armed.
+Product code does not know them. In a process that was started with `--enable-faults` each sabotage
+wraps the method that it breaks; the method works normally until the fault point is armed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def wrap(
     Args:
         owner: The method's class.
         name: Name of the method.
-        point: Breaks it while armed; registered here.
-        broken: Makes the broken method of the whole one. It asks the point, with `fire`, each time
-            that it could break something.
+        point: Fault point that breaks the method while it is armed; registered here.
+        broken: Makes the broken method from the original one. The broken method calls `fire` of the
+            point each time that it could break something.
     """
     if point in BOARD.points:
         return

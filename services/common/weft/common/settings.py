@@ -178,7 +178,7 @@ class PageSettings(ServiceSettings):
     def page_transport(self) -> Literal["auto", "nixl", "data"]:
         """`transport`, but without NIXL on an exposed port unless it was requested.
 
-        NIXL takes over gRPC where to write and read: only TLS tells from whom.
+        NIXL learns over gRPC where to write and read, and only TLS proves who says so.
         """
         if self.transport == "auto" and self._is_open:
             return "data"
@@ -192,7 +192,7 @@ class PageSettings(ServiceSettings):
         """Logs at the start how pages in transit are protected.
 
         Args:
-            has_nixl: It is used.
+            has_nixl: Whether NIXL is used.
         """
         if has_nixl and self._is_open:
             _log.warning(

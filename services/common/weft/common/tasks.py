@@ -19,8 +19,8 @@ _LOOK_EVERY_S = 1.0
 
 
 def is_ending() -> bool:
-    """Whether the running task was cancelled. If it was not, a CancelledError that reaches it is
-    that of a gRPC call whose connection was closed, which must not end who waits for the call.
+    """Whether the running task was cancelled. If not, a CancelledError comes from a gRPC call whose
+    connection was closed, and must not end the task that waits for the call.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -55,9 +55,8 @@ def start_logged(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def tell_standstills() -> None:
-    """Logs when this process has stood still: peers that gave it up, or that it finds silent then,
-    are not to blame. How long its event loop's thread computed meanwhile tells whether something
-    here held it up, or the machine did.
+    """Logs when this process's event loop stood still, since peers then seem silent without being
+    so. The thread's CPU time in between tells whether this process was busy or the machine was.
     """
     loop = asyncio.get_running_loop()
     while True:

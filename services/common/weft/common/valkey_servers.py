@@ -1,9 +1,9 @@
 """A client of a Valkey or Redis server or cluster in which every failure is a miss.
 
-Answers are those of a cache: what a node does not say in time is not there. Each node has its own
-connections and its own circuit breaker, so that a lost one costs its share of the keys and a few
-timeouts, then nothing. Commands are sent once: a redirection makes the map of the cluster be read
-again, and its key is a miss until then.
+A key whose node does not answer in time counts as missing. Each node has its own connections and
+its own circuit breaker, so a lost node costs its share of the keys and a few timeouts. Commands are
+sent once: after a redirection the map of the cluster is read again, and the key is a miss until
+then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.engine.base.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Consecutive failures after which a node is left alone for a while."""
+"""Consecutive failures after which a node gets no calls for a while."""
 MAX_OPEN_S = 15.0
 MAX_CALLS = 16
 """Most calls to one node at once."""
@@ -44,7 +44,7 @@ def read_password(file: Path, param: str) -> str:
     """Reads the password of servers.
 
     Args:
-        file: Where it is.
+        file: File with the password.
         param: Name of the setting, for the error.
 
     Raises:
@@ -57,12 +57,12 @@ def read_password(file: Path, param: str) -> str:
 
 
 class NoAnswer:
-    """Stands for an answer that did not come."""
+    """Takes the place of a reply that did not come."""
 
 
 NO_ANSWER: Final = NoAnswer()
 Reply = bytes | int | bool | None | ResponseError | NoAnswer
-"""A server's reply: bytes, a number, None for what it lacks, or a refusal."""
+"""A server's reply: bytes, a number, None for a missing key, or a refusal."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class ServerCounters:
     failed_calls: int = 0
     """Calls that broke or came too late."""
     skipped_commands: int = 0
-    """Commands not sent because their node is left alone."""
+    """Commands not sent because their node rests after failures."""
     redirections: int = 0
 
 
@@ -97,8 +97,8 @@ class _Node:
 def _check_names(pool: ConnectionPool) -> None:
     """Checks that servers' certificates name their hosts, unless the URL disables it.
 
-    By itself the library takes any certificate that the authority has signed, so that every holder
-    of one could be the server.
+    By default the library accepts any certificate of the authority, so that each of its holders
+    could pose as the server.
     """
     about = pool.connection_kwargs
     if not issubclass(pool.connection_class, SSLConnection):
@@ -112,9 +112,9 @@ class ValkeyServers:
     """All servers behind some URLs. Belongs to the event loop.
 
     Args:
-        urls: One server, or some nodes of one cluster.
+        urls: URL of one server, or of some nodes of one cluster.
         password: None: it is in the URLs, or there is none.
-        timeout_s: To connect, and for an answer.
+        timeout_s: Seconds to connect, and to answer.
         clock: Monotonic seconds.
         param: Name of the setting with the URLs, for errors.
 
@@ -153,7 +153,7 @@ class ValkeyServers:
         try:
             pool = ConnectionPool.from_url(url, **self._options)
             _check_names(pool)
-            # Or unknown options would show at the first call.
+            # Otherwise unknown options would show only at the first call.
             pool.make_connection()  # type: ignore[no-untyped-call]
         except (ValueError, TypeError):
             # The error may quote a password that has characters which end a URL's first part.
@@ -172,8 +172,8 @@ class ValkeyServers:
         """Sends commands, batched by node; never raises for failures of servers.
 
         Args:
-            commands: Each with its key.
-            timeout_s: For all of them.
+            commands: The commands, each with its key.
+            timeout_s: Seconds for all of them.
 
         Returns:
             Replies in the order of the commands.
@@ -353,7 +353,8 @@ class ValkeyServers:
             while True:
                 cursor, names = await node.client.scan(cursor, match=pattern, count=SCAN_COUNT)
                 pipeline = node.client.pipeline(transaction=False)
-                for name in names:  # One at a time: they are of different slots.
+                # The keys are of different slots, so each is deleted by its own command.
+                for name in names:
                     pipeline.unlink(name)
                 found = await pipeline.execute(raise_on_error=False) if names else []
                 num_removed += sum(reply for reply in found if isinstance(reply, int))
@@ -363,7 +364,7 @@ class ValkeyServers:
 
     @property
     def num_resting(self) -> int:
-        """Number of nodes that are left alone for now."""
+        """Number of nodes that rest after failures."""
         now = self._clock()
         return sum(
             node.breaker.state(now) is not BreakerState.CLOSED for node in self._nodes.values()

@@ -16,10 +16,10 @@ class Assembly:
     """One Submit and the tokens received for it, never more than it announced."""
 
     def __init__(self, message: decode_pb2.Submit) -> None:
-        """Takes the first message; `is_complete` tells whether parts are to follow.
+        """Takes the first message; `is_complete` tells whether all parts have arrived.
 
         Raises:
-            InvalidRequest: It announces too much, or brings more than it announces.
+            InvalidRequest: The submit announces too much, or brings more than it announces.
         """
         progress = message.progress
         total = message.prompt_length + sum(entry.num_tokens for entry in progress)
@@ -53,7 +53,7 @@ class Assembly:
         """Adds the next part of a sample's generated tokens.
 
         Raises:
-            InvalidRequest: It is more than was announced; of a sample without an entry, anything.
+            InvalidRequest: The part exceeds what was announced, or its sample has no entry.
         """
         known = self.generated.get(sample, [])
         self._add(ids, known, self._announced.get(sample, 0), "progress")

@@ -42,7 +42,7 @@ def submit_from_proto(assembly: Assembly, session: int) -> Submit:
     """Converts a submit from the wire, with everything that came in parts.
 
     Raises:
-        InvalidRequest: a field is out of its range; the gateway should have said so.
+        InvalidRequest: a field is out of its range, which the gateway should have refused.
     """
     message = assembly.message
     if not 0 < len(message.request_id.encode()) <= MAX_ID_BYTES:
@@ -119,7 +119,7 @@ def _pool(message: decode_pb2.PoolOptions) -> Pool:
 def _num_top(
     message: decode_pb2.Submit, name: Literal["logprobs", "prompt_logprobs"]
 ) -> int | None:
-    """Alternatives asked for by one of the submit's options; None: it is absent."""
+    """Number of alternatives in one of the submit's options; None if the option is absent."""
     if not message.HasField(name):
         return None
     num_top: int = getattr(message, name).top_logprobs

@@ -20,7 +20,7 @@ MAX_FILLS = 128
 """Most fills in a reported timeline; of more, the newest are reported."""
 _MAX_ERROR_BYTES = 1024
 _MAX_WORKER_BYTES = 256
-"""Longest worker address or id: these texts are most of a fill's size."""
+"""Longest worker address or id that is reported, since these texts are most of a fill's size."""
 _MAX_UNKNOWN = 2000
 """Most attempts in one pong, of 80 bytes each."""
 # Upper bounds of entries: an id has 64 bytes, a number 5, a tag with a length up to 4.
@@ -54,7 +54,7 @@ class _Events:
         self._num_bytes = 0
 
     def room(self, num_bytes: int) -> decode_pb2.SessionEvent:
-        """The event to which the next entry, of at most this many bytes, is added."""
+        """The event that has room for an entry of at most this many bytes."""
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_EVENT_BYTES:
             self._full.append(self._last)
@@ -67,7 +67,7 @@ class _Events:
         return full
 
     def take(self) -> list[decode_pb2.SessionEvent]:
-        """All that there are."""
+        """All messages, the unfinished one included."""
         return [*self.take_full(), self._last]
 
 
@@ -98,7 +98,9 @@ def merge_batches(batches: Iterable[GatewayBatch]) -> GatewayBatch:
 
 
 def _follows(tokens: Tokens, known: Tokens) -> bool:
-    """Whether one entry can hold both: all of its tokens have log-probabilities, or none."""
+    """Whether one entry can hold both, since all of its tokens have log-probabilities or
+    none has.
+    """
     is_next = tokens.first_index == known.first_index + len(known.ids)
     return is_next and bool(tokens.logprobs) == bool(known.logprobs)
 
@@ -106,9 +108,9 @@ def _follows(tokens: Tokens, known: Tokens) -> bool:
 def batch_to_proto(
     batch: GatewayBatch, worker_id: str, loop_age_s: float
 ) -> Iterator[decode_pb2.SessionEvent]:
-    """Converts a batch to events below the size limit; ends follow the tokens that precede them,
-    and tokens the log-probabilities of their prompt. Of these there may be very many: each event is
-    converted when it is asked for.
+    """Converts a batch to events below the size limit: log-probabilities of prompts, then tokens,
+    then ends. There may be very many log-probabilities, so each event is converted when it is asked
+    for.
     """
     events = _Events()
     for accepted in batch.accepted:
@@ -200,7 +202,7 @@ def _add_vectors(events: _Events, vectors: PooledVectors) -> Iterator[None]:
 
 
 def _add_columns(events: _Events, columns: TokenColumns) -> None:
-    """Adds an entry for each token, without an object in between: there are hundreds a step."""
+    """Adds an entry for each token without an intermediate object, since a step has hundreds."""
     logprobs = columns.logprobs
     for row, (request_id, attempt, sample, index, token) in enumerate(columns.rows()):
         num_bytes, logprob = _KEY_BYTES + _TOKEN_BYTES, logprobs.get(row)

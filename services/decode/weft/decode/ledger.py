@@ -15,8 +15,8 @@ class Ledger:
     """Submits whose end has not been reported, as lines of a request log.
 
     Args:
-        has_tokens: Keep the prompts' tokens, constraints and stop strings too; without them they
-            cannot be replayed.
+        has_tokens: Whether to keep the prompts' tokens, constraints and stop strings; without them
+            a request cannot be replayed.
     """
 
     def __init__(self, has_tokens: bool) -> None:
@@ -27,9 +27,9 @@ class Ledger:
         """Records a submit on its way to the engine.
 
         Args:
-            message: As it came.
-            session: It came on.
-            prompt: All tokens.
+            message: The submit as received.
+            session: The Session that it came on.
+            prompt: All tokens of the prompt.
         """
         sampling, stop = terms(message.sampling, message.stop, has_content=self._has_tokens)
         line = LoggedPrompt(

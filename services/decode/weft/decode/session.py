@@ -29,12 +29,14 @@ logger = logging.getLogger(__name__)
 
 MAX_PARTIAL_SUBMITS = 256
 PARTS_TIMEOUT_S = 30.0
-"""Longest time from the first message of a submit to its last: gateways send them in a row."""
+"""Longest time from the first message of a submit to its last; gateways send them one after the
+other.
+"""
 MAX_ASKED = 2000
 DRAIN_TIMEOUT_S = 5.0
 """A gateway that takes nothing for this long loses its Session."""
 SILENCE_TIMEOUT_S = 5.0
-"""The same for a gateway that sends nothing, not even a ping, or misses so many in a row:"""
+"""The same for a gateway that sends nothing, not even pings, or misses this many in a row:"""
 MISSED_PINGS = 4
 
 
@@ -53,9 +55,9 @@ class Session:
 
         Args:
             number: Number of the Session on this worker.
-            engine: Gets the requests.
+            engine: Receives the requests.
             worker_id: Id of this worker.
-            on_submit: Told of each request that goes to the engine; may change it.
+            on_submit: Called with each request that goes to the engine, which it may change.
             ping_interval_s: Interval of the gateway's pings.
         """
         self._number = number
@@ -97,8 +99,10 @@ class Session:
         """Forwards the gateway's requests until its side ends.
 
         Raises:
-            PeerUnavailable: it is silent: its process or its host is stopped, or the network cut.
-            InvalidRequest: it breaks the contract where no request can be failed for it.
+            PeerUnavailable: the gateway is silent: its process or host is stopped, or the network
+            is cut.
+            InvalidRequest: the gateway violates the contract in a way that no single request can be
+            failed for.
         """
         while (request := await self._next(requests)) is not None:
             kind = request.WhichOneof("request")
@@ -179,7 +183,7 @@ class Session:
             self._refuse(message, full)
             return
         key = (message.request_id, message.attempt)
-        self._partial.pop(key, None)  # of a duplicate: it begins anew
+        self._partial.pop(key, None)  # The submit is a duplicate, so the earlier parts are dropped.
         if assembly.is_complete:
             self._start(assembly)
         else:
@@ -205,8 +209,8 @@ class Session:
             self._start(assembly)
 
     def _give_up_late(self) -> None:
-        """Refuses submits whose parts have not arrived in time; checked with any message, also
-        pings.
+        """Refuses submits whose parts have not arrived in time. Checked at every message, pings
+        included.
         """
         now = asyncio.get_running_loop().time()
         while self._partial:

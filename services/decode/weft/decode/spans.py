@@ -55,7 +55,7 @@ class RequestSpans:
         return len(self._open)
 
     def on_submit(self, submit: Submit) -> None:
-        """Records a submit on its way to the engine, and makes its span the parent of what follows.
+        """Records a submit on its way to the engine, and makes its span the parent of later spans.
 
         Args:
             submit: Its `traceparent` is changed to name the new span.
@@ -211,7 +211,7 @@ def _stage(
     end_s: float,
     attributes: dict[str, Attribute],
 ) -> Span:
-    """A part of the request; its times are since the engine received the submit."""
+    """Records a part of the request; times are seconds since the engine received the submit."""
     return Span(
         name=name,
         context=opened.context.child(),

@@ -69,8 +69,8 @@ SERVICES = (
 
 
 def _connection_ages(settings: GatewaySettings) -> tuple[tuple[str, int], ...]:
-    """When a connection takes no more calls, and when those that were never read to their end are
-    cut: later than any request can last.
+    """Age at which a connection takes no more calls, and the grace after which unread answers are
+    cut, which is longer than any request can last.
     """
     left_s = settings.request_timeout_s + _UNREAD_S
     return (
@@ -99,8 +99,8 @@ class GatewayApp:
 
         Args:
             settings: Checked settings.
-            models: Default: loaded from the folders that the settings name.
-            discovery: Default: what the settings name.
+            models: Cards of the models; default: loaded from the folders that the settings name.
+            discovery: Source of workers; default: the one that the settings name.
 
         Raises:
             ModelError: The model directory cannot be used.
@@ -325,7 +325,7 @@ class GatewayApp:
     async def _open_to_edges(self) -> None:
         """Opens the gateway to edges once the workers are there, which other gateways already know.
 
-        Without workers it says so itself after a while.
+        Without workers it opens after a while, and refuses requests itself.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIND_WORKERS_S):
@@ -336,8 +336,9 @@ class GatewayApp:
     async def leave(self) -> None:
         """Waits until edges know that this gateway is NOT_SERVING, then drains.
 
-        What reaches it until then is taken, not refused. What still runs when the grace is nearly
-        over fails with a typed error, where the end of the server would just cut it.
+        Requests that arrive until then are accepted. Requests that still run shortly before the end
+        of the grace period fail with a typed error, since the end of the server would just cut
+        them.
         """
         grace_s = self._settings.drain_grace_s
         notice_s, last_s = min(_NOTICE_S, grace_s / 4), min(_LAST_WORDS_S, grace_s / 4)
@@ -367,7 +368,7 @@ class GatewayApp:
         tasks = [t for t in (self._open_task, self._adapter_task, self._fleet_task) if t]
         for task in tasks:
             task.cancel()
-        # One that failed has said so when it did.
+        # A failed task was logged when it failed.
         await asyncio.gather(*tasks, return_exceptions=True)
         self._openai.close()
         await self._responses.close()

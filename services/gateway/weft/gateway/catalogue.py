@@ -52,7 +52,7 @@ class ServedModel:
         return next((task for task in TASKS if task == told), self.model.pooling.task)
 
     def problem(self) -> str:
-        """Why it cannot be served now; empty if it can."""
+        """Why the model cannot be served now; empty if it can."""
         missing = self.fleet.missing_roles()
         return f"no healthy {' and no healthy '.join(missing)} worker" if missing else ""
 
@@ -89,9 +89,9 @@ class Catalogue:
     """The models and their adapters by name.
 
     Args:
-        served: At least one; the first is that of `weft chat` and of dumps' first lines.
-        adapters: What the registry says.
-        cards: Those of adapters.
+        served: At least one model; `weft chat` uses the first one.
+        adapters: Directory of the adapters.
+        cards: Cards of adapters.
     """
 
     def __init__(
@@ -117,8 +117,7 @@ class Catalogue:
         """Resolves a request's model name, atomically with respect to the caller.
 
         Args:
-            name: As the client gave it: a model, an adapter or `model:adapter`; empty = the only
-                model.
+            name: The client's name: a model, an adapter or `model:adapter`; empty: the only model.
 
         Raises:
             ModelNotFound: There is no such model or adapter.
@@ -138,7 +137,7 @@ class Catalogue:
         """
         resolved = self._known(name)
         if resolved is None:
-            # Another gateway may have loaded it a moment ago.
+            # Another gateway may just have loaded the adapter.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REFRESH_S):
                     await self.adapters.refresh()
@@ -154,7 +153,7 @@ class Catalogue:
 
         Raises:
             PeerUnavailable: The adapter was unloaded meanwhile.
-            AdapterError: They have become unreadable.
+            AdapterError: The adapter's files have become unreadable.
             DeadlineExceeded: The registry's disk does not answer.
         """
         if resolved.entry is None:
@@ -172,7 +171,7 @@ class Catalogue:
         """Finds a base model by its name.
 
         Args:
-            name: Empty = the only one.
+            name: The base model's name; empty: the only one.
 
         Raises:
             ModelNotFound: There is no such base model.

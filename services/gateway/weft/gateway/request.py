@@ -90,7 +90,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What applies where a request does not say; a model may have defaults of its own."""
+    """Sampling parameters for requests that do not give them; a model may have its own."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -107,14 +107,16 @@ SAMPLING_RANGES = {
     "min_p": (0, 1),
     "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
 }
-"""Least and largest value of what a model may have a default of; top_p is above its least."""
+"""Least and largest value of each parameter that a model may have a default of; top_p must be above
+its least.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is drawn; bounds are those of `weft.v1.SamplingParams`.
 
-    None of the first five: the model's default.
+    The first five may be None, which is the model's default.
     """
 
     temperature: float | None = None
@@ -134,7 +136,7 @@ class Sampling:
     """Whether tokens may be drafted; the text is the same."""
 
     def with_defaults(self, defaults: SamplingDefaults) -> Sampling:
-        """The same with the defaults where the client said nothing."""
+        """A copy with defaults for the parameters that the client did not give."""
         missing = {
             field.name: getattr(defaults, field.name)
             for field in fields(defaults)

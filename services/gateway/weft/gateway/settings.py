@@ -471,7 +471,7 @@ class GatewaySettings(ServiceSettings):
         """The options of the routing policies for the pool of a role."""
         names = {option.name for option in fields(PolicyOptions)} - {"seed", "clock"}
         options = PolicyOptions(**{name: getattr(self, name) for name in names})
-        # In a prefill worker requests do not share steps: one costs only the tokens it brings.
+        # A prefill worker's requests do not share steps, so a request costs only its tokens.
         return replace(options, request_tokens=0) if role == "prefill" else options
 
     @property

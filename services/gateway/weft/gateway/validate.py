@@ -52,8 +52,8 @@ def check_request(request: GenerateRequest, model: ModelCard, max_prompts: int) 
     """Checks everything that does not depend on tokens.
 
     Args:
-        request: As translated by a face.
-        model: The one that it is for.
+        request: The request, as a face translated it.
+        model: The request's model.
         max_prompts: Bound of prompts in one request.
 
     Raises:
@@ -102,7 +102,7 @@ def _check_prompt_logprobs(num_alternatives: int, request: GenerateRequest) -> N
 
 
 def check_not_streamed(param: str, is_streamed: bool) -> None:
-    """Raises InvalidRequest for a stream of an answer that has a prompt's log-probabilities."""
+    """Raises InvalidRequest if an answer with a prompt's log-probabilities is to be streamed."""
     if is_streamed:
         raise invalid(param, "log-probabilities of a prompt are not streamed; leave out stream")
 
@@ -111,7 +111,7 @@ def num_prompt_logprobs(request: GenerateRequest, prompts: Sequence[PreparedProm
     """Number of log-probabilities of prompts' tokens, all of which wait for the answer.
 
     Raises:
-        InvalidRequest: They are too many.
+        InvalidRequest: There are too many.
     """
     if request.prompt_logprobs is None:
         return 0
@@ -136,7 +136,7 @@ def given_salt(cache_salt: str | None) -> str:
     """The salt of a JSON body; empty where it has none.
 
     Raises:
-        InvalidRequest: It gives an empty one, which separates nothing: its client means to.
+        InvalidRequest: The salt is empty, so it would not separate requests as its client wants.
     """
     if cache_salt == "":
         raise invalid("cache_salt", "is empty; leave it out, or give at least one character")
@@ -254,7 +254,7 @@ def check_constraint(constraint: Constraint, param: str) -> None:
 
 
 def _check_marks(constraint: Constraint, param: str, vocabulary_size: int) -> None:
-    """Raises InvalidRequest for tokens beside a constraint that are none or too many."""
+    """Raises InvalidRequest if a constraint's alternative tokens are not valid or too many."""
     check_range(f"{param}.alternatives", len(constraint.alternatives), 0, MAX_MARK_TOKENS, "tokens")
     check_ids(f"{param}.alternatives", constraint.alternatives, vocabulary_size)
     if (reasoning := constraint.reasoning) is None:
@@ -275,7 +275,7 @@ def check_ids(param: str, ids: Collection[int], vocabulary_size: int) -> None:
     """
     if not ids:
         return
-    for token_id in (min(ids), max(ids)):  # a long prompt is checked at the speed of C
+    for token_id in (min(ids), max(ids)):  # `min` and `max` check a long prompt at the speed of C.
         if not 0 <= token_id < vocabulary_size:
             raise invalid(
                 param, f"token id {token_id} is outside the vocabulary (0 to {vocabulary_size - 1})"
@@ -286,7 +286,8 @@ def check_range(
     param: str, value: float, low: float, high: float, unit: str = "", *, above: bool = False
 ) -> None:
     """Raises InvalidRequest unless low <= value <= high (low < value with `above`)."""
-    is_inside = low < value <= high if above else low <= value <= high  # never of NaN
+    # Comparisons with NaN are false.
+    is_inside = low < value <= high if above else low <= value <= high
     if not is_inside:
         words = ("above", "and at most") if above else ("from", "to")
         bound = f"{words[0]} {_shown(low)} {words[1]} {_shown(high)}"

@@ -85,10 +85,10 @@ def check_part(part: kvstore_pb2.PutDataRequest, order: PutOrder, num_bytes: Seq
     Args:
         part: The message.
         order: The put's header.
-        num_bytes: Bytes that came of each page until now.
+        num_bytes: Bytes received of each page so far.
 
     Raises:
-        InvalidRequest: It does not.
+        InvalidRequest: The part does not continue its page.
     """
     if part.HasField("header"):
         raise InvalidRequest("a second header", param="header")
@@ -112,7 +112,7 @@ def check_keys(keys: Sequence[bytes], param: str) -> None:
     """Checks the sizes of keys.
 
     Raises:
-        InvalidRequest: One is wrong.
+        InvalidRequest: A key has a wrong size.
     """
     for key in keys:
         if len(key) != KEY_BYTES:

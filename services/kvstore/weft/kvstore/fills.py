@@ -25,15 +25,15 @@ class StoreFills:
     """Leases and their streams. Implements `FillPort`; used by the event loop.
 
     Args:
-        pages: what is held.
+        pages: the held pages.
         transport: moves bytes.
         epoch: this incarnation.
         reply: hands an event to its stream.
-        max_fills: under way at once.
-        chunk_bytes: most of a fill that is written at a time: its owner checks one chunk while
-            the next travels.
+        max_fills: most fills at a time.
+        chunk_bytes: most bytes of a fill that are written at a time. The owner checks one chunk
+            while the next one travels.
         clock: monotonic seconds.
-        backend: what is kept besides; None: nothing is.
+        backend: copies of the pages outside the arena; None: there are none.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StoreFills:
         if job is not None and not is_used:
             if faults.STORE_FILL.is_armed:
                 await faults.STORE_FILL.flip_bit_async(self._pages.pool, job.pinned)
-                if self._jobs.get(handle.lease_id) is not job:  # it has ended meanwhile
+                if self._jobs.get(handle.lease_id) is not job:  # The lease has ended meanwhile.
                     return
             job.num_computed = len(job.tokens)
             self._filler.on_progress(job)
@@ -142,5 +142,5 @@ class StoreFills:
 
 def _keys_of(handle: KvHandle, num_pages: int) -> list[bytes]:
     if num_pages < 1 or handle.page_size < 1:
-        return []  # It will be declined.
+        return []  # The fill will be declined.
     return PageKeys(handle.namespace, handle.page_size).upto(handle.tokens, num_pages)

@@ -1,4 +1,4 @@
-"""The jobs of a filler that holds pages: these are pinned instead of computed."""
+"""The jobs of a filler that holds pages, which pins them instead of computing them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StoreJob:
 
 
 class StoreJobs:
-    """Implements `Jobs` over the held pages, and `Shipper` around the one that moves the bytes.
+    """Implements `Jobs` over the held pages, and wraps the `Shipper` that moves the bytes.
 
-    Pins last from the acceptance of a lease to its very end, which the shipper is told.
+    Pages are pinned from the acceptance of a lease to its end, of which the shipper learns.
 
     Args:
-        pages: what is held.
+        pages: the held pages.
         shipper: moves chunks.
-        max_fills: under way at once.
+        max_fills: most fills at a time.
     """
 
     def __init__(self, pages: PageStore, shipper: Shipper, max_fills: int) -> None:

@@ -35,16 +35,16 @@ class PageArena:
 
     Args:
         settings: bounds.
-        name: of the store, for logs.
+        name: name of the store, for logs.
         epoch: this incarnation.
         arena: uint8 `[memory_bytes]`; outlives this object.
         page_bytes: size of every page.
-        transport: what may be used.
-        counters: counted into.
-        threads: where bytes move.
+        transport: the transports that may be used.
+        counters: counters of the store.
+        threads: threads that move bytes.
         reply: hands a fill's event to its stream.
         wake: called from the shipping thread when `take_shipped` has something to take.
-        source: where pages are kept besides; None: in the arena alone.
+        source: opens the back end; None: pages are in the arena alone.
 
     Raises:
         InvalidRequest: The arena does not hold a few pages of that size.

@@ -21,7 +21,7 @@ from weft.engine.memory.page_memory import PageCounts, PageMemory
 from weft.engine.memory.prefix_cache import PageKeyCache
 
 GROUP_BYTES = 8
-"""Bytes of a namespace by which its pages are counted."""
+"""Leading bytes of a namespace that name the group in which its pages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Incoming:
     pages: list[int]
     """Reserved page numbers, one per offer."""
     held: list[int]
-    """These and the pinned pages, in the order of the put."""
+    """The reserved and the pinned pages, in the order of the put."""
     num_present: int
     num_refused: int
-    """Number of offers that found no room."""
+    """Number of offers for which there was no room."""
     group: bytes = b""
 
 
@@ -62,7 +62,7 @@ class PageStore:
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`; page 0 is not used.
-        policy: orders pages that may be given up.
+        policy: chooses the page that is evicted next.
         namespace_quota: share of the pages that one namespace may have; 1: all.
     """
 
@@ -85,7 +85,7 @@ class PageStore:
         self.num_quota_evictions = 0
         """Pages evicted for others of their namespace, which was at its quota."""
         self.on_published: Callable[[Sequence[Offer], bytes], None] | None = None
-        """Called with pages that are held from now on, and their group."""
+        """Called with newly published pages and their group."""
 
     @property
     def page_bytes(self) -> int:
@@ -129,9 +129,9 @@ class PageStore:
     def begin(self, offers: Sequence[Offer], group: bytes = b"") -> Incoming:
         """Reserves pages for offers neither held nor being received, evicting as needed.
 
-        Where there is no room for all, the first ones are taken. What is held already is pinned,
-        so that its successors do not push it out. A namespace that has all that it may have gives
-        up pages of its own.
+        If there is no room for all, the first ones are taken. Pages that are already held are
+        pinned, so that their successors do not evict them. A namespace at its quota evicts pages of
+        its own.
 
         Args:
             offers: Pages with different keys.
@@ -163,7 +163,9 @@ class PageStore:
         )
 
     def _make_room(self, group: bytes, num_wanted: int) -> int:
-        """Evicts pages of a namespace that is over its quota; returns how many more it may have."""
+        """Evicts pages of a namespace that would exceed its quota; returns how many more it may
+        have.
+        """
         limit = self._max_group_pages
         if limit is None:
             return num_wanted
@@ -182,10 +184,10 @@ class PageStore:
 
         Args:
             incoming: From `begin`.
-            digests: Digests of `incoming.pages` as they are.
+            digests: Digests of the bytes in `incoming.pages`.
 
         Returns:
-            Offers whose pages have another digest, and that one; the pages are free again.
+            Offers whose pages have a wrong digest, with that digest; their pages are free again.
         """
         bad: list[tuple[Offer, int]] = []
         for offer, page, digest in zip(incoming.offers, incoming.pages, digests, strict=True):
@@ -201,7 +203,7 @@ class PageStore:
         return bad
 
     def abandon(self, incoming: Incoming) -> None:
-        """Ends a failed put; nothing can write to its pages any more."""
+        """Ends a failed put whose pages can no longer be written to."""
         self._end(incoming)
 
     def quarantine(self, incoming: Incoming) -> None:
@@ -212,7 +214,7 @@ class PageStore:
         self._end(incoming)
 
     def end_quarantine(self, incoming: Incoming) -> None:
-        """Ends the quarantine: nothing can write to the pages any more."""
+        """Ends the quarantine, once the pages can no longer be written to."""
         self.memory.end_quarantine(incoming.pages)
 
     def _end(self, incoming: Incoming) -> None:

@@ -1,7 +1,7 @@
 """Puts: pages are read or received, checked against their digests, then published.
 
-Bytes move in threads; what is held changes on the event loop alone. Once its pages are being read
-or checked, a put goes on to its end though its caller may go away.
+Threads move the bytes; only the event loop changes which pages are held. A put whose pages are
+being read or checked is completed even if its caller goes away.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ class PutOutcome:
     present: int = 0
     refused: int = 0
     send_data: bool = False
-    """Whether the pages cannot be read from there and must be sent as data."""
+    """Whether the store cannot read the pages from the worker, so that it must send them as
+    data.
+    """
 
 
 class Puts:
     """All puts in progress.
 
     Args:
-        pages: what is held.
-        transport: its agents read.
-        counters: counted into.
-        threads: where pages are read and digested.
-        max_puts: in work at once.
-        timeout_s: a put's pages must have been read by then.
-        data_timeout_s: a put's data must have come by then.
+        pages: the held pages.
+        transport: its agents read the pages.
+        counters: counters of the store.
+        threads: threads that read and digest pages.
+        max_puts: most puts at a time.
+        timeout_s: seconds in which a put's pages must have been read.
+        data_timeout_s: seconds in which a put's data must have arrived.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Puts:
         source = order.source
         if source is None:
             raise InvalidRequest("source is missing; without NIXL use PutData", param="source")
-        # Memory of a GPU is not read one-sidedly from a process without one.
+        # A process without a GPU cannot read a GPU's memory one-sidedly.
         is_on_gpu = source.memory_type == "VRAM"
         if self._readers is None or source.version != self._nixl_version or is_on_gpu:
             return PutOutcome(refused=len(order.offers), send_data=True)
@@ -109,12 +111,12 @@ class Puts:
         Raises:
             InvalidRequest: A message does not fit, or bytes are missing at the end.
             Overloaded: Too many puts are in work.
-            DeadlineExceeded: They did not come in time.
+            DeadlineExceeded: The data did not arrive in time.
         """
         incoming = self._begin(order)
         try:
             async with asyncio.timeout(self._data_timeout_s):
-                if incoming.pages:  # Otherwise the answer needs none of the bytes.
+                if incoming.pages:  # Without pages to store, the bytes are not needed.
                     await self._receive(order, incoming, parts)
         except BaseException as error:
             self.num_open -= 1
@@ -186,7 +188,8 @@ class Puts:
         """Reads, in a thread, into the reserved pages; returns their digests.
 
         Raises:
-            TransferError: `may_still_arrive` says whether something was posted that has not ended.
+            TransferError: The read failed; `may_still_arrive` says whether a posted read has not
+            ended.
         """
         if not incoming.pages:
             return []
@@ -214,7 +217,7 @@ class Puts:
         return digests
 
     async def _fence(self, readers: ReadAgents, peer: tuple[str, int], incoming: Incoming) -> None:
-        """Destroys the agent of a read that did not end; only then its pages are free."""
+        """Destroys the agent of a read that did not end, which frees the read's pages."""
         logger.warning("reads from %s did not end well: its agent is closed", peer[0])
         while True:
             try:

@@ -67,11 +67,11 @@ class KvStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weft-store")
         self._arena_pages: PageArena | None = None
         self._source = open_source(settings, store_id)
-        """Pages that an earlier store left, until the page size is known."""
+        """Opens the back end once the page size is known."""
         self._is_draining = False
         self._quarantine = QuarantineWatch(settings.max_quarantine_fraction, monotonic)
         self.pool_lost = asyncio.Event()
-        """Whether quarantine has held too much of the arena for longer than a put may take: no
+        """Set once quarantine has held too much of the arena for longer than a put may take. No
         agent takes that long to be destroyed, so only the end of this process frees the pages.
         """
         self._tasks = [
@@ -80,7 +80,9 @@ class KvStore:
         ]
 
     async def warm_up(self) -> str | None:
-        """Builds what is built on first use; returns why digests are slow, if they are."""
+        """Compiles native code ahead of its first use; returns why digests are slow, if
+        they are.
+        """
         native = await self._loop.run_in_executor(self._threads, native_digest)
         return native.reason
 
@@ -171,7 +173,8 @@ class KvStore:
         flushed = self._arena_pages.pages.flush() if self._arena_pages else 0
         if self._arena_pages is not None and self._arena_pages.backend is not None:
             flushed += await self._arena_pages.backend.flush()
-        elif self._source is not None:  # left by an earlier store, and not requested yet
+        # These pages were left by an earlier store and not requested yet.
+        elif self._source is not None:
             flushed += await self._source.flush()
         self.counters.flushed_pages += flushed
         return flushed
@@ -204,9 +207,9 @@ class KvStore:
         """The arena, divided into pages of the first size requested.
 
         Raises:
-            Draining: This process ends.
-            PageSizeMismatch: It has another size.
-            InvalidRequest: It cannot have this size.
+            Draining: This process is ending.
+            PageSizeMismatch: The arena's pages have another size.
+            InvalidRequest: The arena cannot have pages of this size.
         """
         if self._is_draining:
             raise Draining("the KV store is shutting down", stage="put")
@@ -282,7 +285,7 @@ class KvStore:
 
     def _wake(self) -> None:
         """Wakes the event loop from the shipping thread."""
-        with contextlib.suppress(RuntimeError):  # The loop has ended.
+        with contextlib.suppress(RuntimeError):  # The event loop has ended.
             self._loop.call_soon_threadsafe(self._take_shipped)
 
     def _take_shipped(self) -> None:
@@ -312,6 +315,6 @@ def _map_memory(num_bytes: int) -> mmap.mmap:
     """Maps memory that is allocated when written to, in huge pages where available."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # A kernel without them.
+        with contextlib.suppress(OSError):  # The kernel has no huge pages.
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -26,10 +26,11 @@ class TransportChoice:
     """The transports that this process can use, determined once.
 
     Args:
-        wanted: auto, nixl or data. `auto` takes NIXL where it works and says so where not.
+        wanted: auto, nixl or data. `auto` takes NIXL where it works, and logs why where it does
+            not.
 
     Raises:
-        ConfigError: `nixl` is wanted and does not work here.
+        ConfigError: `nixl` is wanted and cannot be used on this machine.
     """
 
     def __init__(self, wanted: str) -> None:
@@ -60,8 +61,8 @@ class StoreTransport:
     """Agents and threads around the pool.
 
     Args:
-        transport: what may be used.
-        name: of the store, for logs.
+        transport: the transports that may be used.
+        name: name of the store, for logs.
         pool: uint8 `[num_pages, page_bytes]`; outlives this object.
         wake: called from the shipping thread when there is something to take.
     """

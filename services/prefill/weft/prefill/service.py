@@ -22,7 +22,7 @@ from weft.v1 import kv_pb2, prefill_pb2, prefill_pb2_grpc
 class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     """Implements weft.v1.PrefillService. Every stream is one lease."""
 
-    # The descriptor, since reflection knows only what was imported.
+    # The name comes from the descriptor, since reflection knows only imported files.
     name: str = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
     def __init__(self, context: WorkerContext) -> None:

@@ -22,7 +22,7 @@ from weft.kernels.attention import MAX_TREE_ROWS
 
 
 def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
-    """Loads the model with its draft head; None without one."""
+    """Loads the model with its draft head; None if no head is configured."""
     if config.head_dir is None:
         return None
     max_requests = config.max_running_requests
@@ -61,13 +61,13 @@ def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
 def head_graphs(
     config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> tuple[ChainGraphs | None, TreeGraphs | None]:
-    """Captures a head's chains and trees where steps are captured.
+    """Captures a head's chains and trees, if steps are captured.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.
     """
     if lora is not None and not lora.takes_drafts:
-        lora = None  # Graphs with adapters would be as those without.
+        lora = None  # No adapter can change this head, so graphs with adapters would be the same.
     chains = _chain_graphs(config, drafted, executor, lora)
     return chains, _tree_graphs(config, drafted, executor, lora)
 
@@ -125,9 +125,7 @@ def max_drafts_of_a_step(config: EngineConfig) -> int:
 
 
 def tree_rows(config: EngineConfig) -> list[int]:
-    """Rows of a request whose drafts form a tree: its last token and the drafts; none without
-    trees.
-    """
+    """Sizes of trees in rows: the last token and the drafts; empty without trees."""
     return [1 + shape.num_drafts for shape in tree_shapes(config.draft_width)]
 
 

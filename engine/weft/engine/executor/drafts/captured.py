@@ -29,13 +29,13 @@ class StaticColumns:
 
     Args:
         pages: On the same device.
-        paddings: Values for padding requests, in the columns after the first, which holds slots.
-        max_requests: At most.
+        paddings: Values of padding requests in the columns after the first one, which holds slots.
+        max_requests: Most requests.
     """
 
     def __init__(self, pages: DevicePageTable, paddings: Sequence[int], max_requests: int) -> None:
         self._pages = pages
-        # An unused slot, whose page is the null page.
+        # A padding request has the dummy slot, which names only the null page.
         self._paddings = (pages.pages.shape[0] - 1, *paddings)
         device = pages.pages.device
         self._pinned = PinnedBuffers(device)
@@ -48,7 +48,7 @@ class StaticColumns:
         return list(self._flat[: count * requests].view(count, requests))
 
     def send(self, columns: Sequence[Int64Array], requests: int) -> None:
-        """Sends columns padded to `requests`, without waiting; in one copy unless there are new
+        """Sends columns padded to `requests` without waiting, in one copy unless there are new
         pages.
         """
         self._pages.send_pages()
@@ -79,7 +79,7 @@ class _Ordered(Protocol):
 
 Bucket = TypeVar("Bucket", bound=_Ordered)
 Captured = dict[Bucket, tuple[Graph, torch.Tensor]]
-"""Graphs, and the location of each one's result."""
+"""Graphs, and the tensor in which each leaves its result."""
 
 
 def capture_each(
@@ -96,7 +96,7 @@ def capture_each(
     Args:
         buckets: Shapes to capture.
         send_nothing: Sends inputs of no request.
-        run: The work.
+        run: The work to capture.
         capture: Makes a graph.
     """
     graphs: Captured[Bucket] = {}

@@ -1,8 +1,8 @@
 """Chains of drafts as CUDA graphs, padded to a few sizes, with inputs in fixed memory.
 
-Run one by one, a draft is some twenty launches, which take longer than the work; in a graph the
-whole chain is one. Its inputs lie where a step's requests do, which verifies the drafts: one copy
-brings both what they need.
+Without a graph a draft takes some twenty launches, which take longer than their work; a graph makes
+the whole chain one launch. The chain reads its inputs from the same memory as the step that
+verifies the drafts, so one copy serves both.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class StaticChains:
     Args:
         model: Target and head.
         pool: The target's.
-        known: Device state of the slots; receives the drafts.
+        known: State of the slots on the device; receives the drafts.
         inputs: Device inputs of steps.
         page_size: Token positions a page.
         largest: Largest of the shapes to be captured.
-        adapters: Columns of one row a request; None: no shape has any.
+        adapters: Draft adapters of the requests' rows; None: no shape has any.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StaticChains:
 
     def run(self, shape: ChainShape) -> torch.Tensor:
         """Drafts for the inputs sent last with this shape, [depth, requests] int64."""
-        # Requests that do not exist are at position 0, where a head has no entries.
+        # Padding requests are at position 0, where a head has no KV.
         slots, starts, _, limits = self._inputs.request_rows(shape.requests)
         pages, known = self._inputs.pages, self._known
         table, state, last = take_rows(slots, pages, self._model.kept, known.tokens[0])
@@ -159,7 +159,7 @@ class ChainGraphs:
         self._found: dict[ChainShape, ChainShape] = {}
 
     def shape_of(self, depth: int, requests: int, *, has_lora: bool = False) -> ChainShape:
-        """The smallest captured shape with room for these chains."""
+        """The smallest captured shape that has room for these chains."""
         key = ChainShape(depth, requests, has_lora)
         if key not in self._found:
             self._found[key] = min(
@@ -174,7 +174,7 @@ class ChainGraphs:
         """Starts chains of at least `depth` drafts.
 
         Returns:
-            [depth or more, requests or more] int64: the drafts, until the next ones are made.
+            Drafts, [depth or more, requests or more] int64, valid until the next drafts are made.
         """
         has_lora = self._chains.needs_lora(requests.adapters)
         shape = self.shape_of(depth, len(requests.slots), has_lora=has_lora)
@@ -184,12 +184,12 @@ class ChainGraphs:
     def forward_sent(
         self, depth: int, num_requests: int, adapter_slots: Int32Array | None
     ) -> torch.Tensor:
-        """`forward` for the requests of a step, which were sent just now.
+        """`forward` for the requests of the step that was sent last.
 
         Args:
-            depth: Number of drafts, or fewer than are made.
+            depth: Number of drafts wanted; more may be made.
             num_requests: Number of requests that the step is padded to.
-            adapter_slots: Adapter slots of those that exist, [R]; None: none has an adapter.
+            adapter_slots: Adapter slots of the requests that exist, [R]; None: none has an adapter.
         """
         has_lora = self._chains.needs_lora(adapter_slots)
         shape = self.shape_of(depth, num_requests, has_lora=has_lora)
@@ -198,8 +198,8 @@ class ChainGraphs:
         return self._replay(shape)
 
     def fetch(self, found: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to copy drafts made just now to the host; returns what waits for them. They are
-        valid until those of the step after the next one are fetched.
+        """Begins to copy the newest drafts to the host; returns a function that waits for them.
+        They are valid until the drafts of the step after the next one are fetched.
         """
         return self._copies.begin(found)
 
@@ -213,11 +213,11 @@ class LaterChains(LaterDrafts):
     """Drafts of chains by graphs, which the executor begins.
 
     Args:
-        graphs: Make them.
+        graphs: Make the drafts.
         counts: Number of drafts of each request.
-        requests: Gives the requests to draft for, where the step does not.
-        to_host: They come to the host before the step that verifies them has run, so that masks are
-            made in the meantime.
+        requests: Returns the requests to draft for, if they were not sent with a step.
+        to_host: Whether the drafts are copied to the host before the verifying step has run, so
+            that masks can be made meanwhile.
     """
 
     def __init__(
@@ -248,7 +248,9 @@ class LaterChains(LaterDrafts):
             self._fetch_if_needed(found, num_before)
 
     def _fetch_if_needed(self, found: torch.Tensor, first: int) -> None:
-        """Begins to copy the drafts to the host, if it needs any; `first` is their first column."""
+        """Begins to copy the drafts to the host, if the host needs them; `first` is their first
+        column.
+        """
         if self._to_host:
             wait_for_drafts = self._graphs.fetch(found)
             self.come_with(lambda: self._chains_in(wait_for_drafts(), first))

@@ -1,7 +1,8 @@
 """Draft adapters as rows of the device's adapter memory, and as inputs of captured turns.
 
-Where drafts are CUDA graphs, a draft adapter lies beside the adapter that brought it, in the same
-slot of the tables: it comes and goes with it, and one graph serves requests of any mix of them.
+Where drafting is captured, a draft adapter lies in the same slot of the tables as the adapter that
+brought it, and comes and goes with that adapter. One graph serves requests with any mix of draft
+adapters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weft.kernels.lora import LoraSegments, LoraStep
 logger = logging.getLogger(__name__)
 
 _NAMES = {module: "draft_" + module.rpartition(".")[2].removesuffix("_proj") for module in MODULES}
-"""Projection names by module: those of the target lack the prefix `draft_`."""
+"""Projection names by module; the prefix `draft_` tells them from the target's."""
 
 
 class DraftAdapterFiles:
@@ -89,9 +90,9 @@ class AdapterRows:
 
     Args:
         adapters: On the device.
-        device: Where.
-        max_requests: At most.
-        rows_each: Rows of a request, in each kind of turn.
+        device: Device of the columns.
+        max_requests: Most requests.
+        rows_each: Rows of a request, for each kind of turn.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class AdapterRows:
 
     def send(self, adapter_slots: Int32Array | Int64Array, requests: int) -> None:
         """Sends the draft adapters of requests, padded to `requests`, without waiting."""
-        # Other adapters leave the head alone; slot 0 costs least.
+        # Adapters without a draft adapter do not change the head; slot 0 costs least.
         used = np.where(self._adapters.has_drafts[adapter_slots], adapter_slots, 0)
         all_columns = self._columns(requests)
         size = sum(columns.num_bytes for columns in all_columns)
@@ -129,7 +130,8 @@ class AdapterRows:
         steps, begin = [], 0
         for columns in self._columns(requests):
             step = self._adapters.draft_step(columns.views(self._flat[begin:]))
-            steps.append(replace(step, are_given=True))  # It comes by a copy, ahead of all kernels.
+            # The columns come by a copy before any kernel of the turn.
+            steps.append(replace(step, are_given=True))
             begin += columns.num_bytes
         return steps
 

@@ -1,4 +1,4 @@
-"""Chains of drafts by single launches, for steps whose start the host knows."""
+"""Chains of drafts without graphs, for steps whose start the host knows."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class LastTokens(NamedTuple):
 class EagerChains:
     """Runs a head once for each draft, for many requests at once.
 
-    The first draft goes on from what the target's last step kept of a request; the later ones from
-    the head's own states. Their entries in the pages are written anew by the target's step.
+    The first draft continues from the states that the target's last step kept for a request, the
+    later ones from the head's own states. The target's next step overwrites the head's KV of the
+    drafts.
 
     Args:
         model: Target and head.
-        pool: The target's.
+        pool: The target's KV pool.
         table: Page numbers by slot.
         page_size: Token positions a page.
     """
@@ -51,16 +52,16 @@ class EagerChains:
 
         Args:
             lasts: The requests.
-            counts: Number of drafts of each, [R], descending: who has enough leaves the batch from
-                its end.
+            counts: Number of drafts of each request, [R], descending: requests that have enough
+                drafts leave the batch from its end.
 
         Returns:
-            [D, R] on the device; a request's column is valid as far as its count.
+            Drafts, [D, R] on the device; the first `counts[r]` rows of column r are valid.
         """
         slots, starts, tokens = lasts
         depth, rows = int(counts[0]), len(slots)
-        # A request with fewer drafts than others repeats its last position; its row is out of the
-        # batch by then, so nothing is computed there.
+        # A request with fewer drafts than others repeats its last position. It has left the batch
+        # by then, so nothing is computed for it.
         positions = starts + np.minimum(np.arange(depth)[:, None], counts - 1)
         num_pages = int(positions.max()) // self._page_size + 1
         pages = self._table.pages[slots, :num_pages]

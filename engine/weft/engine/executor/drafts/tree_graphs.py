@@ -32,7 +32,7 @@ class TreeArrays(NamedTuple):
     starts: Int64Array
     """Positions of the last tokens, [R]; LATE: only the device knows."""
     limits: Int64Array
-    """Positions from which on there are no pages, [R]."""
+    """First positions without a page, [R]."""
     max_depths: Int64Array
     """Most drafts that may be accepted at once, [R]."""
     adapter_slots: Int64Array
@@ -52,14 +52,14 @@ class StaticTrees:
     """Grows a head's trees from inputs in fixed memory.
 
     Args:
-        model: Target and head, which is one of EAGLE-3.
+        model: Target and an EAGLE-3 head.
         pool: The target's.
-        known: Device state of the slots; receives the trees.
-        pages: On the same device.
+        known: State of the slots on the device; receives the trees.
+        pages: The page table on the same device.
         page_size: Token positions a page.
         max_requests: Most requests of a step with trees.
-        adapters: Columns of one row a request, and of as many as trees are wide; None: no bucket
-            has any.
+        adapters: Draft adapters of the requests' rows, for one row a request and for as many as
+            trees are wide; None: no bucket has any.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StaticTrees:
         self._known = known
         self._pages = pages
         self._page_size = page_size
-        # Requests that do not exist are at position 0, where a head has no entries.
+        # Padding requests are at position 0, where a head has no KV.
         self._columns = StaticColumns(pages, (0, 1, 0), max_requests)
         self._each = torch.arange(max_requests + 1, dtype=torch.int32, device=pool.device)
         self._adapters = adapters
@@ -112,7 +112,7 @@ class StaticTrees:
             slots, starts, limits, known.starts, pages, num_places, self._page_size
         )
         table, state, last = take_rows(slots, pages, self._kept, known.tokens[0])
-        # Trees without places of their own have rows in the null page.
+        # Nodes without a place in the request's pages write to the null page.
         lacking = num_places // self._page_size + 1 - table.shape[1]
         if lacking > 0:
             table = functional.pad(table, (0, lacking))
@@ -154,7 +154,7 @@ class TreeGraphs:
         self._graphs = capture_each(buckets, trees.send_nothing, trees.run, capture)
 
     def bucket_of(self, shape: DraftShape, requests: int, *, has_lora: bool = False) -> TreeBucket:
-        """The smallest bucket with room for these trees; none with fewer nodes is deeper."""
+        """The smallest bucket with room for these trees; no bucket with fewer nodes is deeper."""
         return min(
             bucket
             for bucket in self._graphs

@@ -19,11 +19,11 @@ from weft.kernels.tree_rows import parent_of
 
 
 def tree_of(tokens: Sequence[int], words: Sequence[int]) -> DraftTree:
-    """A tree that the head has grown, or its first nodes.
+    """Makes a `DraftTree` of a tree that the head has grown, or of its first nodes.
 
     Args:
         tokens: Tokens of the nodes.
-        words: Which of its request's rows each one sees; see `draft_tree`.
+        words: The rows of its request that each node sees; see `draft_tree`.
     """
     return DraftTree(tokens, [parent_of(word, row) for row, word in enumerate(words, 1)])
 
@@ -33,7 +33,7 @@ class EagerTrees:
 
     Args:
         model: Target and head.
-        pool: The target's.
+        pool: The target's KV pool.
         table: Page numbers by slot.
         page_size: Token positions a page.
     """
@@ -54,9 +54,9 @@ class EagerTrees:
 
         Args:
             lasts: The requests.
-            limits: Positions from which on each has no pages, [R].
-            depths: Levels of each one's tree, [R].
-            shape: Of the largest one.
+            limits: First position at which each request has no page, [R].
+            depths: Levels of each request's tree, [R].
+            shape: Shape of the largest tree.
 
         Returns:
             Tokens and ancestor words, [nodes, R], on the host.
@@ -69,7 +69,7 @@ class EagerTrees:
         positions = np.minimum(wanted, limits[:, None] - 1)
         places = self._table.pages[slots[:, None], positions // size].astype(np.int64)
         places = np.where(is_there, places * size + positions % size, 0)
-        # Trees without places of their own have rows in the null page.
+        # Nodes without a place in the request's pages write to the null page.
         num_pages = max(int(positions.max()), num_places) // size + 1
         pages = np.zeros((count, num_pages), np.int32)
         known = self._table.pages[slots, :num_pages]

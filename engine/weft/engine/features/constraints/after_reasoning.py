@@ -1,4 +1,4 @@
-"""A constraint that begins behind the sample's reasoning, or that a first token can lift.
+"""Constraints that begin behind the sample's reasoning, or that a first token can lift.
 
 ```
  reasoning.begin           reasoning.end [.. until]        any other
@@ -28,34 +28,34 @@ class Phase(Enum):
     """Where a sample is."""
 
     FIRST = "first"
-    """Before its first token, which may open its reasoning."""
+    """Before the sample's first token, which may open its reasoning."""
     REASONING = "reasoning"
     START = "start"
-    """Before the first token that the constraint is on."""
+    """Before the first token that the constraint applies to."""
     CONSTRAINED = "constrained"
     FREE = "free"
     """Behind a token that lifts the constraint."""
 
 
 class Place(NamedTuple):
-    """Where a sample is, as far as it is a function of its tokens but for those constrained."""
+    """Phase of a sample before its constrained text, with what is known of the reasoning's end."""
 
     phase: Phase
     tail: tuple[int, ...] = ()
-    """The last tokens of the reasoning, fewer than its end has."""
+    """The last tokens of the reasoning, as many as may be the start of its end."""
     is_ending: bool = False
-    """Whether the end of the reasoning has come, but not yet the token behind it."""
+    """Whether the reasoning's end has come, but not yet the token `until` behind it."""
 
 
 class AfterReasoning:
-    """The position of one sample whose constraint may begin later than it does.
+    """The position of a sample whose constraint begins later than the sample.
 
-    While the sample is before the constraint its masks cost nothing.
+    Tokens before the constrained text need no masks.
 
     Args:
-        state: Of the constraint, at its beginning.
+        state: The constraint's state before any token.
         vocab_size: Vocabulary size of the model.
-        reasoning: With which the sample may begin; None: with none.
+        reasoning: How reasoning begins and ends; None: the sample has none.
         alternatives: Tokens that may come in place of the constrained text and lift the constraint.
     """
 
@@ -71,7 +71,7 @@ class AfterReasoning:
         self._reasoning = reasoning
         self._alternatives = frozenset(alternatives)
         self._num_before = 0
-        """Number of tokens that it has followed before those constrained."""
+        """Number of tokens before the constrained text."""
         self._place = Place(Phase.START)
         if reasoning is not None:
             is_open = reasoning.begin is None
@@ -79,12 +79,12 @@ class AfterReasoning:
 
     @property
     def num_accepted(self) -> int:
-        """Number of tokens that it has followed."""
+        """Number of the sample's tokens that were followed."""
         return self._num_before + self._state.num_accepted
 
     @property
     def in_group(self) -> ConstraintState | None:
-        """See `ConstraintState`: there are groups only of samples whose tokens are constrained."""
+        """See `ConstraintState.in_group`; None before the constrained text."""
         return self._state.in_group if self._place.phase is Phase.CONSTRAINED else None
 
     @property
@@ -112,7 +112,7 @@ class AfterReasoning:
         return self._masks_before(drafts)
 
     def _step(self, place: Place, token: int) -> Place:
-        """The place behind one more token."""
+        """The place after one more token."""
         phase, reasoning = place.phase, self._reasoning
         if phase in (Phase.CONSTRAINED, Phase.FREE):
             return place
@@ -124,7 +124,7 @@ class AfterReasoning:
         return Place(Phase.FREE if token in self._alternatives else Phase.CONSTRAINED)
 
     def _masks_before(self, drafts: Sequence[int]) -> Masks:
-        """The masks at a place before the constraint, and behind drafts, which may reach it."""
+        """The masks before the constrained text, and behind drafts, which may reach it."""
         parents, places = parents_of(drafts), [self._place]
         for draft, parent in zip(drafts, parents, strict=True):
             places.append(self._step(places[parent], draft))
@@ -133,7 +133,7 @@ class AfterReasoning:
         for start in starts:
             rows = [start]
             for row, parent in enumerate(parents, 1):
-                # Drafts behind one that begins the constrained text.
+                # Collects the drafts that continue the constrained text.
                 if parent in rows and places[row].phase is Phase.CONSTRAINED:
                     rows.append(row)
             behind = DraftTree(
@@ -146,7 +146,7 @@ class AfterReasoning:
         return masks if starts else [None]
 
     def _with_others(self, mask: Mask | None, phase: Phase) -> Mask | None:
-        """A mask of the constraint's first token, with what may come in its place."""
+        """Adds the tokens that may come in place of the constraint's first token to its mask."""
         others = set(self._alternatives)
         if phase is Phase.FIRST and self._reasoning is not None:
             others |= {-1 if self._reasoning.begin is None else self._reasoning.begin}

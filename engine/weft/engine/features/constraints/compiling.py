@@ -1,8 +1,7 @@
 """Compiles constraints in threads: a few at a time, each with a deadline.
 
-llguidance compiles without Python's lock, and what it may take is limited (`grammar.LIMITS`). The
-deadline is for what the limits do not see: a thread that misses it is left alone, and its requests
-fail.
+llguidance compiles without Python's lock and within limits (`grammar.LIMITS`). The deadline covers
+what the limits do not: a thread that misses it is abandoned, and its requests fail.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ logger = logging.getLogger(__name__)
 MAX_RUNNING = 2
 """Constraints that are compiled at a time."""
 MAX_LOST = 4
-"""Threads that missed their deadline, beyond which they count as running until they end."""
+"""Number of abandoned threads that do not count as running; more of them do, until they end."""
 STACK_BYTES = 512 << 20
-"""Address space of a thread's stack: llguidance calls itself for each level of a grammar."""
+"""Address space of a thread's stack, since llguidance recurses for each level of a grammar."""
 
 
 class Compiled(NamedTuple):
@@ -40,7 +39,7 @@ class Compiled(NamedTuple):
 
 
 class VocabularyConfig(NamedTuple):
-    """What constraints are compiled for."""
+    """The model that constraints are compiled for."""
 
     model_dir: Path
     vocab_size: int
@@ -51,7 +50,7 @@ class Compiler:
     """Compiles constraints; reads the model's vocabulary at once.
 
     Args:
-        config: Of the vocabulary.
+        config: The model's vocabulary.
         timeout_s: Seconds that one constraint may take.
         wake: Called from a thread when `take` has something.
     """
@@ -79,11 +78,11 @@ class Compiler:
             self._changed.notify()
 
     def take(self) -> list[Compiled]:
-        """Outcomes since the last call."""
+        """Constraints compiled or failed since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
-        """Ends the thread; one that compiles ends when it is done."""
+        """Ends the threads; a thread that is compiling ends when it has finished."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -96,7 +95,7 @@ class Compiler:
         source: GrammarSource | None = None
         try:
             source = self._source()
-        except Exception as error:  # whatever a tokenizer can have wrong
+        except Exception as error:  # A broken tokenizer can raise anything.
             logger.exception("constraints cannot be compiled")
             problem = f"constraints cannot be compiled here: {type(error).__name__}: {error}"
         with self._changed:
@@ -146,7 +145,7 @@ class Compiler:
             outcome = source.compile(constraint)
         except ValueError as error:
             outcome = InvalidRequest(str(error), stage="compile", param="constraint")
-        except Exception as error:  # whatever it is, each order gets an answer
+        except Exception as error:  # Each order gets an answer, whatever went wrong.
             logger.warning("a constraint failed to compile", exc_info=error)
             outcome = Internal(f"not compiled: {type(error).__name__}: {error}", stage="compile")
         with self._changed:

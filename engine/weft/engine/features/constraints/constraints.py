@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from weft.engine.features.constraints.masks import ConstraintState, MaskMaker
 
 MAX_REFUSED = 64
-"""Most constraints that are remembered as taking too long."""
+"""Number of too slow constraints that are remembered."""
 TOO_SLOW = "the grammar is too ambiguous: following it takes too long"
-"""Told to a request whose constraint took too long."""
+"""Error message for a request whose constraint took too long."""
 TOKENIZER_FILE = "tokenizer.json"
-"""Name of the tokenizer's file in the model's directory."""
+"""The tokenizer's file in the model's directory."""
 
 
 class Constraints:
@@ -54,16 +54,16 @@ class Constraints:
         )
         self._waiting: dict[Constraint, list[RequestKey]] = {}
         self._grammars: dict[RequestKey, LLMatcher] = {}
-        """Matchers of the unfinished requests at the beginning of a text."""
+        """Each unfinished request's matcher at the beginning of a text; samples get copies."""
         self._states: dict[Request, ConstraintState | AfterReasoning] = {}
-        """Grammar states of samples, from their first step on this engine."""
+        """Grammar state of each sample, from its first step on this engine."""
         self._maker: MaskMaker | None = None
         self._masked: list[Request] = []
         """Requests whose masks are being computed for the current step."""
         self._lost_s = 0.0
         self._begin_s = 0.0
-        """Seconds that beginning on the masks of the step took; masks that are awaited are computed
-        there.
+        """Seconds that `begin_masks` took in this step: masks that are awaited at once are computed
+        in it.
         """
         self._refused: dict[Constraint, None] = {}
         """Constraints whose masks took too long; the oldest first."""
@@ -83,7 +83,7 @@ class Constraints:
         return False
 
     def expect(self) -> None:
-        """Reads the vocabulary, which takes a moment, since constrained requests may come."""
+        """Starts reading the vocabulary ahead of the first constrained request."""
         if not self._lacks():
             self._compiled.start()
 
@@ -207,7 +207,7 @@ class Constraints:
         return lost_s
 
     def _refuse(self, constraint: Constraint, others: Sequence[Request]) -> None:
-        """Remembers a constraint, and ends other samples that it would be slow for as well."""
+        """Remembers a constraint as too slow, and ends the other samples that have it."""
         self._refused[constraint] = None
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]

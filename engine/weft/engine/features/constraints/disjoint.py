@@ -1,4 +1,4 @@
-"""Which JSON schemas have no value in common, and what the opposites of simple ones are."""
+"""Finds JSON schemas that have no value in common, and negates simple schemas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Json = Any
 Resolve = Callable[[Json], Json]
-"""The schema behind references."""
+"""Follows a schema's references to the schema that they name."""
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _ANNOTATIONS = frozenset(
@@ -30,7 +30,7 @@ _BEYOND = {
 
 
 def type_names(value: Json) -> set[str]:
-    """Names of the types that a value is of."""
+    """Names of the JSON types that a value has."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | float):
@@ -43,7 +43,7 @@ def type_names(value: Json) -> set[str]:
 
 
 def same(first: Json, second: Json) -> bool:
-    """Whether two values are equal in JSON, where 1 and 1.0 are, and neither is `true`."""
+    """Whether two values are equal in JSON: 1 equals 1.0, and neither equals `true`."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):
@@ -62,7 +62,7 @@ def are_disjoint(
         first: A schema.
         second: Another one.
         resolve: Follows references.
-        around: Keywords beside both.
+        around: Keywords that hold beside both.
     """
     first, second = _plain(resolve(first)), _plain(resolve(second))
     if not isinstance(first, dict) or not isinstance(second, dict):
@@ -153,9 +153,9 @@ def _types_of(schema: Mapping[str, Json], around: Mapping[str, Json]) -> set[str
 
 
 def negated(schema: Json, resolve: Resolve) -> Json:
-    """A schema of what is not valid under a simple one; None if there is none.
+    """Negates a simple schema; None if that is not possible.
 
-    What it allows is never valid under the given one; it may leave out some of what is not.
+    No value is valid under both. Some values may be valid under neither.
     """
     schema = _plain(resolve(schema))
     if isinstance(schema, bool):
@@ -178,7 +178,7 @@ def negated(schema: Json, resolve: Resolve) -> Json:
 def _opposites(
     name: str, value: Json, schema: Mapping[str, Json], resolve: Resolve
 ) -> list[Json] | None:
-    """Schemas of which one holds where a keyword does not; None if there are none."""
+    """Schemas, one of which holds for each value that violates a keyword; None if unknown."""
     if name == "type":
         return _other_types(value)
     if name in ("const", "enum"):
@@ -209,7 +209,7 @@ def _opposites(
 
 def _other_types(value: Json) -> list[Json]:
     given = {*value} if isinstance(value, list) else {value}
-    # Of numbers that are not whole there is no type.
+    # JSON Schema has no type for numbers that are not whole.
     left = [
         kind
         for kind in _TYPES
@@ -248,7 +248,8 @@ def _other_values(values: Json, kind: Json) -> list[Json] | None:
             found.append({"type": "array", "minItems": 1})
         elif each == "object" and alike == [{}]:
             found.append({"type": "object", "minProperties": 1})
-        # Of other numbers, arrays and objects none is allowed.
+        # Other numbers, arrays and objects that are not listed cannot be described: none is
+        # allowed.
     return found
 
 
@@ -260,7 +261,7 @@ def _other_numbers(kind: str, values: list[int]) -> list[Json]:
 
 
 def _other_strings(values: list[str]) -> str:
-    """A pattern of the strings that are not listed: they leave the tree of these at some place."""
+    """A pattern of all other strings: each differs from the listed ones at some character."""
     rest: dict[str, list[str]] = {}
     for value in values:
         if value:

@@ -1,4 +1,4 @@
-"""Formats of strings, as patterns where llguidance has none, or one that lets too much through."""
+"""Formats of strings. They are patterns where llguidance has none, or is too lenient."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ PATTERNS = {
     "ulid": "[0-7][0-9A-HJKMNP-TV-Z]{25}",
 }
 """Dates and times are those of RFC 3339 with the days that the calendar has, without leap seconds,
-which few libraries read. Of references only what RFC 3986 writes in ASCII; of host names those that
-are short enough by any rule, and no encoded ones.
+which few libraries read. References are ASCII (RFC 3986). Host names are short enough by any rule,
+and not encoded.
 """
 PATTERNS |= dict.fromkeys(("idn-hostname", "host-name"), PATTERNS["hostname"])
 BUILT_IN = {
     **{name: name for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
     **{"idn-email": "email", "iri": "uri", "url": "uri", "ip-address": "ipv4", "guid": "uuid"},
 }
-"""Formats of llguidance, by the names under which they are asked for."""
+"""Formats that llguidance has, by their names in JSON Schema."""
 FREE = frozenset(
     {"binary", "password", "text", "string", "textarea", "multiline", "markdown", "path"}
 )

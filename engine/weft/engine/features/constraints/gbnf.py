@@ -1,9 +1,9 @@
 """Converts grammars in GBNF, llama.cpp's notation, to that of llguidance.
 
-llguidance divides a text into terminals, each as long as possible, before it looks at rules. A rule
-that does not lead back to itself is written as a terminal, a regular expression, unless what may
-follow it could also be its continuation: then it is a rule of single characters. A grammar without
-recursion is one terminal.
+llguidance divides a text into terminals, each as long as possible, before it looks at rules. This
+module writes a rule that does not lead back to itself as a terminal, that is as a regular
+expression. If a character that may follow the rule could also continue it, the rule stays a rule of
+single characters. A grammar without recursion becomes one terminal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 MAX_DEPTH = 100
-"""Most groups within one another, and rules that lead to one another."""
+"""Most nested groups, and longest chain of rules that name one another."""
 _SPACE = re.compile(r"(?:[ \t]|#[^\n]*)+")
 _SPACE_AND_LINES = re.compile(r"(?:\s|#[^\n]*)+")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -30,7 +30,7 @@ class _Text(NamedTuple):
 
     regex: str
     firsts: tuple[tuple[int, int], ...]
-    """Ranges of the characters that it begins with; none: it is empty."""
+    """Ranges of the characters that the text can begin with; none: the text is empty."""
 
 
 class _Reference(NamedTuple):
@@ -56,20 +56,22 @@ _Node = _Text | _Reference | _Sequence | _Choice | _Repeated
 
 
 class _Sets(NamedTuple):
-    """Sets of characters of a node, bit by bit of those that the grammar tells apart."""
+    """Facts about the texts of a node. Each bit stands for one class of characters that the grammar
+    treats alike.
+    """
 
     firsts: int
     is_empty: bool
-    """The node may be empty."""
+    """Whether the node has the empty text."""
     more: int
-    """Characters by which a text of the node may become a longer one."""
+    """Characters that may extend a text of the node to a longer text of the node."""
 
 
 def convert_gbnf(text: str) -> str:
-    """The grammar in the notation of llguidance; `root` is its beginning.
+    """Writes the grammar in the notation of llguidance, beginning at the rule `root`.
 
     Raises:
-        ValueError: It is malformed; the message says where.
+        ValueError: The grammar is malformed; the message says where.
     """
     rules = _Reader(text).rules()
     if "root" not in rules:
@@ -82,7 +84,7 @@ class _Writer:
         self._rules = rules
         self._numbers = {name: number for number, name in enumerate(rules)}
         self._terminals = _terminals(rules)
-        """Rules that do not lead back to themselves, nor to others that do."""
+        """Rules without recursion, in themselves or in the rules that they name."""
         firsts = [edge for node in rules.values() for edge in _edges(node)]
         self._edges = sorted({0, *(low for low, _ in firsts), *(high + 1 for _, high in firsts)})
         self._sets = dict.fromkeys(rules, _Sets(0, False, 0))
@@ -140,7 +142,7 @@ class _Writer:
                     more | sets.more,
                 )
                 continue
-            # What the rest begins with makes a text longer if the rest may be empty.
+            # If the rest may be empty, its first characters may extend a text.
             more |= (sets.more | firsts) if is_empty else 0
             firsts = sets.firsts | (firsts if sets.is_empty else 0)
             is_empty = is_empty and sets.is_empty
@@ -154,7 +156,7 @@ class _Writer:
         )
 
     def _follow(self, lifted: set[str]) -> dict[str, int]:
-        """What may follow each rule that rules refer to."""
+        """The characters that may follow each rule that is named by others."""
         follow = {"root": 0}
         before: dict[str, int] = {}
         while before != follow:
@@ -364,7 +366,7 @@ class _Reader:
 
 
 def _others(members: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of all characters that are in none of these."""
+    """Ranges of all characters outside these ranges."""
     found, begin = [], 0
     for low, high in sorted(members):
         if low > begin:

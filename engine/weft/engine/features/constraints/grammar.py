@@ -25,13 +25,13 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""What compiling a constraint and each of its masks may take: some hundred milliseconds of CPU for
-the first, about 20 for the latter, and 100 MB.
+"""Limits of compiling a constraint (some hundred milliseconds of CPU) and of each mask (about 20
+ms), with 100 MB of memory.
 """
 _HEAD = '%llguidance {"no_forcing": true}\n'
-"""Masks have every token that may come, also where only one spelling of a text is left."""
+"""`no_forcing`: a mask allows every token that may come, also where only one text is left."""
 _JSON = {
-    # Without codes no name has two spellings, so that none comes twice unnoticed.
+    # Without `\u` escapes each name has one spelling, so no property can come twice unnoticed.
     "json_allowed_escapes": 'nrbtf\\"',
     "whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}",
 }
@@ -53,8 +53,8 @@ class GrammarSource:
     """Compiles constraints for one vocabulary; used by any thread.
 
     Args:
-        tokenizer: What the model's tokens spell.
-        is_closed: Whether objects and arrays have nothing that their schemas do not list.
+        tokenizer: The model's tokens, from `tokenizer_of`.
+        is_closed: Whether objects and arrays may have only what their schemas list.
     """
 
     def __init__(self, tokenizer: LLTokenizer, *, is_closed: bool = True) -> None:
@@ -62,21 +62,23 @@ class GrammarSource:
         self._is_closed = is_closed
 
     def compile(self, constraint: Constraint) -> LLMatcher:
-        """A matcher at the beginning of a text, to be copied for each sample.
+        """Compiles a constraint to a matcher at the beginning of a text, to be copied for each
+        sample.
 
         Raises:
             ValueError: The constraint cannot be used; the message says why, and where in it.
         """
         matcher = LLMatcher(self.tokenizer, self._lark(constraint), log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            # Whether any text satisfies it is known only then; copies have the first mask ready.
+            # The first mask shows whether any text satisfies the grammar; copies have this mask
+            # ready.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(_problem(matcher.get_error(), constraint))
         return matcher
 
     def _lark(self, constraint: Constraint) -> str:
-        """The constraint as a grammar of llguidance."""
+        """Writes the constraint as a grammar of llguidance."""
         kind, text = constraint.kind, constraint.text
         if kind == "json_schema":
             return f"{_HEAD}start: {self._json_rule(text)}"
@@ -89,16 +91,16 @@ class GrammarSource:
         return _HEAD + (_checked_lark(text) if _LARK.search(text) else convert_gbnf(text))
 
     def _json_rule(self, schema: str) -> str:
-        """What stands for a value of a JSON schema in a grammar."""
+        """Writes a grammar's rule for a value of a JSON schema."""
         prepared = prepare_schema(schema, is_closed=self._is_closed)
         return f"%json {json.dumps({**prepared, 'x-guidance': _JSON})}"
 
 
 def _checked_lark(text: str) -> str:
-    """A grammar that a client gives as one of Lark.
+    """Checks a client's Lark grammar.
 
     Raises:
-        ValueError: It has something that would not hold here.
+        ValueError: The grammar uses a feature that is not enforced.
     """
     bare = _LARK_SKIPPED.sub("", text)
     for name, what in _LARK_REFUSED.items():
@@ -108,7 +110,7 @@ def _checked_lark(text: str) -> str:
 
 
 def _problem(error: str, constraint: Constraint) -> str:
-    """What llguidance says is wrong, without the grammar that the client has not written."""
+    """llguidance's error message, without the rewritten grammar."""
     error = _IN_LARK.sub("", error.strip())
     if error.startswith("panic"):
         return "cannot be compiled"

@@ -18,12 +18,12 @@ MAX_OPEN = 256
 
 
 class Grammars:
-    """Compiled constraints by content, the most recently used ones. Used by the engine's thread.
+    """Keeps the most recently used compiled constraints, by content. Used by the engine's thread.
 
     Args:
-        config: Of the vocabulary, which is read when it is first needed.
+        config: The model's vocabulary, which is read when it is first needed.
         timeout_s: Seconds that compiling one may take.
-        max_kept: Most that are kept.
+        max_kept: Number of compiled constraints that are kept.
         wake: Called from another thread when `take` has something.
     """
 
@@ -43,7 +43,7 @@ class Grammars:
         self._compiler: Compiler | None = None
 
     def find(self, constraint: Constraint) -> LLMatcher | None:
-        """The matcher at the beginning of a text, if it is here."""
+        """The constraint's matcher at the beginning of a text; None if it is not compiled."""
         found = self._kept.get(constraint)
         if found is not None:
             self._kept.move_to_end(constraint)
@@ -78,7 +78,7 @@ class Grammars:
         return taken
 
     def keep(self, constraint: Constraint, matcher: LLMatcher) -> None:
-        """Keeps what was compiled, instead of what was not used for longest."""
+        """Keeps a compiled constraint; drops the least recently used one if there are too many."""
         self._kept[constraint] = matcher
         while len(self._kept) > self._max_kept:
             self._kept.popitem(last=False)

@@ -27,25 +27,29 @@ logger = logging.getLogger(__name__)
 SLOW_MASK_S = 5e-3
 """CPU seconds beyond which a mask counts as slow; llguidance ends it at about 20 ms."""
 MAX_SLOW_S = 1.0
-"""CPU seconds of all its slow masks beyond which a sample is ended."""
+"""CPU seconds that a sample's slow masks may take together; beyond, the sample is ended."""
 SLOW_TOGETHER_S = 2e-2
-"""Seconds beyond which masks that are computed together are timed one by one for a while."""
+"""Seconds that a group's masks may take; beyond, its members are timed one by one for a while."""
 NUM_ALONE = 16
-"""Number of masks that a sample gets by itself after it was in a slow group."""
+"""Number of masks that a sample gets outside groups after it was in a slow group."""
 MAX_THREADS = 8
 MIN_SHARED = 8
-"""Number of masks from which on several threads share them, if they are of enough grammars."""
+"""Least number of masks that several threads share, if there are also `MIN_GRAMMARS`."""
 MIN_GRAMMARS = 4
-"""Copies of one grammar share a lexer behind a lock, so that threads would wait for each other."""
+"""Least number of different grammars that threads share: copies of one grammar share a lexer behind
+a lock, so threads would wait for each other.
+"""
 _WRONG_TOKEN = ("doesn't satisfy the grammar", "parser stopped in consume_token")
-"""In messages of llguidance about tokens that may not come; all others are about its limits."""
+"""Parts of llguidance's messages about a token that the grammar does not allow. All its other
+messages are about limits.
+"""
 
 
 class ConstraintState:
     """The position of one sample in its grammar: a function of the grammar and the tokens so far.
 
     Args:
-        grammar: At the beginning of a text.
+        grammar: Matcher at the beginning of a text; it is copied.
         vocab_size: Vocabulary size of the model.
         eos_token_ids: Tokens that end a text; a matcher never sees them.
     """
@@ -53,20 +57,20 @@ class ConstraintState:
     def __init__(self, grammar: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.grammar = grammar
         self.matcher = grammar.deep_copy()
-        """Has consumed all tokens of the sample that were followed."""
+        """A copy of `grammar` that has consumed the sample's tokens so far."""
         self.eos_token_ids = eos_token_ids
         self._slow_s = 0.0
         self._num_words = -(-vocab_size // 32)
         self.num_accepted = 0
-        """Number of tokens that it has followed."""
+        """Number of the sample's tokens that `matcher` has consumed."""
         self.num_alone = 0
-        """Number of masks that are to be computed by themselves, so that each is timed."""
+        """Number of next masks to be computed outside groups, so that each is timed."""
         self.is_lost = False
-        """It gets no mask any more: its grammar is too slow."""
+        """Whether the sample gets no masks any more, because its grammar is too slow."""
 
     @property
     def in_group(self) -> ConstraintState | None:
-        """The state to be followed together with those of other samples; None: by itself."""
+        """This state, if its next mask may be computed in a group with others; else None."""
         return None if self.num_alone > 0 or self.is_lost else self
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -87,14 +91,14 @@ class ConstraintState:
             self.num_accepted += 1
 
     def refusal(self, token: int) -> WeftError:
-        """Why the matcher has not consumed the next token."""
+        """The error that says why the matcher refused the sample's next token."""
         told = self.matcher.get_error()
         is_wrong = any(wrong in told for wrong in _WRONG_TOKEN)
         message = f"token {token} behind {self.num_accepted} is not of the sample's grammar"
         return (None if is_wrong else self.problem()) or Internal(message, stage="decode")
 
     def problem(self) -> InvalidRequest | None:
-        """The error if the grammar takes too much, or no text goes on from here."""
+        """The error if following the grammar takes too long, or no text can continue."""
         if not self.matcher.is_error():
             return None
         if "NoExtension" not in self.matcher.get_error():
@@ -107,15 +111,16 @@ class ConstraintState:
             raise error
 
     def next_masks(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> Masks:
-        """Follows more tokens of the sample, then returns the masks of what may come behind them.
+        """Consumes more tokens of the sample, then returns the masks of the tokens that may follow.
 
         Args:
             tokens: Those from `num_accepted` on.
-            drafts: Drafts behind them, a chain or a `DraftTree`, which are not followed for good.
+            drafts: Drafts behind them, a chain or a `DraftTree`. The matcher is rolled back after
+                each.
 
         Returns:
-            New arrays, their bits from vocab_size on 0; of the next token, then behind each draft:
-            none may come behind one that is not of the grammar.
+            New arrays, their bits from vocab_size on 0: the mask of the next token, then the mask
+            behind each draft. Behind a draft that the grammar does not allow, no token may come.
 
         Raises:
             Internal: A token is not of the grammar.
@@ -140,11 +145,13 @@ class ConstraintState:
         self._check()
 
     def _fill_behind(self, drafts: Sequence[int], words: npt.NDArray[np.uint32]) -> None:
-        """Writes the mask behind each draft into its row, from one to the next of them."""
+        """Writes the mask behind each draft into the draft's row."""
         paths: list[list[int] | None] = [[]]
-        """Rows that lead to each row, itself included; None: the grammar does not allow them."""
+        """For each row, the drafts' rows from the first one to it; None: the grammar does not allow
+        them.
+        """
         behind: list[int] = []
-        """Those that the matcher has followed."""
+        """The path of rows that the matcher has consumed."""
         for row, (token, parent) in enumerate(zip(drafts, parents_of(drafts), strict=True), 1):
             before = paths[parent]
             is_allowed = words[parent, token // 32] >> token % 32 & 1
@@ -159,7 +166,7 @@ class ConstraintState:
         self._go_from(behind, [], drafts)
 
     def _go_from(self, behind: list[int], path: list[int], drafts: Sequence[int]) -> None:
-        """Has the matcher follow a path of drafts instead of the one that it is behind."""
+        """Moves the matcher from behind one path of drafts to behind another."""
         same = 0
         while same < min(len(behind), len(path)) and behind[same] == path[same]:
             same += 1
@@ -179,23 +186,23 @@ class MaskJob(NamedTuple):
 
     state: ConstraintState | AfterReasoning
     tokens: Sequence[int]
-    """Tokens since its last job; not changed until the masks are taken."""
+    """Tokens since the sample's last job; not changed until the masks are taken."""
     drafts: Sequence[int] = ()
-    """Drafts behind them, of which each gets a mask too."""
+    """Drafts behind these tokens; each gets a mask too."""
     slot: int = -1
-    """Slot whose row its mask may be written to; negative: there is none."""
+    """Slot in whose row the mask may be written; negative: in none."""
 
 
 _Member = tuple[int, ConstraintState, MaskJob]
-"""A job whose mask is made together with others: its place among the jobs, its state."""
+"""A job whose mask is made in a group: its index among the jobs, its state, the job."""
 
 
 class MaskMaker:
-    """Computes the masks of a step: in a thread of its own while the model computes, or at once
-    where the caller would only wait for them.
+    """Computes the masks of a step, in a thread of its own while the model computes. If the caller
+    would only wait, it computes them at once in the caller's thread.
 
     Args:
-        num_threads: Threads for the masks that are made together.
+        num_threads: Threads that share the masks of a group.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -214,12 +221,13 @@ class MaskMaker:
         *,
         is_awaited: bool = False,
     ) -> None:
-        """Starts on the masks of a step; those of the previous step must have been taken.
+        """Starts computing the masks of a step; those of the previous step must have been taken.
 
         Args:
-            jobs: Of the step.
-            rows: Where those of the jobs' slots are written until the masks are taken; None: none.
-            is_awaited: The caller has nothing else to do until they are there.
+            jobs: The samples that draw in the step.
+            rows: The masks of jobs with a slot are written here, until they are taken; None:
+                nowhere.
+            is_awaited: Whether the caller calls `take` at once.
         """
         if is_awaited:
             self._made.put(self._masks_of(jobs, rows))
@@ -230,7 +238,7 @@ class MaskMaker:
         self._orders.put((jobs, rows))
 
     def take(self) -> list[Made]:
-        """Waits for what becomes of each job."""
+        """Waits for the masks or the error of each job."""
         return self._made.get()
 
     def close(self) -> None:
@@ -244,7 +252,7 @@ class MaskMaker:
             self._made.put(self._masks_of(*order))
 
     def _masks_of(self, jobs: Sequence[MaskJob], rows: MaskRows | None) -> list[Made]:
-        """The masks of each job; those that need not be timed are made together."""
+        """Computes the masks of each job, in a group where they need not be timed one by one."""
         made: list[Made] = [None] * len(jobs)
         group: list[_Member] = []
         for place, job in enumerate(jobs):
@@ -278,20 +286,23 @@ class MaskMaker:
                 state.num_alone = NUM_ALONE
 
     def _executor_for(self, group: list[_Member]) -> LLExecutor | None:
-        """The threads that make the masks of a group, which is sorted for them; None: this one."""
+        """The threads that share a group's masks; sorts the group for them. None: this thread
+        alone.
+        """
         if self._executor is None or len(group) < MIN_SHARED:
             return None
         num_grammars = len({id(state.grammar) for _, state, _ in group})
         if num_grammars < MIN_GRAMMARS:
             return None
         if num_grammars < len(group):
-            # A thread gets neighbours.
+            # Each thread gets a stretch of the list, so copies of one grammar go to the same
+            # thread.
             group.sort(key=lambda member: id(member[1].grammar))
         return self._executor
 
 
 def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None) -> None:
-    """Has states follow their tokens, mostly one each; writes what fails into `made`."""
+    """Has the members' matchers consume their tokens; writes errors into `made`."""
     single: list[_Member] = []
     pairs: list[tuple[LLMatcher, int]] = []
     for member in group:
@@ -303,7 +314,7 @@ def _follow(group: list[_Member], made: list[Made], executor: LLExecutor | None)
             continue
         try:
             state.follow(tokens)
-        except Exception as error:  # whatever it is, it is this sample's alone
+        except Exception as error:  # An error of one sample must not affect the others.
             made[place] = _failure(error)
     if executor is not None and pairs:
         are_right = executor.consume_token_par(pairs)

@@ -1,7 +1,7 @@
-"""Numbers in JSON schemas: bounded and decimal, so that they end and are what the schema allows.
+"""Rewrites the number keywords of JSON schemas, so that numbers have an end and obey the schema.
 
-llguidance writes numbers without end, takes bounds for floating-point numbers, and lets zero pass
-where it is excluded. Inclusive bounds on both sides and a last decimal have none of that.
+llguidance by itself allows endless digits, reads bounds as floating-point numbers, and lets zero
+pass where `exclusiveMinimum` is 0. Inclusive bounds on both sides and a last decimal avoid this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Json = Any
 DECIMALS = 10
 """Most decimals of a number."""
 LARGEST = 10**15
-"""Largest number where the schema has no bound: every reader of JSON has it exactly."""
+"""Largest number where the schema has no bound: every reader of JSON represents it exactly."""
 _MOST = 2**63 - 1
 """Largest number that llguidance has a bound for."""
 MAX_MULTIPLE = 10_000
@@ -24,7 +24,7 @@ MAX_MULTIPLE = 10_000
 MAX_MERGED = 1_000
 """Largest `multipleOf`, in hundredths, beside other schemas."""
 MAX_LISTED = 1024
-"""Most multiples between two bounds that are listed instead."""
+"""Most multiples between two bounds that are written out as a list."""
 _BETWEEN = {"minimum": -LARGEST, "maximum": LARGEST}
 FREE_NUMBERS: dict[str, Json] = {
     "integer": {"type": "integer", **_BETWEEN},
@@ -51,17 +51,17 @@ def prepare_number(
     """Rewrites the keywords of numbers.
 
     Args:
-        schema: Has them.
-        at: Its JSON pointer, for messages.
-        is_integer: Whole numbers are asked for.
-        draft4: The draft may be one in which `exclusiveMinimum` is a boolean.
+        schema: The schema with these keywords.
+        at: The schema's JSON pointer, for messages.
+        is_integer: Whether only whole numbers are wanted.
+        draft4: Whether `exclusiveMinimum` may be a boolean, as in draft 4.
         is_merged: Other schemas hold at the same place.
 
     Returns:
         A schema; False if no number satisfies the keywords.
 
     Raises:
-        ValueError: What is asked for cannot be enforced.
+        ValueError: The keywords cannot be enforced.
     """
     given = {name: _number(schema, name, at) for name in ("minimum", "maximum", "multipleOf")}
     step, decimals = _step(given["multipleOf"], f"{at}/multipleOf", is_integer=is_integer)
@@ -129,12 +129,12 @@ def _number(schema: Mapping[str, Json], name: str, at: str) -> Fraction | None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"at {at}/{name}: a number is expected")
-    # As written: 0.1 is a tenth.
+    # `repr` gives the number as it was written, so 0.1 is exactly a tenth.
     return Fraction(repr(value))
 
 
 def _step(given: Fraction | None, at: str, *, is_integer: bool) -> tuple[Fraction, int]:
-    """What the numbers are multiples of, and its decimals."""
+    """The step that numbers are multiples of, and the step's number of decimals."""
     if given is None:
         return (Fraction(1), 0) if is_integer else (Fraction(1, 10**DECIMALS), DECIMALS)
     if given <= 0:
@@ -184,11 +184,12 @@ def _bounds(
 
 
 def _json(value: Fraction, outward: int = 0) -> int | float:
-    """A number as JSON has it, that is not beyond the value where it is not exact.
+    """A number for JSON. If the value cannot be represented exactly, the result is a neighbour.
 
     Args:
-        value: It.
-        outward: The direction in which the number must not lie: -1 below, 1 above; 0: any.
+        value: The exact value.
+        outward: Side of the value on which the neighbour must not lie: -1 below, 1 above; 0:
+            either.
     """
     if value.denominator == 1 and abs(value) <= 2**53:
         return int(value)

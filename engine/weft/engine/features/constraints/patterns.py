@@ -14,7 +14,7 @@ _SPACES = (
 )
 """Characters that both ECMA-262 and Python take for white space."""
 _MORE_SPACES = rf"{_SPACES}\x{{1c}}-\x{{1f}}\x{{85}}\x{{feff}}"
-"""Characters that one of them does."""
+"""Characters that one of the two takes for white space."""
 _SETS = {
     "d": "[0-9]",
     "D": "[^0-9]",
@@ -24,7 +24,7 @@ _SETS = {
     "S": f"[^{_MORE_SPACES}]",
 }
 _SETS_NEGATED = {**_SETS, "s": f"[{_MORE_SPACES}]", "S": f"[^{_SPACES}]"}
-"""As members of a class that is negated: what is left is of the class in both dialects."""
+"""Sets as members of a negated class: what remains belongs to the class in both dialects."""
 _CONTROLS = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _ANYTHING = r"[\x{0}-\x{10ffff}]"
@@ -35,7 +35,7 @@ _REPEATED = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
 _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\})")
 _PROPERTY = re.compile(r"\\[pP]\{[A-Za-z_=]+\}")
 _ONE_CLASS = re.compile(r"(\[\^?[^\[\]\\^]+\])\{([0-9]+),[0-9]*\}")
-"""A class that is repeated, and nothing else: a pattern that matches anywhere in a string."""
+"""A pattern that is one repeated class without anchors."""
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
@@ -44,7 +44,7 @@ _WITHOUT_LOOKAHEAD = {
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]" + _DOMAIN
     ),
 }
-"""Patterns of zod, by which its clients ask for e-mail addresses, and what they come to."""
+"""Patterns by which clients of zod ask for e-mail addresses, and equal ones without look-ahead."""
 
 
 def convert_pattern(pattern: str) -> str:
@@ -55,7 +55,7 @@ def convert_pattern(pattern: str) -> str:
     """
     pattern = _WITHOUT_LOOKAHEAD.get(pattern, pattern)
     if found := _ONE_CLASS.fullmatch(pattern):
-        # The longer matches contain the shortest one, and say nothing more.
+        # A string that has a longer match also has the shortest one, so only that one is required.
         pattern = f"{found[1]}{{{found[2]}}}"
     return _Converter(pattern, keeps_anchors=True).convert()
 
@@ -78,7 +78,7 @@ class _Converter:
     def convert(self) -> str:
         parts: list[str] = []
         at_start = [True]
-        """Of each open group, the innermost last: whether a text may begin at this place."""
+        """For each open group, the innermost last: whether a text may begin at this place."""
         if self._take(_IGNORING_CASE):
             parts.append("(?i)")
         while self._at < len(self._text):
@@ -115,7 +115,7 @@ class _Converter:
         self._at = group.end()
 
     def _anchor(self, character: str, is_start: bool, depth: int) -> str:
-        """An anchor; where the whole text is matched it says nothing, if it is at its end."""
+        """Converts an anchor; at an end of a pattern for a whole text it changes nothing."""
         rest = self._text[self._at + 1 :]
         if not self._keeps_anchors:
             is_end = not rest.strip(")") or (depth == 1 and rest[0] == "|")
@@ -147,7 +147,7 @@ class _Converter:
         if found is None:
             return ""
         if self._text[self._at : self._at + 1] == "?":
-            self._at += 1  # What is matched first makes no difference to what is matched.
+            self._at += 1  # Lazy and greedy repetitions match the same texts.
         self._require(self._take(_REPEATED) is None, "a repetition cannot be repeated")
         return found[0]
 
@@ -181,7 +181,7 @@ class _Converter:
         return 0 if is_null else _CONTROLS.get(kind, ord(kind))
 
     def _code(self) -> int | None:
-        """The character whose code is written here, two halves together."""
+        """The character whose code is written here; two surrogates are one character."""
         found = self._take(_CODE)
         if found is None:
             return None

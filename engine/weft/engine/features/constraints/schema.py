@@ -1,8 +1,9 @@
 """Brings JSON schemas into the part of the language that llguidance enforces, or refuses them.
 
 llguidance enforces most keywords, refuses some, and enforces a few in a way that lets too much
-through. So each schema is read here keyword by keyword, and written anew in JSON Schema 2020-12
-with the keywords that hold. What has no such form is refused with the JSON pointer of its place.
+through. So this module reads each schema keyword by keyword and writes it anew, in JSON Schema
+2020-12, with keywords that llguidance enforces exactly. What cannot be written so is refused with
+the JSON pointer of its place.
 
 An object that lists properties has no others, and an array that lists items has no others, unless
 the schema allows them (`additionalProperties`, `items`) or combines several schemas (`allOf`, or
@@ -27,7 +28,7 @@ Json = Any
 """A parsed JSON value of any type."""
 
 MAX_UNIQUE_ARRAYS = 2048
-"""Most arrays of different values that are written out."""
+"""Most arrays that `uniqueItems` is written out as."""
 MAX_CASES = 256
 """Most combinations of optional properties written out for a bound on their number."""
 MAX_DEPTH = 100
@@ -63,9 +64,9 @@ _ANY: Json = {
         {"type": "object", "additionalProperties": {"$ref": "#/$defs/any"}},
     ]
 }
-"""Any value: numbers end, which those of llguidance's own do not."""
+"""Any value. llguidance's own form of it allows numbers with endless digits."""
 _SHARED: dict[str, Json] = {"any": _ANY, **FREE_NUMBERS}
-"""Definitions of what is compiled once for each schema that needs it."""
+"""Definitions that every rewritten schema can refer to."""
 _VACUOUS: dict[str, tuple[Json, ...]] = {
     "properties": ({},),
     "patternProperties": ({},),
@@ -77,9 +78,9 @@ _VACUOUS: dict[str, tuple[Json, ...]] = {
     "minProperties": (0,),
     "uniqueItems": (False,),
 }
-"""Values of keywords that exclude nothing, and so imply no type either."""
+"""Values with which a keyword excludes nothing, and so implies no type either."""
 _ESCAPED = "\b\t\n\f\r"
-"""Control characters that JSON can spell without a code."""
+"""Control characters that have a short escape in JSON."""
 
 
 def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
@@ -87,10 +88,11 @@ def prepare_schema(text: str, *, is_closed: bool = True) -> dict[str, Json]:
 
     Args:
         text: The schema.
-        is_closed: Whether objects and arrays have nothing that the schema does not list.
+        is_closed: Whether objects and arrays may have only what the schema lists.
 
     Raises:
-        ValueError: It is no schema, or asks for what cannot be enforced; the message says where.
+        ValueError: The text is no schema, or a part of it cannot be enforced; the message says
+        where.
     """
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -125,15 +127,15 @@ class _Rewriter:
         given = root.get("$schema", "") if isinstance(root, dict) else ""
         self._require(isinstance(given, str), "#/$schema", "a string is expected")
         self._is_old = any(f"draft-0{number}/" in given for number in (3, 4, 6, 7))
-        """Whether keywords beside `$ref` say nothing."""
+        """Whether the schema's draft ignores keywords beside `$ref`."""
         self._definitions: dict[str, Json] = {}
         self._names: dict[tuple[str, bool, bool], str] = {}
-        """Names of the definitions by place, and by whether they are closed and merged."""
+        """Names of definitions, by the schema's place and whether it is closed and merged."""
         self._to_do: list[tuple[str, str, Json, bool, bool]] = []
         self._depth = 0
 
     def run(self) -> dict[str, Json]:
-        """The whole schema, anew."""
+        """Rewrites the whole schema."""
         found = self.schema(self._root, "#", is_closed=self._is_closed)
         while self._to_do:
             name, at, schema, is_closed, is_merged = self._to_do.pop()
@@ -151,10 +153,10 @@ class _Rewriter:
         """Rewrites the schema at a place.
 
         Args:
-            schema: It.
+            schema: The schema.
             at: Its JSON pointer.
-            is_closed: Whether what it does not list is left out.
-            is_merged: It is one of several that hold at once.
+            is_closed: Whether objects and arrays may have only what the schema lists.
+            is_merged: Whether other schemas hold at the same place.
         """
         if isinstance(schema, bool):
             return self._any() if schema and not is_merged else schema
@@ -193,7 +195,7 @@ class _Rewriter:
         several = len(combined) + bool(base) > 1 or is_merged
         if len(combined) == 1 and combined[0] == "allOf" and not base:
             several = several or len(schema["allOf"]) != 1
-        # What a combination lists elsewhere must not be shut out here.
+        # A property that another schema of the combination lists must stay allowed here.
         opens = {"dependentRequired"}
         closed = is_closed and (not several or set(combined) <= opens)
         parts: list[Json] = []
@@ -302,7 +304,7 @@ class _Rewriter:
     def _oneOf(
         self, schema: Mapping[str, Json], at: str, *, is_closed: bool, is_merged: bool
     ) -> list[Json]:
-        """Exactly one of several: those that overlap each exclude the others."""
+        """Rewrites `oneOf` to alternatives, each of which excludes the others that it overlaps."""
         parts = self._list(schema, "oneOf", at)
         around = {name: schema[name] for name in ("type",) if name in schema}
         behind = [self.behind_references(part, at) for part in parts]
@@ -367,7 +369,7 @@ class _Rewriter:
         return self._depending(self._mapping(schema, "dependencies", at), at)
 
     def _depending(self, given: Mapping[str, Json], at: str) -> list[Json]:
-        """What holds where a property is there: it is not, or the other things hold too."""
+        """Rewrites a dependency: either the property is absent, or its conditions hold."""
         found = []
         others: Json = {"type": [kind for kind in _TYPES if kind != "object"]}
         for name, needed in given.items():
@@ -390,7 +392,7 @@ class _Rewriter:
     # -- values ------------------------------------------------------------------------------------
 
     def _listed(self, schema: Mapping[str, Json], at: str) -> Json:
-        """The values of an enum or const that the other keywords allow, as they are written."""
+        """The values of an enum or const that the other keywords allow."""
         keyword = "enum" if "enum" in schema else "const"
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
         self._require(isinstance(values, list), f"{at}/enum", "a list is expected")
@@ -550,7 +552,9 @@ class _Rewriter:
         return [out]
 
     def _unique(self, first: Json, rest: Json, least: int, most: Json, at: str) -> Json:
-        """Arrays of different values of an enum: in any order if they are few, else in its own."""
+        """Arrays of different values of an enum: in any order if there are few, else in the enum's
+        order.
+        """
         values = self._few_values(rest) if not first else None
         if values is None:
             message = "is supported for items of an enum alone"
@@ -642,12 +646,14 @@ class _Rewriter:
         return self._counted(out, schema, at)
 
     def _counted(self, out: dict[str, Json], schema: Mapping[str, Json], at: str) -> Json:
-        """Adds bounds of the number of properties: each set of optional ones is a case."""
+        """Adds bounds of the number of properties. Each allowed set of optional properties is a
+        case.
+        """
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
         required, listed = out.get("required", []), out.get("properties", {})
         if most is None and least <= len(required):
             return out
-        # The same name twice would be one property: of names that are free only one counts.
+        # Two properties with one name count once, so of freely named properties only one counts.
         is_free = "patternProperties" in out or out.get("additionalProperties", True) is not False
         optional = [name for name in listed if name not in required and listed[name] is not False]
         if 1 << len(optional) > MAX_CASES:
@@ -739,7 +745,7 @@ def _outside(one: Json, other: Json) -> list[Json]:
 
 
 def _either_of(schema: Json, others: list[Json]) -> Json:
-    """A schema of what one of them allows; None: there is none."""
+    """A schema of what at least one of the schemas allows; None if there are no schemas."""
     found = ([schema] if schema is not None else []) + others
     return {"anyOf": found} if len(found) > 1 else found[0] if found else None
 
@@ -782,7 +788,7 @@ def _anchored(schema: Json, anchor: str, at: str) -> Iterable[tuple[str, Json]]:
 
 
 def _has_base(schema: Json, *, is_root: bool = True) -> bool:
-    """Whether a schema inside this one has an identity of its own, which references may be to."""
+    """Whether a schema inside this one has an `$id` of its own, which references may name."""
     if isinstance(schema, list):
         return any(_has_base(part, is_root=False) for part in schema)
     if not isinstance(schema, dict):
@@ -811,7 +817,7 @@ def _can_be_written(value: Json) -> bool:
 
 
 def _plain(value: Json) -> Json:
-    """The value with whole numbers written as such."""
+    """The value with whole numbers as integers."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, list):

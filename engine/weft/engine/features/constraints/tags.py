@@ -18,10 +18,10 @@ def convert_tags(text: str, json_rule: Callable[[str], str]) -> str:
 
     Args:
         text: The tags, as JSON.
-        json_rule: Writes what stands for a value of a JSON schema.
+        json_rule: Writes the grammar's rule for a value of a JSON schema.
 
     Raises:
-        ValueError: They are malformed, or a schema cannot be enforced.
+        ValueError: The tags are malformed, or a schema cannot be enforced.
     """
     try:
         given = json.loads(text)

@@ -1,4 +1,4 @@
-"""The model's vocabulary in the form that constraints are followed with."""
+"""The model's vocabulary in the form that llguidance needs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SPACE = "\u2581"
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """What each token of a model spells.
+    """The bytes of each token of a model.
 
-    Special tokens spell nothing: their text may be dropped from the answer, so that no grammar
-    may count on it. So do ids that the tokenizer does not have.
+    Special tokens have no bytes, because their text may be dropped from the answer. Ids that the
+    tokenizer does not have have none either.
 
     Args:
         tokenizer: The model's.
@@ -54,7 +54,9 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class _Spelling:
-    """Tokens for llguidance, which asks for no tokens of a text: grammars force none."""
+    """The tokens as llguidance reads them. It never tokenizes a text, since no grammar forces
+    tokens.
+    """
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
@@ -68,10 +70,10 @@ class _Spelling:
 
 
 def tokenizer_of(tokens: Sequence[bytes], eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The tokenizer of llguidance for what a model's tokens spell.
+    """Makes llguidance's tokenizer from the bytes of a model's tokens.
 
     Args:
-        tokens: By id.
+        tokens: Bytes of each token, by id.
         eos_token_ids: Tokens that may follow when a grammar is complete.
     """
     wrapped = TokenizerWrapper(_Spelling(tokens, eos_token_ids[0]))
@@ -82,7 +84,7 @@ def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[in
     """Reads the tokenizer of a model directory.
 
     Args:
-        model_dir: Has `tokenizer.json`, and files beside it.
+        model_dir: Directory with `tokenizer.json`.
         vocab_size: Vocabulary size of the model.
         eos_token_ids: Tokens that may follow when a grammar is complete.
 

@@ -24,8 +24,8 @@ def make_queue(
 
     Args:
         name: of the policy.
-        ageing_s: what waiting is worth, in seconds; see the policies.
-        num_cached_tokens: how much of a request's prompt is cached.
+        ageing_s: seconds of waiting that count as one unit of precedence; see the policies.
+        num_cached_tokens: returns the number of a request's prompt tokens that are cached.
         step_tokens: prompt tokens of a full step.
     """
     if name == "priority":

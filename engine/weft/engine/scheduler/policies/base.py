@@ -14,7 +14,7 @@ Key = tuple[float, int]
 class AdmissionQueue(Protocol):
     """WAITING and PREEMPTED requests, in the order of admission.
 
-    Nothing may starve: whoever waits long enough must become the first candidate.
+    No request may starve: one that waits long enough must become the first candidate.
     """
 
     def add(self, request: Request) -> None:

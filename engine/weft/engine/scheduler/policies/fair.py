@@ -28,7 +28,8 @@ class FairQueue:
     This is the virtual token counter of Sheng et al. (2024): computed prompt tokens count when a
     request is admitted, generated ones as they come, twice. A tenant that comes back is lifted to
     the level of the tenant served last (as in start-time fair queueing, Goyal et al., 1996), so
-    that being away saves up nothing. Counters only grow for those that are served: nobody starves.
+    that a tenant cannot save up credit while it is away. Counters grow only for tenants that are
+    served, so no tenant starves.
     Requests without a tenant are one tenant.
     """
 

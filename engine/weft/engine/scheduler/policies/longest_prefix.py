@@ -11,14 +11,15 @@ from weft.engine.scheduler.state import Request
 WINDOW = 64
 """Number of oldest requests among which one is chosen."""
 MAX_LOOK_UPS = 4
-"""Most lookups in the prefix cache each time that candidates are asked for."""
+"""Most lookups in the prefix cache for each call of `candidates`."""
 
 
 class LongestPrefixQueue(SortedQueue):
     """Admits, of the `WINDOW` oldest requests, the one with the most cached tokens.
 
-    Looking a prompt up costs time: a few are looked up each time, those whose length is unknown or
-    oldest first, and the others keep the length that they had. A request that has waited for
+    Looking a prompt up costs time. So each call looks up a few prompts, those with an unknown or
+    the oldest length first; the others keep the length of their last lookup. A request that has
+    waited for
     `ageing_s` goes before all that have not, in the order of submission.
 
     Args:

@@ -24,7 +24,9 @@ class ShortestRemainingQueue(SortedQueue):
         super().__init__()
         self._s_per_token = ageing_s / step_tokens
         self._keys: dict[Request, Key] = {}
-        """Of those that wait: what is known of their cached tokens may change meanwhile."""
+        """Keys of the waiting requests, kept because the number of their cached tokens may change
+        meanwhile.
+        """
 
     def key(self, request: Request) -> Key:
         """See `SortedQueue.key`."""
@@ -42,5 +44,5 @@ class ShortestRemainingQueue(SortedQueue):
         return self.rank(one) < self.rank(other)
 
     def rank(self, request: Request) -> float:
-        """See `AdmissionQueue.rank`: what is computed of a prompt moves it on."""
+        """See `AdmissionQueue.rank`: a prompt advances as its tokens are computed."""
         return request.timeline.submitted_at + self._s_per_token * request.num_to_compute

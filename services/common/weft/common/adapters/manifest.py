@@ -1,7 +1,8 @@
 """The registry's manifest: pure values, and the changes that are allowed.
 
-An entry is one content of one name. Of a name at most one entry is SERVING, which is what requests
-mean by it, and at most one is LOADING; RETIRED ones are there for requests that began with them.
+An entry is one content of one name. For each name at most one entry is SERVING, the one that
+requests with the name get, and at most one is LOADING. RETIRED entries remain for requests that
+began with them.
 
     begin            commit                          drop
     ------> LOADING --------> SERVING ----> RETIRED ------>
@@ -66,7 +67,9 @@ class Entry:
         return (self.digest, self.model) == (other.digest, other.model)
 
     def covers(self, other: Entry) -> bool:
-        """Whether it is what another one would be: its content, and pinned if that one is."""
+        """Whether this entry already does what another one asks for: it has the same content, and
+        is pinned if the other one is.
+        """
         return self.means_as(other) and (self.is_pinned or not other.is_pinned)
 
     @property
@@ -118,11 +121,12 @@ class Manifest:
     def begin(self, entry: Entry, *, replaces: bool, now: float) -> Manifest:
         """Adds an entry that workers are to load, unless its content is already served as asked.
 
-        Pinning what serves already is a load like any other: there may be no room for that.
+        Pinning a content that is already served is a load like any other, since there may be no
+        room.
 
         Args:
-            entry: In state `loading`; its generation is set here.
-            replaces: The name may mean other content now.
+            entry: Entry in state `loading`; its generation is set here.
+            replaces: Whether the name may refer to other content now.
             now: Unix time, in seconds.
 
         Raises:
@@ -158,7 +162,7 @@ class Manifest:
             now: Unix time, in seconds.
 
         Raises:
-            Overloaded: It is not there any more: somebody took it for given up.
+            Overloaded: The entry is gone, because another gateway took the load for abandoned.
         """
         if not self.has(entry):
             raise Overloaded(
@@ -171,10 +175,13 @@ class Manifest:
             if one.is_same(entry):
                 changed.append(replace(one, state="serving", created=now, until=0.0))
             elif one.state == "retired" and one.name == entry.name and one.means_as(entry):
-                continue  # It would be dropped while the new one is used.
+                # An entry with the new one's content must not retire: its copy would be dropped
+                # while it is used.
+                continue
             elif (one.name, one.state) != (entry.name, "serving"):
                 changed.append(one)
-            elif not one.means_as(entry):  # An entry of the same content stands for its requests.
+            # If the new entry has the same content, it also serves the old entry's requests.
+            elif not one.means_as(entry):
                 changed.append(replace(one, state="retired"))
         return self._with(changed)
 
@@ -195,7 +202,7 @@ class Manifest:
         """Returns a manifest without loads that were not renewed in time, except the caller's own.
 
         Args:
-            own: Loads of the caller.
+            own: Loads of the caller, which are kept.
             now: Unix time, in seconds.
         """
         kept = {one.identity for one in own}
@@ -207,8 +214,8 @@ class Manifest:
         return any(one.is_same(entry) for one in self.entries)
 
     def renew(self, entry: Entry, until: float) -> Manifest:
-        """Returns a manifest in which a loading entry is renewed because somebody still waits for
-        it; nothing changes for workers.
+        """Returns a manifest in which a loading entry is renewed because its gateway still waits
+        for it. Workers see no change.
 
         Args:
             entry: As `begin` added it.
@@ -232,10 +239,10 @@ def parse(data: bytes, where: str) -> Manifest:
 
     Args:
         data: The file.
-        where: Its name, for errors.
+        where: The file's name, for errors.
 
     Raises:
-        ConfigError: It is none, or of another version of Weft.
+        ConfigError: The file is no manifest, or is of another version of Weft.
     """
     try:
         manifest = _decoder.decode(data)

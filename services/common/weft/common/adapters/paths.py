@@ -36,7 +36,9 @@ _STALE_S = 3600.0
 """Seconds after which an incomplete copy counts as abandoned."""
 _MAX_PATH_CHARS = 1024
 _DRAFT_ATTEMPTS = 8
-"""Attempts to store a draft while others store theirs; after that one of theirs stays."""
+"""Attempts to store a draft adapter while other processes store theirs; after that
+another's stays.
+"""
 _CHUNK_BYTES = 8 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe must not wait for a writer.
@@ -47,7 +49,7 @@ def components(path: str) -> list[str]:
     """Splits a path into folders below the root.
 
     Raises:
-        InvalidRequest: It leads out of the root, or into what is Weft's own.
+        InvalidRequest: The path leads out of the root, or into Weft's own folder.
     """
     if not path or len(path) > _MAX_PATH_CHARS or "\0" in path:
         raise _refused(f"give the adapter's folder, at most {_MAX_PATH_CHARS} characters")
@@ -112,7 +114,8 @@ def remove_copies(root: Path, kept: set[str]) -> None:
                 and time.time() - folder.stat().st_mtime > _STALE_S
             )
             if is_copy:
-                # If this process dies here, a half-removed folder must not pass for a copy.
+                # The rename keeps a half-removed folder from passing for a copy if this process
+                # dies here.
                 folder = folder.rename(root / COPIES / f"{_TEMPORARY}{secrets.token_hex(8)}")
             if is_copy or is_stale:
                 shutil.rmtree(folder)
@@ -142,7 +145,7 @@ def _opened_folder(root: Path, parts: list[str]) -> Iterator[int]:
 
 
 def _copy_files(folder: int, path: str, target: Path, left: int, max_bytes: int) -> int:
-    """Copies the files of an adapter; returns how many of `left` bytes are left."""
+    """Copies the files of an adapter; returns `left` less their bytes."""
     for name, limit in FILES.items():
         left -= _copy_file(folder, path, name, target, min(limit, left), max_bytes)
     return left
@@ -196,7 +199,7 @@ def _copy_file(folder: int, path: str, name: str, target: Path, limit: int, max_
         with os.fdopen(os.open(target / name, flags, 0o444), "wb") as writer:
             while data := reader.read(_CHUNK_BYTES):
                 size += len(data)
-                if size > limit:  # It grows.
+                if size > limit:  # The file is growing.
                     raise too_large
                 writer.write(data)
             writer.flush()
@@ -217,8 +220,8 @@ def _digest(digest_of: Callable[[Path], bytes], folder: Path, path: str) -> byte
 def _publish(temporary: Path, final: Path) -> None:
     """Renames a complete copy to its final name, unless one with the same content exists.
 
-    A draft adapter has no part in that content. Of a copy that is there it is replaced, and workers
-    that read it in between draft without.
+    A draft adapter is not part of that content. In an existing copy it is replaced; workers that
+    read the copy in between draft without it.
     """
     try:
         temporary.rename(final)
@@ -236,7 +239,7 @@ def _publish_draft(temporary: Path, final: Path) -> None:
             (temporary / DRAFT_FOLDER).rename(final / DRAFT_FOLDER)
             return
         except FileNotFoundError:
-            return  # It brings none.
+            return  # The adapter brings no draft adapter.
         except OSError as error:
             # Another copy of the same adapter came in between.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

@@ -32,7 +32,7 @@ class Registry:
 
     Args:
         root: The folder; must exist.
-        lock_timeout_s: Others have this long to finish their changes.
+        lock_timeout_s: Seconds that other processes have to finish their changes.
 
     Raises:
         ConfigError: There is no such folder.
@@ -64,7 +64,7 @@ class Registry:
         """Reads the current manifest; an empty one if there never was any.
 
         Raises:
-            ConfigError: It cannot be read, or is none, or is gone.
+            ConfigError: The manifest cannot be read, is not valid, or has disappeared.
         """
         try:
             with self._path.open("rb") as file:
@@ -87,14 +87,14 @@ class Registry:
         """Replaces the manifest by the result of `change`, under a lock.
 
         Args:
-            change: Pure; what it raises is raised, and nothing changes.
+            change: A pure function. If it raises, the error is passed on and nothing changes.
 
         Returns:
             The new manifest.
 
         Raises:
             ConfigError: The manifest cannot be read or written.
-            Overloaded: Somebody else keeps the lock, or the manifest would be too large to read.
+            Overloaded: Another process keeps the lock, or the manifest would be too large to read.
         """
         with self._lock():
             old = self.read()

@@ -36,7 +36,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Cancel": _FRONT,
     "/weft.v1.GatewayService/EndSession": _FRONT,
     "/weft.v1.GatewayService/GetFleet": OPERATORS,
-    # Operators change what all tenants see; over REST, so do API keys with that right.
+    # These calls change what all tenants see. Over REST, API keys with that right may call them
+    # too.
     "/weft.v1.GatewayService/LoadAdapter": OPERATORS,
     "/weft.v1.GatewayService/UnloadAdapter": OPERATORS,
     "/weft.v1.GatewayService/ListAdapters": OPERATORS,
@@ -78,9 +79,9 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.ServerService/HealthGenerate": _FRONT,
     "/weft.v1.ServerService/TokenizerInfo": _FRONT,
     "/weft.v1.ServerService/Metrics": frozenset({"rest", "cli"}),
-    # Requests come from gateways alone: they have checked tenants and limits.
+    # Only gateways may submit requests, because they have checked tenants and limits.
     "/weft.v1.DecodeService/Session": frozenset({"gateway"}),
-    # Pages travel between those that hold pools. A handle tells where NIXL may write and read.
+    # Only services with pools exchange pages, since a handle tells where NIXL may write and read.
     "/weft.v1.PrefillService/Fill": frozenset({"decode"}),
     "/weft.v1.PrefillService/FillStatus": frozenset({"decode"}),
     "/weft.v1.KvStoreService/Lookup": _FILLED,
@@ -98,7 +99,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.WorkerService/Drain": OPERATORS,
     # A false report would free pages that a write may still reach.
     "/weft.v1.WorkerService/ReportExit": OPERATORS,
-    # On a port of its own, and only with its token.
+    # These are served on a port of their own, and need its token.
     "/weft.v1.AdminService/FlushCache": OPERATORS,
     "/weft.v1.AdminService/DumpState": OPERATORS,
     "/weft.v1.AdminService/SetLogLevel": OPERATORS,
@@ -120,7 +121,7 @@ _LOG_EVERY_S = 1.0
 def may_call(services: frozenset[str], method: str) -> bool:
     """Whether a caller whose certificate names these services may call a method.
 
-    One without a certificate, or whose certificate names none, is `ANYONE`.
+    A caller without a certificate, or whose certificate names no service, is `ANYONE`.
     """
     return not (services or {ANYONE}).isdisjoint(CALLERS.get(method, frozenset()))
 
@@ -129,7 +130,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
     """Accepts a call if `CALLERS` lists a service that the caller's certificate names.
 
     Args:
-        among: Only these callers get in, whatever is listed; None: no such bound.
+        among: Callers that are accepted at all, whatever is listed; None: any.
     """
 
     def __init__(self, among: frozenset[str] | None = None) -> None:
@@ -139,7 +140,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wraps the method's handler, in which alone the caller is known."""
+        """Wraps the method's handler, because only there the caller is known."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:  # no such method
@@ -159,7 +160,7 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
             return await behavior(request, context)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            # A coroutine that writes, as in `ErrorInterceptor`.
+            # A coroutine that writes the messages, as in `ErrorInterceptor`.
             await self._check(context, method)
             result = behavior(request, context)
             if hasattr(result, "__aiter__"):

@@ -27,8 +27,8 @@ class Breaker:
     after `open_s`, which doubles from opening to opening up to `max_open_s`, with jitter, so that
     gateways do not come back together. HALF_OPEN -> CLOSED by a success, -> OPEN by a failure.
 
-    A request that `begin` was called for is to be ended by `succeeded`, `failed` or `abandoned`.
-    Times are of any one monotonic clock, in seconds.
+    For each `begin` the caller later calls `succeeded`, `failed` or `abandoned`. Times are seconds
+    on one monotonic clock.
     """
 
     def __init__(
@@ -84,9 +84,11 @@ class Breaker:
         self._is_probing = False
         is_burst = now - self._counted_at < _BURST_S
         self._last_failure = why
-        if is_burst or state is BreakerState.OPEN:  # sent before it opened: nothing new
+        # The request was sent before the breaker opened, so its failure says nothing new.
+        if is_burst or state is BreakerState.OPEN:
             return
-        # Of the first failure of a burst: many a second, for longer, are not one.
+        # Only the first failure of a burst sets the time, so that a long series of failures is not
+        # one burst.
         self._counted_at = now
         self.num_failures += 1
         if state is BreakerState.HALF_OPEN or 0 < self._max_failures <= self.num_failures:

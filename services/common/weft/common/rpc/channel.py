@@ -15,7 +15,7 @@ Options = Sequence[tuple[str, Any]]
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),
-    # A restarted peer is found within a second; retries are our own affair.
+    # With short delays a restarted peer is found within a second. Weft does its own retries.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # How long one attempt may take; a peer on a busy machine needs more than a moment.
     ("grpc.min_reconnect_backoff_ms", 2000),
@@ -36,7 +36,7 @@ def open_channel(
 
     Args:
         address: host:port.
-        service: Which service must answer there, such as "decode"; checked with TLS.
+        service: Service that must answer there, such as "decode"; checked with TLS.
         identity: Identity of this process; None: no TLS.
         options: Options of gRPC.
     """
@@ -103,12 +103,12 @@ class ServiceChannel(grpc.aio.Channel):
     def renew(self, *, keeps_calls: bool = False) -> None:
         """Dials anew for the next calls.
 
-        A connection whose packets nobody answers any more (a firewall has forgotten it, or a proxy
-        hangs) stays as it is for a quarter of an hour, though a new one would work.
+        A connection whose packets are not answered any more, because a firewall has forgotten it or
+        a proxy hangs, stays open for a quarter of an hour although a new one would work.
 
         Args:
-            keeps_calls: The old connection lasts until its calls have ended, for its peer may just
-                be slow; else they end now.
+            keeps_calls: Whether calls on the old connection may end by themselves, since the peer
+                may just be slow; else they end now.
         """
         old, self._inner = self._inner, self._connect()
         self._open_calls[self._inner] = 0

@@ -27,8 +27,8 @@ DOMAIN = "weft.dev"
 """ErrorInfo.domain of all errors created here."""
 _DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 1024
-"""Longest message, in bytes of UTF-8. gRPC sends a status's message percent-encoded and once more
-in the details; calls with over 8 KiB of metadata may lose it, and with it their error type.
+"""Longest message, in bytes of UTF-8. gRPC sends a status's message twice, percent-encoded and in
+the details. A call with more than 8 KiB of metadata may lose both, and with them the error's type.
 """
 _MAX_PARAM_BYTES = 256
 _BY_CODE: dict[grpc.StatusCode, type[WeftError]] = {
@@ -81,7 +81,7 @@ def from_error_detail(
 def to_status(error: WeftError) -> status_pb2.Status:
     """Builds the google.rpc.Status of a failure: ErrorInfo, RetryInfo if known, ErrorDetail.
 
-    The text is the status's own; the ErrorDetail comes without it.
+    The message is that of the status; the ErrorDetail does not repeat it.
     """
     detail = error_detail(error)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
@@ -106,10 +106,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: WeftError) -
     """Ends an RPC with the error's status and details.
 
     Raises:
-        grpc.aio.AbortError: Always; let it pass.
+        grpc.aio.AbortError: Always; callers must not catch it.
     """
     status = to_status(error)
-    trailer = context.trailing_metadata() or ()  # that of the abort replaces it
+    # The abort's metadata replaces the present trailer.
+    trailer = context.trailing_metadata() or ()
     # Not abort_with_status: tracing instrumentation records OK for it.
     await context.abort(
         _status_code(status.code),

@@ -85,8 +85,8 @@ def _guard_unary(behavior: Any, parse: Callable[[bytes], Any] | None, method: st
 
 
 def _guard_stream(behavior: Any, parse: Callable[[bytes], Any] | None, method: str) -> Any:
-    # A coroutine that writes, also over async generators: a cancelled RPC then always raises
-    # inside the handler, never leaves it suspended at a `yield`.
+    # The guard is a coroutine that writes the messages, also those of async generators. A cancelled
+    # RPC then raises inside the handler and never leaves it suspended at a `yield`.
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
             result = behavior(request if parse is None else parse(request), context)
@@ -119,9 +119,9 @@ async def _fail(
     if isinstance(error, WeftError):
         await abort(context, error)
     if isinstance(error, grpc.aio.BaseError) and context.done():
-        return  # the client has left and its stream is gone: there is no one to answer
+        return  # The client has left, so there is nobody to answer.
     if isinstance(error, grpc.aio.InternalError):
-        # A write fails: the client has left, which gRPC may say of the call only later.
+        # A failed write means that the client has left; gRPC may report that only later.
         _log.info("%s could not be answered: %r", method, error)
     else:
         _log.error("unexpected failure in %s", method, exc_info=error)

@@ -24,7 +24,7 @@ def add_port(
     """Binds a port on a server that has not been started.
 
     Args:
-        server: Gets the port.
+        server: The server that listens on the port.
         host: Address of this machine.
         port: 0 = any free one.
         flags: Names of the settings of port and host, for the error.
@@ -51,10 +51,11 @@ def add_port(
 
 
 def keep_nixl_on_loopback(host: str) -> None:
-    """Makes NIXL listen on loopback only, in a service that does; call it before NIXL starts.
+    """Makes NIXL listen on loopback only, if the service does so; must be called before NIXL
+    starts.
 
-    UCX, below NIXL, opens ports on every network device by default, and they know no passwords.
-    What the environment says already stays.
+    UCX, below NIXL, by default opens ports without authentication on every network device.
+    Variables that are set already are kept.
     """
     if is_loopback(host):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")

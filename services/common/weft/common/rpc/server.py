@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 LIVENESS = "liveness"
 """Name under which grpc.health.v1 reports liveness, whether or not the service is ready."""
 SECOND_SIGNAL_AFTER_S = 1.0
-"""Signals that come sooner after the first are the same one: a terminal, `make` and a service
-manager may each send theirs to all processes, which then pass it on to each other.
+"""A signal within this time of the first counts as the same one: a terminal, `make` and a service
+manager may each send one to all processes, which pass it on to each other.
 """
 QUARANTINE_STATUS = 3
 """Exit status of a service that ends because too many of its pages are quarantined."""
@@ -66,12 +66,12 @@ class ServiceServer:
         Args:
             settings: Addresses, limits and grace.
             registry: Metrics that the HTTP port shows.
-            interceptors: Run outside the error interceptor, in this order.
-            admin: Calls for operators, served where the settings give them a port.
+            interceptors: Interceptors outside the error interceptor, in this order.
+            admin: Calls for operators, served if the settings give them a port.
             tracer: Keeps this service's spans; default: one of its own.
             fan_out: Asks the services behind this one for spans.
-            identity: For TLS; default: what the settings say.
-            requires_client: With TLS, callers need a certificate.
+            identity: Identity for TLS; default: the one that the settings name.
+            requires_client: Whether callers need a certificate, with TLS.
             options: Further options of gRPC, for its port.
 
         Raises:
@@ -112,11 +112,11 @@ class ServiceServer:
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 # No limit on messages sent: the receiver has a limit of its own.
                 ("grpc.max_send_message_length", -1),
-                # Of HTTP headers that the REST edge passes on; what is above the first is refused
-                # at random.
+                # Room for the HTTP headers that the REST edge passes on. Above the soft limit gRPC
+                # refuses calls at random.
                 ("grpc.max_metadata_size", 96 << 10),
                 ("grpc.absolute_max_metadata_size", 128 << 10),
-                # Peers may ping once a second, for as long as a call takes, and are not cut off.
+                # Peers may ping once a second without being cut off.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 *options,
             ),
@@ -209,7 +209,7 @@ class ServiceServer:
 
         Args:
             serving: Whether it is SERVING.
-            but: Names of services that stay as they are.
+            but: Names of services whose state does not change.
         """
         if serving and self._is_stopping:
             return
@@ -330,7 +330,7 @@ class ServiceServer:
 
 
 async def _second(received: asyncio.Queue[signal.Signals]) -> signal.Signals:
-    """The next signal that is not the first one again."""
+    """Waits for a signal that does not count as the first one again."""
     loop = asyncio.get_running_loop()
     first_at = loop.time()
     while True:
@@ -347,11 +347,11 @@ def _state(is_good: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueT
 def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a service's main coroutine on uvloop where there is one; returns its exit status.
 
-    That is 1 after a failure that the service did not expect, which is logged, and that of SIGTERM
-    if the signal came before the service waited for it: what had begun is ended all the same.
+    The status is 1 after an unexpected failure, which is logged. It is that of SIGTERM if the
+    signal came before the service waited for it; parts that had started are stopped all the same.
     """
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    # Not built for every platform: the standard loop serves, more slowly.
+    # uvloop is not built for every platform; the standard loop is slower.
     with contextlib.suppress(ImportError):
         import uvloop
 

@@ -20,7 +20,7 @@ async def first_message(requests: AsyncIterator[T]) -> T | None:
     """The first message of a stream; None: it ended without one.
 
     Raises:
-        DeadlineExceeded: It does not come.
+        DeadlineExceeded: The message does not come in time.
     """
     try:
         async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):

@@ -69,8 +69,8 @@ class Material:
 class Identity:
     """The certificate of this process, re-read when its files change. Thread-safe.
 
-    New connections use what was read last; open ones go on. Files that do not fit together (a
-    rotation that is half done) are left alone until they do.
+    New connections use the files as read last; open connections continue. While the files do not
+    fit together, as in the middle of a rotation, the previous ones stay in use.
     """
 
     def __init__(self, files: TlsFiles, service: str | None = None) -> None:
@@ -78,10 +78,10 @@ class Identity:
 
         Args:
             files: Files of this identity.
-            service: That the certificate must name; None: any.
+            service: Service that the certificate must name; None: any.
 
         Raises:
-            ConfigError: They cannot be used; says nothing of what they hold.
+            ConfigError: The files cannot be used; the message does not quote them.
         """
         self._files = files
         self._service = service
@@ -104,8 +104,8 @@ class Identity:
         """Credentials of a server; every handshake uses the current certificate.
 
         Args:
-            requires_client: Callers without a trusted certificate are refused. If not, callers'
-                certificates are not asked for.
+            requires_client: Whether callers without a trusted certificate are refused. If not,
+                callers are not asked for one.
         """
 
         def fetch() -> grpc.ServerCertificateConfiguration:
@@ -158,7 +158,7 @@ class Identity:
 
 
 def load_identity(settings: ServiceSettings) -> Identity | None:
-    """Loads the identity given by a service's settings; None: it runs without TLS.
+    """Loads the identity given by a service's settings; None if it runs without TLS.
 
     Raises:
         ConfigError: The files cannot be used, or name another service.
@@ -173,8 +173,8 @@ def read_material(files: TlsFiles, service: str | None) -> Material:
     """Reads and checks the files of an identity.
 
     Raises:
-        ConfigError: One cannot be read or parsed, the key is not the certificate's, no authority
-            of the CA file signed it, it has ended, or it does not name `service`.
+        ConfigError: A file cannot be read or parsed, the key does not match the certificate, no
+            authority of the CA file signed it, it has expired, or it does not name `service`.
     """
     cert, key, ca = (
         _read(path, flag)

@@ -32,7 +32,7 @@ class OtlpExport:
     Nothing ever waits for the collector.
 
     Args:
-        tracer: Whose spans.
+        tracer: The tracer whose spans are exported.
         endpoint: Endpoint of the collector; empty: from the standard environment variables.
         version: Version of this program.
 

@@ -1,6 +1,6 @@
 """The request log: one JSON line per prompt, written when it has ended, and read for replays.
 
-What a prompt or an answer says is in it only where that was asked for.
+It contains texts and tokens only if the settings ask for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 MAX_QUEUED = 4096
 """Most lines waiting to be written; more are dropped and counted."""
 MAX_QUEUED_TOKENS = 2_000_000
-"""Most tokens in them, of some 36 bytes each."""
+"""Most tokens in the waiting lines, at some 36 bytes each."""
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -68,8 +68,8 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
 def terms(
     sampling: common_pb2.SamplingParams, stop: common_pb2.StopCriteria, *, has_content: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both as a line has them; what the client wrote into them (its constraint and stop strings)
-    only with content.
+    """Sampling and stop criteria as a line has them. The client's constraint and stop strings are
+    included only with content.
     """
     found = tuple(MessageToDict(one, preserving_proto_field_name=True) for one in (sampling, stop))
     if not has_content:
@@ -112,7 +112,7 @@ class RequestLog:
     Args:
         path: Path of the newest file; older ones have `.1`, `.2`, ... behind it.
         max_bytes: Most bytes of each file.
-        num_files: Kept, the newest included.
+        num_files: Number of files that are kept, the newest included.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -135,7 +135,8 @@ class RequestLog:
 
         Args:
             prompt: The prompt to write.
-            finish: Called in the writing thread before, to add what takes time.
+            finish: Called in the writing thread before the line is written, to add fields that take
+                time.
         """
         num_tokens = _num_tokens(prompt)
         try:
@@ -187,7 +188,9 @@ class _PrivateFile(RotatingFileHandler):
         return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
 
     def doRollover(self) -> None:
-        """Without older files the only one begins anew, where the base class would go on."""
+        """If no older files are kept, the only file begins anew; the base class would go on writing
+        to it.
+        """
         if not self.backupCount and self.stream is not None:
             self.stream.truncate(0)
         super().doRollover()

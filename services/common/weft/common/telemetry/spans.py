@@ -1,7 +1,7 @@
 """Spans as plain values: a service's work for a request, with its duration.
 
-They are recorded once they have ended, from times that were taken anyway. Their ids and the
-`traceparent` that carries them follow W3C Trace Context, so that any collector can join them.
+A span is recorded once it has ended, from times that were taken anyway. Ids and `traceparent`
+follow W3C Trace Context, so that any collector can join the spans.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SpanContext(NamedTuple):
     span_id: int
     """Span id, 64 bits, not 0."""
     is_sampled: bool
-    """Whether it is exported, where spans are exported."""
+    """Whether the span is exported, if spans are exported at all."""
 
     @property
     def traceparent(self) -> str:
@@ -49,8 +49,8 @@ class SpanContext(NamedTuple):
 
 
 def described_error(reason: str, message: str, param: str | None) -> str:
-    """A failure as spans tell it: of what a client sent, not what is wrong with it, since that may
-    quote it.
+    """Describes a failure for spans. Of an invalid request it omits the message, which may quote
+    the client's content.
     """
     if reason == InvalidRequest.reason:
         return f"{reason}: {param}" if param else reason
@@ -82,7 +82,7 @@ def parse_traceparent(text: str) -> SpanContext | None:
 def lease_span_id(lease_id: bytes) -> int:
     """Span id of a fill: the first half of its lease id.
 
-    Owner and engine tell of the fill at different times, without a word about spans between them.
+    Owner and filler both derive it, without exchanging span ids.
     """
     return int.from_bytes(lease_id[:8], "big") or 1
 
@@ -101,7 +101,7 @@ class Span:
     kind: SpanKind = "internal"
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Why the operation failed; empty if it succeeded."""
 
 
 class Tracer:
@@ -111,11 +111,11 @@ class Tracer:
 
     Args:
         service: Name of the service: gateway, decode, prefill or kvstore.
-        instance: Stable id of this one.
-        is_on: Off, nothing is recorded and every call returns at once.
+        instance: Stable id of this service.
+        is_on: Whether spans are recorded; if not, every call returns at once.
         sample_ratio: Share of new traces that are exported, 0..1; a trace that a caller has begun
             is exported if the caller says so.
-        max_spans: Kept; the oldest go first.
+        max_spans: Number of spans that are kept; the oldest are dropped first.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class Tracer:
         """Creates the context of a span that serves a call.
 
         Args:
-            traceparent: The caller's, or whatever came in its place.
+            traceparent: The caller's header, valid or not.
 
         Returns:
-            The context, and the id of its parent: 0 where it begins a trace.
+            The context, and the id of its parent; 0 if the context begins a trace.
         """
         caller = parse_traceparent(traceparent)
         if caller is None:
@@ -163,7 +163,7 @@ class Tracer:
         Args:
             wanted: A request id, with the spans of each of its prompts, or 32 hex digits of a
                 trace id.
-            limit: Returned at most.
+            limit: Most spans returned.
         """
         if _TRACE_ID.fullmatch(wanted):
             trace_id = int(wanted, 16)

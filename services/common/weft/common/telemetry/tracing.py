@@ -44,8 +44,8 @@ def start_export(tracer: Tracer, settings: ServiceSettings) -> OtlpExport | None
     """Starts exporting spans if an endpoint is set; logs this, or what is missing for it.
 
     Raises:
-        ConfigError: The flag asks for what cannot be done. Where only the environment does, the
-            service starts without.
+        ConfigError: A flag asks for an export that is not possible. If only the environment asks
+            for it, the service starts without export.
     """
     endpoint = wanted_endpoint(settings.otlp_endpoint)
     if not endpoint or not tracer.is_on:

@@ -57,9 +57,9 @@ class _Ordered:
     query: int
     """Query number of the unanswered order; 0: all are answered."""
     is_held: bool = False
-    """Whether requests may name it, by the engine's last report."""
+    """Whether requests may name the content, by the engine's last report."""
     error: str = ""
-    """Why it is not held; or, for one that is held, what of the last order failed."""
+    """Why the engine does not hold the content; if it does, what failed of the last order."""
     retry_at: float = 0.0
     retry_s: float = field(default_factory=lambda: FIRST_RETRY_S)
 
@@ -80,10 +80,10 @@ class AdapterFollower:
     """Follows a registry and sends orders to the engine.
 
     Args:
-        registry: To follow.
+        registry: The registry to follow.
         model: Served name: adapters of other models are not for this worker.
-        send: Gives the engine an inbox; raises PeerUnavailable once it is gone.
-        poll_s: Between looks at the registry, in seconds.
+        send: Sends the engine an inbox; raises PeerUnavailable once the engine is gone.
+        poll_s: Seconds between two looks at the registry.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class AdapterFollower:
                     )
                 self._is_broken = True
             except Exception:
-                # Whatever one look met must not end all further ones.
+                # An error of one look must not end the following ones.
                 if not self._is_broken:
                     logger.exception("following the adapters failed")
                 self._is_broken = True
             await asyncio.sleep(self._poll_s)
 
     async def _look(self) -> None:
-        # The stamp first: what is written in between shows at the next look.
+        # The stamp is read first, so that a change in between shows at the next look.
         stamp = await asyncio.to_thread(self._registry.stamp)
         generation = self.generation
         if stamp != self._stamp:
@@ -204,9 +204,10 @@ class AdapterFollower:
             ordered.is_held = True
             state = self._states.get(digest)
             if state is not None and state.state == "failed":
-                del self._states[digest]  # Of a try before: the next report tells of this one.
+                # The state is of an earlier attempt; the next report has the present one.
+                del self._states[digest]
         elif ordered.is_held:
-            # It stays as it was: what was asked for beside, such as a pin, cannot be.
+            # The content stays held. What failed is the rest of the order, such as a pin.
             ordered.error = self._told(digest, failure.message)
         else:
             self._failed(digest, ordered, failure.message)
@@ -240,7 +241,7 @@ class AdapterFollower:
         """Changes since a watcher's last report.
 
         Args:
-            sequence: That of what was told last; None = nothing was.
+            sequence: Sequence number of the last report to the watcher; None: there was none.
         """
         changed = None if sequence is None else self._log.since(sequence)
         if changed is None:
@@ -270,7 +271,7 @@ def wanted_of(manifest: Manifest, model: str) -> dict[bytes, Wanted]:
     for entry in sorted(manifest.entries, key=lambda entry: entry.generation):
         if entry.model == model:
             before = found.get(entry.digest_bytes)
-            # A retired content stays for its requests, and does not delay others.
+            # A retired content stays for its requests, without a pin that would keep others out.
             is_pinned = entry.is_pinned and entry.state != "retired"
             is_pinned |= before is not None and before.is_pinned
             found[entry.digest_bytes] = Wanted(
@@ -307,7 +308,7 @@ def _status(
     status.state = _STATES["host"]
     if engine is not None:
         _add_report(status, engine)
-    # While a new order is open, what failed of the one before says nothing.
+    # While a new order is open, the failure of an earlier one does not count.
     status.error = "" if ordered.query else ordered.error
     return status
 

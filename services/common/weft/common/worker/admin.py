@@ -21,7 +21,7 @@ class WorkerAdmin:
     Args:
         engine: Engine of this worker.
         queries: Ask it.
-        sizes: Lengths of what the server process keeps, by name.
+        sizes: Returns the sizes of the server process's structures, by name.
     """
 
     def __init__(
@@ -51,5 +51,6 @@ class WorkerAdmin:
 
     def set_log_level(self, level: LogLevel) -> None:
         """See `AdminBackend`."""
-        with contextlib.suppress(PeerUnavailable):  # it ends, and this process with it
+        # The engine is gone, and this process ends with it.
+        with contextlib.suppress(PeerUnavailable):
             self._engine.send(Inbox(log_level=level))

@@ -1,8 +1,8 @@
 """Files that an engine process leaves behind to explain a stall or crash.
 
-The server gives it a folder. Stacks are written by faulthandler, which needs no interpreter lock;
-the state by a thread, as long as the engine's own thread lets others run; the plan of each step
-before it runs, into memory that outlives the process.
+faulthandler writes the stacks, without the interpreter lock. A thread writes the state, if the
+engine's thread lets others run. Each step's plan is written before the step, into memory that
+outlives the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRIES = 5
 
 
 class Watched(Protocol):
-    """The part of an engine that is needed here."""
+    """The part of an engine that the black box needs."""
 
     flight: FlightRecorder | None
 
@@ -43,16 +43,16 @@ class BlackBox:
     """The engine's side: process-wide signal handlers, installed once.
 
     Args:
-        folder: Where the files go; it is there.
+        folder: Existing folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Open for the life of the process: a crash handler cannot open files.
+        # The file stays open, since a crash handler cannot open files.
         self._stacks = (folder / STACKS).open("wb", buffering=0)
         faulthandler.enable(self._stacks, all_threads=True)
-        # The engine's thread only, which gets the signal: walking the frames of threads that run
-        # meanwhile, as the one that tells the state does, can end the process.
+        # Only the stack of the engine's thread, which gets the signal. To walk the frames of
+        # threads that are running, such as the one that writes the state, can crash the process.
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=False, chain=False)
 
     def watch(self, engine: Watched) -> None:
@@ -60,7 +60,8 @@ class BlackBox:
         engine.flight = FlightRecorder(self._folder / PLAN)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # The number reaches the pipe at once, also while the main thread is stuck in a step.
+        # The handler is empty: the signal's number reaches the wake-up pipe at once, even while the
+        # main thread is stuck in a step.
         signal.signal(STATE_SIGNAL, lambda number, frame: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(

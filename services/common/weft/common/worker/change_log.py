@@ -12,7 +12,7 @@ class ChangeLog:
     """Numbers changes; the cost of a query is proportional to the number of changes.
 
     Args:
-        exists: Whether there is something of this key now.
+        exists: Whether the key exists now.
     """
 
     def __init__(self, exists: Callable[[bytes], bool]) -> None:
@@ -51,5 +51,5 @@ class ChangeLog:
         forgotten = gone[: max(0, len(gone) - MAX_GONE)]
         for key in forgotten:
             self._forgotten = self._changes.pop(key)
-        # Looked through again only once it has grown by as much.
+        # The log is cleaned again only once it has grown by as much.
         self._most_gone = max(MAX_GONE, len(self._changes))

@@ -40,12 +40,12 @@ class EngineClient:
     """One engine process, and the socket to it.
 
     Args:
-        config: what the engine is told.
+        config: configuration of the engine.
         on_outbox: called on the loop for every outbox.
         on_progress: called with (done, in all, what in words) while the engine loads.
-        black_box: folder for what the process leaves of itself; None: nothing.
+        black_box: folder for the process's traces after a stall or crash; None: it leaves none.
         log_level: least level that it logs.
-        log_format: how.
+        log_format: format of its logs.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class EngineClient:
         return await ready
 
     async def connect(self, end: socket.socket) -> asyncio.StreamReader:
-        """Sends to this end of a connection from now on; returns what comes from the other one."""
+        """Uses a connection for sending from now on; returns the reader of the other direction."""
         reader, self._writer = await asyncio.open_connection(sock=end, limit=1 << 20)
         self._writer.transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
         return reader
@@ -132,7 +132,7 @@ class EngineClient:
         """Raises PeerUnavailable unless the engine runs.
 
         Raises:
-            PeerUnavailable: It is gone.
+            PeerUnavailable: The engine is gone.
         """
         if self.gone.done():
             raise PeerUnavailable(f"the engine is gone: {self.gone.result()}", stage="decode")
@@ -151,8 +151,8 @@ class EngineClient:
             merge(self._pending, inbox)
 
     async def room(self) -> None:
-        """Waits while much of what was sent is unread, as by an engine that stands still. For
-        messages that others would send on and on: pages.
+        """Waits while the engine has too many unread bytes, as when it stalls. For messages that a
+        peer would otherwise send without end, such as pages.
         """
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):  # `gone` reports the engine's end.
@@ -219,7 +219,7 @@ class EngineClient:
                 self.gone.set_result(f"{reason}, {status}")
 
     async def _read_orders(self, reader: asyncio.StreamReader) -> None:
-        """Reads replies to fault orders; these are no sign of life of the engine's loop."""
+        """Reads replies to fault orders, which do not show that the engine's loop turns."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while (message := await _message(reader)).outbox is not None:
                 self._on_outbox(message.outbox)
@@ -235,7 +235,8 @@ class EngineClient:
 
     def _kill(self) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):  # gone meanwhile, if not noticed yet
+        # The process has ended, and its end was not noticed yet.
+        with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
 

@@ -4,7 +4,7 @@
 
 It is spawned by the server process with one end of a socket pair, and of a second one for fault
 orders. It ends when the first one closes, and the kernel ends it when the server process dies in
-any other way. In DIR it leaves what helps to explain its stall or death.
+any other way. In DIR it leaves files that explain a stall or death (`black_box.py`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def load(link: ServerLink) -> Engine:
             link.write(FromEngine(progress=(done, total, what)))
 
     engine = Engine(config, load_parts(config, wake=link.wake, progress=progress))
-    # Loaded objects live as long as the process: the collector need not visit them again.
+    # Loaded objects live as long as the process, so the garbage collector need not visit them.
     gc.collect()
     gc.freeze()
     link.write(FromEngine(info=engine.info))
@@ -225,7 +225,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Not sys.exit: native threads of back ends must not hold up the end.
+    # `sys.exit` would wait for native threads of back ends.
     code = main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
 """Fault orders in the engine's process, on a socket of their own.
 
-A fault may hold up the engine's thread for minutes. Orders are obeyed by a thread that waits for
-nothing else, so that what is held up can be looked at and let go.
+A fault may hold up the engine's thread for minutes. A thread of its own obeys the orders, so that
+such a fault can be listed and cleared.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def obey_orders(sock: socket.socket) -> None:
     """Starts the thread, which ends when the other end of the socket closes.
 
     Args:
-        sock: The line: inboxes with nothing but fault orders come in, outboxes with the replies
-            to them go out.
+        sock: Socket on which inboxes with only fault orders arrive and outboxes with the replies
+            leave.
     """
     sock.setblocking(True)
     threading.Thread(target=_obey_all, args=(sock,), name="fault-orders", daemon=True).start()

@@ -37,10 +37,10 @@ STOP_TIMEOUT_S = 20.0
 destroyed. After that it is only queried.
 """
 RENEWED_AFTER_S = 10.0
-"""Least time between two connections to one service that were dialled anew."""
+"""Least time between two new connections to one service."""
 MAX_CHANNELS = 256
-"""Channels to prefill workers from which those without calls are closed, the longest unused first:
-workers come and go, each with an address of its own.
+"""Number of channels to prefill workers beyond which unused ones are closed, the longest unused
+first. Workers come and go, each with an address of its own.
 """
 T = TypeVar("T")
 
@@ -56,9 +56,7 @@ class _OpenFill:
     """Deadline for the answer to a stop, on the loop's clock; None: not stopped."""
 
     def stop(self) -> None:
-        """Notes that the filler was told to stop: from now on its answer is awaited for a limited
-        time.
-        """
+        """Notes that the filler was told to stop, which limits the time for its answer."""
         if self.stop_by is None:
             self.stop_by = asyncio.get_running_loop().time() + STOP_TIMEOUT_S
             if self.deadline is not None:
@@ -69,7 +67,7 @@ class FillClient:
     """Streams to fillers, one per lease, over one channel per address.
 
     Args:
-        engine: Where events go.
+        engine: Receives the fillers' events.
         identity: Identity of this worker; None: without TLS.
     """
 
@@ -77,9 +75,9 @@ class FillClient:
         self._engine = engine
         self._identity = identity
         self._channels: dict[tuple[str, str], ServiceChannel] = {}
-        """In the order of last use."""
+        """Channels by service and address, in the order of last use."""
         self._renewed: dict[tuple[str, str], float] = {}
-        """When each was dialled anew, on the loop's clock."""
+        """When each connection was last renewed, on the loop's clock."""
         self._open: dict[bytes, _OpenFill] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -137,7 +135,7 @@ class FillClient:
         return channel
 
     def _close_unused(self) -> None:
-        # Those of stores are held by their clients, and as many as are configured.
+        # Channels to stores stay open: their clients hold them, and their number is configured.
         idle = [
             name for name, one in self._channels.items() if name[1] == "prefill" and one.is_idle
         ]
@@ -146,8 +144,8 @@ class FillClient:
             self._spawn(self._channels.pop(name).close())
 
     def unanswered(self, address: str, service: str) -> None:
-        """Notes that calls to a service get no answers: the next ones use a new connection, for the
-        old one may be what is broken. Calls that are open go on, as it may just be slow.
+        """Notes that calls to a service get no answers. The next calls use a new connection, since
+        the old one may be broken. Open calls go on, since the service may just be slow.
         """
         name, now = (address, service), asyncio.get_running_loop().time()
         if now - self._renewed.get(name, -RENEWED_AFTER_S) < RENEWED_AFTER_S:

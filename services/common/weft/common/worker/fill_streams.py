@@ -34,8 +34,8 @@ class FillPort(Protocol):
         ...
 
     def ended(self, stream: int) -> None:
-        """Called when a stream broke, and when a data stream has ended in any way: nobody listens
-        to it any more.
+        """Called when a stream broke, and when a data stream ended in any way, so that no peer
+        reads it any more.
         """
         ...
 
@@ -48,7 +48,7 @@ class FillStreams:
     """All open Fill streams of a service.
 
     Args:
-        port: who fills.
+        port: the filler.
         tracer: keeps spans of the fills.
     """
 
@@ -65,8 +65,8 @@ class FillStreams:
 
         Raises:
             InvalidRequest: The stream does not begin with a `start`, or that is malformed.
-            PeerUnavailable: The filler broke.
-            DeadlineExceeded: The `start` does not come.
+            PeerUnavailable: The filler is gone.
+            DeadlineExceeded: The `start` does not come in time.
         """
         first = await first_message(requests)
         if first is None or first.WhichOneof("control") != "start":
@@ -93,7 +93,8 @@ class FillStreams:
                 trace.on_event(event)
                 is_over = event.kind in LAST_EVENTS
                 if event.kind == "accepted":
-                    # The filler's word: it may be unable to write to the memory that is offered.
+                    # The filler decides the transport: it may be unable to write to the owner's
+                    # memory.
                     is_data = event.transport == "data"
                 if event.kind == "broken":
                     raise PeerUnavailable(event.message, stage="fill")
@@ -120,7 +121,7 @@ class FillStreams:
             events.put_nowait(reply.event)
 
     def break_all(self, why: str) -> None:
-        """Breaks every stream, as the outcome of its writes cannot be reported any more."""
+        """Breaks every stream, since the outcomes of their writes cannot be reported any more."""
         for events in self._streams.values():
             events.put_nowait(FillEvent(kind="broken", message=why))
 
@@ -140,6 +141,6 @@ class FillStreams:
             elif kind == "stop":
                 self._port.stop(lease_id)
         self._port.ended(stream)
-        # Nothing that the filler says from now on is delivered.
+        # From now on no event of the filler is delivered.
         if (events := self._streams.get(stream)) is not None:
             events.put_nowait(FillEvent(kind="broken", message="the owner ended its side"))

@@ -13,8 +13,8 @@ class FillTrace:
 
     Args:
         tracer: Keeps the spans.
-        start: What the owner asked for. Without a trace context there are no spans; the context is
-            changed to name the new span, so that what the fill causes comes below it.
+        start: The owner's message. Without a trace context there are no spans. The context is
+            changed to name the new span, so that spans that the fill causes become its children.
     """
 
     def __init__(self, tracer: Tracer, start: FillStart) -> None:
@@ -83,7 +83,7 @@ class FillTrace:
     def _stage(
         self, name: str, begin_s: float, end_s: float, attributes: dict[str, Attribute]
     ) -> None:
-        """A part of the fill; its times are since it was accepted."""
+        """Records a part of the fill; times are seconds since the fill was accepted."""
         if end_s <= 0.0:
             return
         self._tracer.record(

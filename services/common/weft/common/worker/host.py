@@ -77,7 +77,7 @@ class RoleService(Protocol):
 
 
 class Front(NamedTuple):
-    """The part of a worker that exists once the engine runs: the server and its services."""
+    """The part of a worker that exists only while the engine runs: the server and its services."""
 
     server: ServiceServer
     service: RoleService
@@ -158,7 +158,8 @@ class WorkerHost:
         if self._settings.kvstore:
             self._store = self._store_client(info)
             self._closing.push_async_callback(self._store.close)
-        # Only now: the engine is spawned before gRPC's threads exist.
+        # The server is made after the engine was spawned, which must happen before gRPC's threads
+        # exist.
         registry = self._metrics(info)
         server = ServiceServer(
             self._settings,
@@ -198,7 +199,8 @@ class WorkerHost:
             watching.append(start_logged(watchdog.run()))
         ends: set[asyncio.Future[Any]] = {serving, self._engine.gone}
         try:
-            # A supervisor may send a signal once the worker is ready: begin to wait for it first.
+            # Lets the wait for signals begin, since a supervisor may send one as soon as the worker
+            # is ready.
             await asyncio.sleep(0)
             await self._tell_ready(front)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -316,9 +318,7 @@ class WorkerHost:
         return Watchdog(self._settings, self._engine, self._dumps, requests, about)
 
     async def _say_last_words(self, front: Front, watchdog: Watchdog | None) -> None:
-        """Reports the end of the engine on every stream: one process of a worker never outlives the
-        other.
-        """
+        """Reports the end of the engine on every stream, before this process ends too."""
         why = self._engine.gone.result()
         logger.error("the engine died: %s", why)
         front.service.on_engine_gone(why)
@@ -338,7 +338,7 @@ async def run_worker(
         The exit status.
 
     Raises:
-        Exception: What nobody expected, once everything has ended.
+        Exception: An unexpected error, once everything has ended.
     """
     configure_logging(role, settings.log_level, settings.log_format)
     if settings.enable_faults:
@@ -387,7 +387,7 @@ async def _end_by_quarantine(
 ) -> None:
     """Drains and ends the worker if its pool is lost to quarantine: the last fence.
 
-    A lease's life is waited for: the proof of an ordinary death comes sooner.
+    It first waits for the life of a lease, in which the proof of an ordinary death comes.
     """
     while True:
         load = engine.load

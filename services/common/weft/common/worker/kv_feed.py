@@ -26,10 +26,10 @@ class KvFeed:
     """Mirror and log of one engine's prefix cache. Used by the server's event loop.
 
     Args:
-        worker_id: Whose.
+        worker_id: Id of the worker.
         epoch: Epoch of the engine.
         max_log_pages: Bound of the log.
-        min_interval_s: Between two messages to one watcher.
+        min_interval_s: Least seconds between two messages to one watcher.
     """
 
     def __init__(

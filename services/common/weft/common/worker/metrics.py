@@ -86,7 +86,7 @@ class EngineCollector(Collector):
     Args:
         load: the newest report, None before the first.
         loop_age_s: age of the engine's last turn.
-        adapters: all that the engine has.
+        adapters: states of the engine's adapters.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def tier_metrics(tiers: Sequence[TierReport]) -> Iterator[Metric]:
 
 
 def _adapter_metrics(adapters: Collection[AdapterState]) -> Iterator[Metric]:
-    """Numbers of adapters by state; `weft status` has the names, possibly thousands."""
+    """Numbers of adapters by state, without their names, of which there may be thousands."""
     count = GaugeMetricFamily(
         "weft_adapters",
         "LoRA adapters of this worker, by state: loading, disk, host, device, failed",

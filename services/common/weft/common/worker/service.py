@@ -107,15 +107,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     Args:
         engine: the started engine.
-        info: what it said when it was ready.
-        kv_feed: what its prefix cache holds.
-        role: of this worker.
+        info: the engine's facts about itself.
+        kv_feed: content of the engine's prefix cache.
+        role: role of this worker.
         worker_id: stable id.
         model_name: served name.
-        server_pid: this process.
+        server_pid: pid of this process.
         kvstores: host:port of the KV stores in use.
-        advertised: host:port at which other workers reach this one; empty = as gateways do.
-        adapters: what it has of adapters; None = it serves the base model alone.
+        advertised: host:port at which other workers reach this one; empty: the address that
+            gateways use.
+        adapters: the worker's adapters; None: it serves the base model alone.
     """
 
     def __init__(
@@ -260,10 +261,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Accepts no new work and hands back waiting requests; running ones may finish.
 
         Args:
-            timeout_s: Until what still runs is handed back too, and leases are stopped.
+            timeout_s: Seconds until running requests are handed back too, and leases are stopped.
 
         Returns:
-            Nothing is left.
+            Whether no request and no lease is left.
         """
         if self._engine.gone.done():
             return False

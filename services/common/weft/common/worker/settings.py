@@ -14,7 +14,7 @@ _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
 """Default step sizes on a GPU, which keep the device busy."""
 _GPU_SHARED_TOKENS = 2048
-"""Prompt tokens that keep a GPU busy with products, though several prompts have to share a step."""
+"""Default of `shared_step_tokens` on a GPU: enough prompt tokens to keep it busy."""
 
 
 def engine_field(name: str, default: Any, description: str) -> Any:

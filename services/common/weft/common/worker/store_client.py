@@ -58,10 +58,10 @@ class _Stretch(NamedTuple):
 class StoreClient:
     """A worker's client of its KV store. An unreachable replica is a miss, never an error.
 
-    Pages of a replica that is away belong to the next one in their order meanwhile.
+    While a replica is away, its pages belong to the next replica in their order.
 
     Args:
-        engine: Where answers go.
+        engine: Receives the answers.
         replicas: At least one.
     """
 
@@ -189,7 +189,7 @@ def _segments(parts: Sequence[_Stretch], held: dict[str, Held]) -> list[StoreSeg
 
 
 async def _is_lost(point: faults.FaultPoint) -> bool:
-    """Passes a fault point; returns whether the store is not to be asked."""
+    """Passes a fault point; returns whether the call to the store is dropped."""
     try:
         return await point.fire_async() == "drop"
     except InjectedFault:

@@ -23,8 +23,8 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 REST_S = 1.0
 """Seconds for which a replica that did not answer is not asked."""
 MAX_LATE_RESTS = 3
-"""Rests in a row, each for a late answer to a lookup, with the last of which it counts as away: a
-lookup has little time, and a store or worker that is busy for a moment takes pages nevertheless.
+"""Number of rests in a row for late lookups after which the replica counts as away. A lookup has
+little time, and a store that is busy for a moment can still take pages.
 """
 
 
@@ -32,7 +32,7 @@ class Held(NamedTuple):
     """A replica's answer to a lookup."""
 
     num_pages: int
-    """Number of leading pages of those asked for."""
+    """Number of leading pages of the request that the replica holds."""
     store_id: str
     epoch: int
 
@@ -50,9 +50,9 @@ class StoreReplica:
     Args:
         fills: Owns the channels.
         address: host:port.
-        worker_id: This worker, and its incarnation.
-        epoch: See `worker_id`.
-        page_bytes: Bytes of its pool.
+        worker_id: Id of this worker.
+        epoch: Epoch of this worker's incarnation.
+        page_bytes: Bytes of a page of this worker's pool.
         tracer: Keeps spans of lookups.
         clock: Monotonic seconds.
     """
@@ -82,12 +82,16 @@ class StoreReplica:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it failed to answer a moment ago and is not to be asked for prompts."""
+        """Whether the replica failed to answer a moment ago, so that it is not asked for
+        prompts.
+        """
         return self._clock() < self._rests_until
 
     @property
     def is_away(self) -> bool:
-        """Whether it is not to be offered pages either: it rests, and not for one late lookup."""
+        """Whether the replica is not offered pages either: it rests, for more than some late
+        lookups.
+        """
         return self.is_resting and self._num_late_rests >= MAX_LATE_RESTS
 
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:

@@ -36,9 +36,9 @@ class CrashDumps:
     """Folders of crash dumps, the newest few of all workers that share the folder.
 
     Args:
-        root: Where they are.
-        max_dumps: Kept.
-        worker_id: Part of their names.
+        root: Folder of the dumps.
+        max_dumps: Number of dumps that are kept.
+        worker_id: Worker's id, part of the dumps' names.
 
     Raises:
         ConfigError: The folder cannot be made.
@@ -65,17 +65,18 @@ class CrashDumps:
         Args:
             kind: stall or crash.
             report: Content of the dump's report.
-            requests: That were under way.
+            requests: Requests that were under way.
 
         Returns:
             Its folder.
 
         Raises:
-            OSError: It cannot be written; nothing of it is left.
+            OSError: The dump cannot be written; no part of it is left.
         """
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + f"{time.time() % 1:.3f}"[1:]
         folder = self._root / f"{stamp}-{self._name}-{kind}"
-        # Under another name until it is whole: who finds a dump may read it.
+        # The folder has another name until it is complete, since others may read a dump as soon as
+        # they find it.
         partial = self._root / f".{folder.name}"
         partial.mkdir(mode=0o700)
         try:
@@ -108,10 +109,10 @@ class Watchdog:
     """Watches one engine.
 
     Args:
-        settings: Limits, and what dumps hold.
-        engine: To be followed.
-        dumps: Where dumps go.
-        requests: Tells what is under way.
+        settings: Limits, and the content of dumps.
+        engine: The engine to watch.
+        dumps: Writes the dumps.
+        requests: Returns the requests under way.
         about: Further facts about the worker, for reports.
     """
 
@@ -160,7 +161,8 @@ class Watchdog:
             if self._engine.info is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._engine.info.engine_pid, number)
-            # One after the other: with two of them pending, another thread may get the first.
+            # The signals are sent one after the other; with two pending, another thread may get the
+            # first.
             await asyncio.sleep(_STACKS_S)
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while not state.exists() and time.monotonic() < deadline:

@@ -32,31 +32,31 @@ class _Known(NamedTuple):
 
 
 class AdapterCards:
-    """Reads them once for each content.
+    """Reads the tokenizer and chat template of each adapter content once.
 
-    One content at a time, in a thread: a disk that never answers keeps one thread and this lock,
-    and every caller has its own deadline.
+    It reads one content at a time, in a thread. A disk that never answers blocks one thread and the
+    lock, and every caller has its own deadline.
 
     Args:
-        directory: Says where adapters lie, and which there are.
+        directory: The adapters and their files.
     """
 
     def __init__(self, directory: AdapterDirectory) -> None:
         self._directory = directory
         self._known: dict[tuple[str, str], _Known] = {}
-        """By name of the base model and content digest."""
+        """Results by name of the base model and content digest."""
         self._reading: dict[tuple[str, str], asyncio.Task[ModelCard]] = {}
         self._place = asyncio.Lock()
 
     async def of(self, entry: Entry, model: ModelCard) -> ModelCard:
-        """The model as an adapter has it: with its tokenizer and chat template, if it brings them.
+        """The model card for an adapter, with the tokenizer and chat template that it brings.
 
         Args:
-            entry: The adapter's.
+            entry: The adapter's entry.
             model: Its base model.
 
         Raises:
-            AdapterError: They cannot be used with the model, or with the adapter's embedding.
+            AdapterError: The files cannot be used with the model, or with the adapter's embedding.
             CopyGone: The files are not there, or not any more.
         """
         key = (model.name, entry.digest)
@@ -71,7 +71,8 @@ class AdapterCards:
     def _was_read(self, key: tuple[str, str], reading: asyncio.Task[ModelCard]) -> None:
         del self._reading[key]
         if not reading.cancelled():
-            reading.exception()  # All waiting callers have it; they may have left.
+            # Reads the exception, since all callers that would get it may have left.
+            reading.exception()
 
     async def _read(self, entry: Entry, model: ModelCard) -> ModelCard:
         folder = self._directory.registry.directory(entry.digest_bytes)
@@ -88,7 +89,7 @@ class AdapterCards:
         found = _Known(model, b"")
         try:
             found = self._load_there(folder, model, entry)
-        except Exception as error:  # Whatever a client's file makes a parser raise.
+        except Exception as error:  # A client's file may make a parser raise anything.
             problem = error
         if not folder.is_dir():
             raise CopyGone(
@@ -112,7 +113,7 @@ class AdapterCards:
         own = with_own_tokenizer(model, folder)
         num_tokens = own.tokenizer.get_vocab_size()
         if entry.is_lenient and num_tokens > model.vocabulary_size:
-            return _Known(model, b"")  # Workers have left its tokens out.
+            return _Known(model, b"")  # Workers have left out the adapter's added tokens.
         if num_tokens > num_rows:
             raise AdapterError(
                 f"it has token {num_tokens - 1}, and the embedding {num_rows} rows: save the "
@@ -122,8 +123,8 @@ class AdapterCards:
         return self._shared(own, model)
 
     def _shared(self, own: ModelCard, model: ModelCard) -> _Known:
-        """With the tokenizer of the model or of another adapter, if it is the same: large ones take
-        much memory.
+        """Shares an equal tokenizer of the model or of another adapter, since large ones take much
+        memory.
         """
         text = own.tokenizer.to_str()
         digest = hashlib.blake2b(text.encode()).digest()

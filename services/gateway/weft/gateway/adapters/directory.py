@@ -1,4 +1,6 @@
-"""What adapter names refer to now, and which contents this gateway's requests use."""
+"""The contents that adapter names refer to now, and the contents that this gateway's
+requests use.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class AdapterDirectory:
     """Follows the adapter registry.
 
     Args:
-        registry: None = this gateway was started without an adapter root, and knows no adapters.
+        registry: The registry; None: the gateway was started without an adapter root.
     """
 
     def __init__(self, registry: Registry | None) -> None:
@@ -77,13 +79,14 @@ class AdapterDirectory:
     async def change(self, change: Callable[[Manifest], Manifest]) -> Manifest:
         """Changes the registry; see `Registry.change`."""
         registry = self.registry
-        async with self._reading:  # or what was read before could be taken after it
+        # Otherwise an older state, read before, could replace the new one.
+        async with self._reading:
             manifest = await asyncio.to_thread(registry.change, change)
             self._take(manifest)
         return manifest
 
     async def _read(self, registry: Registry) -> None:
-        # The stamp first: what is written in between shows at the next look.
+        # The stamp is read first, so that a change in between shows at the next look.
         stamp = await asyncio.to_thread(registry.stamp)
         if stamp != self._stamp:
             self._take(await asyncio.to_thread(registry.read))

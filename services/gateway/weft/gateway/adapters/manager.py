@@ -67,13 +67,13 @@ class FleetAdapterManager:
     """Changes the registry on behalf of callers, and cleans it up.
 
     Args:
-        directory: Follows it.
+        directory: Follows the registry.
         fleet: The workers that must hold the adapters.
         metrics: Where loads are counted.
         models: The base models by name.
         cards: Cards of the models, which tokenizers of adapters must fit.
         load_timeout_s: Longest load, and longest wait for an unloaded one's requests.
-        linger_s: A retired content stays for so long after its last request.
+        linger_s: Seconds for which a retired content stays after its last request.
         max_bytes: A larger adapter is refused.
     """
 
@@ -99,8 +99,7 @@ class FleetAdapterManager:
         self._max_bytes = max_bytes
         self._idle_since: dict[Entry, float] = {}
         self._has_copies = True
-        """Whether there may be copies that no entry names: of failed loads, or of earlier gateways.
-        """
+        """Whether there may be copies without an entry, of failed loads or of earlier gateways."""
         self._calling_off: set[asyncio.Task[None]] = set()
         self._loading: list[Entry] = []
         """Entries whose load this gateway waits for."""
@@ -121,7 +120,7 @@ class FleetAdapterManager:
             except WeftError as error:
                 _log.warning("cleaning up adapters failed: %s", error.message)
             except Exception:
-                # Whatever one look met must not end all further ones.
+                # An error of one look must not end the following ones.
                 _log.exception("following the adapters failed")
             await asyncio.sleep(_FOLLOW_EVERY_S)
 
@@ -136,13 +135,14 @@ class FleetAdapterManager:
         """Registers an adapter and waits until all serving workers of its model hold it.
 
         Args:
-            order: What, and under which name.
+            order: The files, the name and the options.
 
         Returns:
-            What the name means now.
+            The entry that the name refers to now.
 
         Raises:
-            WeftError: It means what it meant before. The message says who failed, and why.
+            WeftError: The load failed, and the name means what it meant before. The message says
+            which worker failed, and why.
         """
         loop = asyncio.get_running_loop()
         began, outcome = loop.time(), "error"
@@ -176,7 +176,7 @@ class FleetAdapterManager:
                 await self._wait_held(entry, deadline)
             manifest = await self._directory.change(lambda old: old.commit(entry, time.time()))
         except BaseException:
-            # Also when the caller goes away: the name then means what it meant before.
+            # This also runs when the caller goes away: the name then means what it meant before.
             await self._call_off(entry)
             raise
         served = manifest.of(entry.name, "serving")
@@ -212,7 +212,7 @@ class FleetAdapterManager:
 
             def begin(old: Manifest, wanted: Entry = wanted, now: float = now) -> Manifest:
                 if not registry.directory(wanted.digest_bytes).is_dir():
-                    return old  # another gateway has removed the copy in between
+                    return old  # Another gateway has removed the copy in between.
                 return old.begin(wanted, replaces=order.replaces, now=now)
 
             try:
@@ -239,7 +239,7 @@ class FleetAdapterManager:
     async def _copy(self, order: LoadOrder, deadline: float) -> bytes:
         """Copies the files, a few adapters at a time; returns their digest.
 
-        A disk may not answer: whoever leaves before its end leaves the thread to itself.
+        A disk may not answer. A caller that leaves before the end leaves the thread running.
         """
         digest_of = partial(adapter_digest, is_lenient=order.is_lenient)
         add_copy = self._directory.registry.add_copy
@@ -261,7 +261,7 @@ class FleetAdapterManager:
                 copying.add_done_callback(self._left_alone)
 
     async def _check_texts(self, wanted: Entry, deadline: float) -> bool:
-        """Checks the tokenizer that an adapter brings; False: its copy was tidied away."""
+        """Checks the tokenizer that an adapter brings; False: the copy was removed meanwhile."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._cards.of(wanted, self._models[wanted.model])
@@ -292,7 +292,7 @@ class FleetAdapterManager:
 
     async def _take_back(self, adding: asyncio.Task[Manifest], wanted: Entry) -> None:
         """Drops an entry once it has been added."""
-        with suppress(WeftError):  # It was refused: there is nothing to take back.
+        with suppress(WeftError):  # If the entry was refused, there is nothing to take back.
             manifest = await adding
             loading = manifest.in_state("loading")
             gone = [one for one in loading if replace(one, generation=0) == wanted]
@@ -334,8 +334,8 @@ class FleetAdapterManager:
 
     @asynccontextmanager
     async def _renewed(self, entry: Entry) -> AsyncIterator[None]:
-        """Renews an entry while the block runs, so that all gateways see that somebody waits for
-        it.
+        """Renews an entry while the block runs, so that all gateways see that its load is still
+        awaited.
         """
         self._loading.append(entry)
         renewing = asyncio.create_task(self._renew(entry))
@@ -349,7 +349,7 @@ class FleetAdapterManager:
     async def _renew(self, entry: Entry) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            with suppress(WeftError):  # The next one may come through.
+            with suppress(WeftError):  # The next renewal may succeed.
                 until = time.time() + _LEASE_S
                 await self._directory.change(partial(Manifest.renew, entry=entry, until=until))
 
@@ -358,7 +358,7 @@ class FleetAdapterManager:
 
         Raises:
             AdapterError: A worker cannot load it.
-            DeadlineExceeded: Some still do not hold it.
+            DeadlineExceeded: Some workers still do not hold it.
             Overloaded: The load was cancelled by an unload.
         """
         loop = asyncio.get_running_loop()
@@ -407,13 +407,13 @@ class FleetAdapterManager:
 
         Args:
             name: Name of the adapter.
-            timeout_s: For those requests; None = the gateway's bound.
+            timeout_s: Longest wait for those requests; None: the gateway's bound.
 
         Returns:
             What it meant.
 
         Raises:
-            AdapterNotFound: It means nothing.
+            AdapterNotFound: The name refers to no adapter.
             DeadlineExceeded: Requests still use it. The name is gone.
         """
         directory, loop = self._directory, asyncio.get_running_loop()
@@ -458,7 +458,7 @@ class FleetAdapterManager:
     def _num_using(self, entry: Entry) -> int:
         """Number of requests that need it, as far as this gateway can tell.
 
-        By the workers' count it sees those of other gateways.
+        The workers' counts include requests of other gateways.
         """
         reported = sum(one.num_requests for one in holders(self._fleet, entry))
         return max(self._directory.num_using(entry.digest_bytes), reported)
@@ -466,7 +466,7 @@ class FleetAdapterManager:
     async def _tidy(self, now: float) -> None:
         """Drops retired entries that have been unused for a while, and loads whose gateway died.
 
-        A request that lost its worker may need a content that no worker counts a request for.
+        A request that lost its worker may need a content for which no worker counts a request.
         """
         manifest = self._directory.manifest
         retired = set(manifest.in_state("retired"))
@@ -480,7 +480,8 @@ class FleetAdapterManager:
         own = tuple(self._loading)
 
         def tidied(old: Manifest) -> Manifest:
-            # Only the newest manifest says what is late: an entry may just have been renewed.
+            # Only the newest manifest shows which loads are late, since an entry may just have been
+            # renewed.
             return old.drop(gone).drop_given_up(own, time.time())
 
         is_tidy = not gone and manifest.drop_given_up(own, time.time()).entries == manifest.entries

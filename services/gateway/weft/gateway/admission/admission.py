@@ -110,9 +110,7 @@ class Admission:
         return AdmissionSlot(release)
 
     def retry_after_s(self) -> float:
-        """When to come again: seconds until those who wait now will have been served at the present
-        rate.
-        """
+        """Seconds until the requests that wait now will have been served at the present rate."""
         rounds = self.num_queued / self._max_running
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, rounds * self._mean_hold_s))
 
@@ -137,7 +135,7 @@ class Admission:
                 self.num_queued -= num_prompts
                 self._wake()
             elif not waiter.place.cancelled() and waiter.place.exception() is None:
-                self._release(num_prompts)  # the place came at the same moment
+                self._release(num_prompts)  # The place was given at the moment of cancellation.
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
                     "the deadline passed while the request was queued", stage="queue"
@@ -147,7 +145,7 @@ class Admission:
     def _make_room(self, num_prompts: int, tenant: str, weight: float) -> None:
         """Raises Overloaded unless the queue has room, or others exceed their share of it.
 
-        Nobody is dropped for a request that is refused all the same.
+        No waiting request is dropped for a request that is refused all the same.
         """
         missing = self.num_queued + num_prompts - self._max_queued
         if missing <= 0:
@@ -177,7 +175,7 @@ class Admission:
         while (waiter := self._waiters.head()) is not None and self._fits(waiter.num_prompts):
             self._waiters.pop()
             self.num_queued -= waiter.num_prompts
-            if waiter.place.done():  # cancelled, and its task has not run since
+            if waiter.place.done():  # The waiter was cancelled, and its task has not run since.
                 continue
             self._take(waiter.num_prompts)
             waiter.place.set_result(None)

@@ -29,7 +29,7 @@ KEYLESS = frozenset(
         "/weft.v1.OllamaService/GetVersion",
         "/weft.v1.ServerService/ShowVersion",
         "/weft.v1.ServerService/Ping",
-        # Bounded by itself: one probe at a time for all callers.
+        # This call bounds itself: all callers share one probe at a time.
         "/weft.v1.ServerService/HealthGenerate",
         # Calls of operators: with TLS, `weft.common.rpc.authorize` refuses all others.
         "/weft.v1.GatewayService/GetFleet",
@@ -46,7 +46,7 @@ FACES = (
     "/weft.v1.OllamaService/",
     "/weft.v1.ServerService/",
 )
-"""Beginnings of the methods that need one."""
+"""Beginnings of the methods that need a key."""
 _REFUSALS_LOGGED_EVERY_S = 1.0
 
 current_tenant: ContextVar[Tenant | None] = ContextVar("current_tenant", default=None)
@@ -89,7 +89,7 @@ class ApiKeys:
 class TenantInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls of both faces without a known key; sets `current_tenant` for the others.
 
-    Nothing of what a caller sent reaches the log.
+    Nothing that a caller sent is logged.
     """
 
     def __init__(self, keys: ApiKeys) -> None:

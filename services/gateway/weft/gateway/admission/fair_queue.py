@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _FEW = 64
-"""So many entries may be gone, beside as many as wait."""
+"""Number of removed entries that the heap may keep beyond as many as wait."""
 
 
 class _Entry(Generic[T]):
@@ -43,15 +43,16 @@ class TenantFairQueue(Generic[T]):
     """Start-time fair queueing (Goyal, Vin, Cheng 1996): waiting tenants are served by weight.
 
     Each item starts in virtual time where its tenant's item before it finishes, or now if there is
-    none; the least start leaves first. So a tenant with few items waits for few of the others',
-    however many those have, and one that was away has saved up nothing. Within a tenant it is first
-    come, first served; with one tenant it is that as a whole.
+    none; the least start leaves first. So a tenant with few items waits for few items of others,
+    however many those have, and a tenant that was away has saved up no credit. Within a tenant the
+    order is first come, first served.
     """
 
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
         self._tenants: dict[str, _Tenant[T]] = {}
-        """Tenants with waiting items, and those whose last item has left and is not paid for yet.
+        """Tenants with waiting items, and tenants whose last item has left but whose virtual finish
+        is still to come.
         """
         self._now = 0.0
         self._numbers = count()
@@ -64,9 +65,9 @@ class TenantFairQueue(Generic[T]):
         """Queues an item.
 
         Args:
-            item: Equal to no other one that waits.
-            tenant: Whose it is.
-            cost: Above 0; in any unit, the same for all.
+            item: An item that equals no waiting one.
+            tenant: The item's tenant.
+            cost: Cost above 0, in a unit that is the same for all items.
             weight: Weight of the tenant, above 0: with twice the weight it gets twice the service.
         """
         known = self._tenants.get(tenant)
@@ -111,17 +112,17 @@ class TenantFairQueue(Generic[T]):
     def most_owed(self, tenant: str, cost: float, weight: float, missing: float) -> list[T]:
         """Items of others to give up so that an item of a tenant has room; they are not taken out.
 
-        Step by step the newest item of who has most waiting for its weight, as long as that is no
-        less than what the tenant would have with its new item.
+        Step by step it takes the newest item of the tenant that has the most waiting for its
+        weight, as long as that is no less than the new item's tenant would have.
 
         Args:
-            tenant: Whose item it is.
+            tenant: The new item's tenant.
             cost: Cost of the item.
             weight: Weight of the tenant.
             missing: Cost for which there is no room.
 
         Returns:
-            Items of at least the missing cost; empty: there are not so many.
+            Items of at least the missing cost; empty if there are not enough.
         """
         own = (self.cost_of(tenant) + cost) / weight
         shares = {name: known.cost / known.weight for name, known in self._tenants.items()}
@@ -146,8 +147,8 @@ class TenantFairQueue(Generic[T]):
         """Approximate cost of the items that would leave before a new one, as if all were served at
         once.
 
-        While a tenant's own items are served, every other one is served as much by its weight, up
-        to what it has waiting.
+        While the tenant's own items are served, every other tenant is served in proportion to its
+        weight, up to what it has waiting.
         """
         own = self.cost_of(tenant)
         share = (own + cost) / weight
@@ -175,7 +176,7 @@ class TenantFairQueue(Generic[T]):
             if later.number > entry.number:
                 later.start = max(self._now, later.start - shift)
                 has_shifted = True
-        # Those that are gone leave with the head, or here once they are most of all.
+        # Removed entries leave the heap at its head, or here once they outnumber the others.
         are_many = len(self._heap) > 2 * self._size + _FEW
         if are_many:
             self._heap = [one for one in self._heap if not one.is_gone]

@@ -1,8 +1,8 @@
 """API keys of tenants: their format, and the file that stores them.
 
 A key is `sk-weft-ID-SECRET`. The file holds SHA-256 digests, not keys. A slow password hash would
-add nothing: the secret is 32 random bytes, which nobody finds by trying, whatever a try costs, and
-every request pays for the hash.
+add nothing: the secret is 32 random bytes, which cannot be guessed, and every request would pay for
+the hash.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class KeySet:
             return None
         if entry.expires is not None and entry.expires <= now:
             return None
-        # Groups and tenants that happen to have one name stay apart.
+        # The prefixes keep a group and a tenant of the same name apart.
         group = f"group {entry.cache_group}" if entry.cache_group else f"tenant {entry.tenant}"
         return Tenant(entry.tenant, group, entry.manages_adapters)
 
@@ -134,7 +134,8 @@ def read_keys(path: Path) -> list[KeyEntry]:
     """Reads the keys of a file.
 
     Raises:
-        ConfigError: It cannot be read or is not such a file; says nothing of what it holds.
+        ConfigError: The file cannot be read or is not a file of keys; the message does not quote
+        it.
     """
     try:
         return _KeyFile.model_validate_json(path.read_bytes()).keys

@@ -62,16 +62,17 @@ class Charge:
 class RateLimits:
     """Buckets of the gateway and of its tenants.
 
-    Every limit is divided by the number of replicas, and is scaled by load: beyond `backlog_s` of
-    prompts queued at the workers buckets fill more slowly in proportion, at a tenth of their rate
-    at least.
+    Every limit is divided by the number of replicas and scaled by load: with more than `backlog_s`
+    of prompts queued at the workers, buckets fill more slowly in proportion, but at no less than a
+    tenth of their rate.
 
     Args:
         everybody: Limits of all tenants together.
         num_replicas: Gateways that share the limits.
-        backlog_s: From which on load counts, in seconds; 0 = never.
-        load_s: Tells what is queued at the workers, in seconds; None = not known.
-        on_refused: Told the scope (global, tenant) and the kind (requests, tokens) of each refusal.
+        backlog_s: Queue, in seconds, from which on load counts; 0: never.
+        load_s: Returns the workers' queue in seconds; None: unknown.
+        on_refused: Called with the scope (global, tenant) and the kind (requests, tokens) of each
+            refusal.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class RateLimits:
         return charge
 
     def reserve(self, charge: Charge, num_tokens: int, now: float) -> None:
-        """Takes the tokens that a request may come to.
+        """Takes the most tokens that a request may use.
 
         Raises:
             RateLimited: A limit of tokens is used up.
@@ -123,8 +124,8 @@ class RateLimits:
         """Returns reserved tokens that were not used, or takes those used beyond.
 
         Args:
-            charge: The request's.
-            num_tokens: That it had; None = it was refused, and counts as if it had never come.
+            charge: The request's charge.
+            num_tokens: Tokens that it used; None: it was refused, and gets everything back.
         """
         num_requests = 0 if num_tokens is not None else -charge.num_requests
         used = num_tokens or 0
@@ -135,7 +136,8 @@ class RateLimits:
         own = self._tenants.get(tenant, _Pair())
         told: dict[str, str] = {}
         scale = self.scale
-        for kind, bucket in (*self._global.kinds(), *own.kinds()):  # the latter come over the first
+        # The tenant's buckets take precedence.
+        for kind, bucket in (*self._global.kinds(), *own.kinds()):
             level = bucket.level(now, scale)
             told[f"x-ratelimit-limit-{kind}"] = str(int(bucket.capacity))
             told[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(level)))

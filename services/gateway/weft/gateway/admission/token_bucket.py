@@ -6,8 +6,8 @@ from __future__ import annotations
 class TokenBucket:
     """A rate limit per minute, with bursts of up to a minute's worth.
 
-    What turns out to have cost more than was taken for it is owed: the level falls below 0, and
-    nothing is given until it is paid. Times are seconds of one clock.
+    A request that used more than it had taken leaves a debt: the level falls below 0, and nothing
+    is given until it has risen again. Times are seconds of one clock.
     """
 
     __slots__ = ("_at", "_level", "capacity")
@@ -15,7 +15,7 @@ class TokenBucket:
     def __init__(self, per_minute: float, now: float) -> None:
         """Creates a full bucket."""
         self.capacity = per_minute
-        """Most that it holds, which is also what it gains in a minute."""
+        """Most that the bucket holds, and also what it gains in a minute."""
         self._level = per_minute
         self._at = now
 

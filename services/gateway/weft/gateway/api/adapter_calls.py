@@ -27,8 +27,8 @@ class AdapterCalls:
 
     Args:
         manager: Does the work.
-        models: For names of base models.
-        asks_for_keys: Callers of the faces bring API keys; not every key may do this.
+        models: Finds base models by their names.
+        asks_for_keys: Whether callers need API keys; not every key may manage adapters.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AdapterCalls:
     def check_caller(self) -> None:
         """Raises PermissionDenied unless the current call may change adapters.
 
-        Without API keys all may that reach the face; the operators' port asks for its token.
+        Without API keys every caller of the face may; the operators' port needs its token.
         """
         tenant = current_tenant.get()
         if self._asks_for_keys and (tenant is None or not tenant.manages_adapters):
@@ -74,7 +74,7 @@ class AdapterCalls:
         return gateway_pb2.LoadAdapterResponse(adapter=self._describe(entry))
 
     async def load_order(self, order: LoadOrder) -> Entry:
-        """Loads an adapter; without a model the order is for the only one."""
+        """Loads an adapter; an order without a model is for the only one."""
         model = self._models.base(order.model).model.name
         return await self._manager.load(replace(order, model=model))
 

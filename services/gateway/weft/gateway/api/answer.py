@@ -1,4 +1,4 @@
-"""The way of an answer that dialects of one sample share, from the pipeline to the client."""
+"""Runs a request of one sample and sends its answer, for all dialects."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ async def run_answer(
     Args:
         pipeline: Runs it.
         request: One prompt and one sample.
-        make_writer: Makes the dialect's writer.
+        make_writer: Creates the dialect's writer.
         context: The call to be answered.
-        is_streamed: Send the answer as it comes.
+        is_streamed: Whether the answer is sent as it comes.
         headers: Further headers, sent ahead of the answer.
-        before_end: What is awaited once the answer is whole, before the client is told its end.
+        before_end: Awaited once the answer is whole, before its end is sent.
 
     Raises:
         WeftError: The request was refused or failed.
@@ -98,7 +98,7 @@ def field_names(names: Mapping[str, str], parts: Mapping[str, str]) -> Iterator[
     """Names a field at fault as the dialect does.
 
     Args:
-        names: Names of the dialect by those of the internal request.
+        names: The dialect's names of fields, by those of the internal request.
         parts: Parts of names, such as ".function." of a tool's fields.
     """
     try:

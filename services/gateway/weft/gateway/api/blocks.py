@@ -1,5 +1,5 @@
-"""An answer as the sequence of blocks that dialects with typed content show: reasoning, text and
-calls of tools, each begun once and ended before the next one.
+"""Turns an answer into the sequence of blocks that dialects with typed content show: reasoning,
+text and tool calls. Each block begins once and ends before the next one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from weft.v1 import common_pb2
 
 Kind = Literal["reasoning", "text", "call"]
 _PIECES = re.compile(r"[^>}\]]*[>}\]]|[^>}\]]+")
-"""Pieces of a text in which nothing follows the end of a call or of reasoning: parsers do not tell
-the order of what one piece adds, which is reasoning, text and calls.
+"""Cuts a text so that in each piece nothing follows the end of a call or of reasoning, because a
+parser does not say in which order a piece adds reasoning, text and calls.
 """
 
 
@@ -35,7 +35,7 @@ class Block:
     parts: list[str] = field(default_factory=list)
     """Text, reasoning, or the arguments of a call, in pieces."""
     logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of a text's tokens, where they were asked for."""
+    """Log-probabilities of a text's tokens, if they were asked for."""
     is_ended: bool = False
 
     @property
@@ -52,20 +52,20 @@ class Step(NamedTuple):
     text: str = ""
     """The added text."""
     logprobs: Sequence[common_pb2.TokenLogprob] = ()
-    """Log-probabilities that came with it."""
+    """Log-probabilities that came with the text."""
 
 
 class BlockReader:
     """Turns the deltas of one sample into steps.
 
     Args:
-        make_parser: Makes what takes the sample's text apart; None: all of it is text.
+        make_parser: Creates the parser of the sample's text; None: all of it is text.
     """
 
     def __init__(self, make_parser: Callable[[], AnswerParser] | None) -> None:
         self._parser = None if make_parser is None else make_parser()
         self._blanks = ""
-        """Blanks that begin a text, which are left out where no text follows."""
+        """Blanks that begin a text; they are left out if no text follows."""
         self._logprobs: list[common_pb2.TokenLogprob] = []
         """Log-probabilities of tokens whose text is not known yet."""
         self.blocks: list[Block] = []
@@ -162,7 +162,7 @@ class BlockReader:
 def num_reasoning_tokens(stream: TokenStream, blocks: Sequence[Block]) -> int:
     """Tokens of an answer's reasoning, up to and with its closing tag.
 
-    Where the tag is no token of its own, the text of the reasoning is counted again.
+    If the tag is no single token, the reasoning's text is tokenised again.
     """
     reasoning = "".join([block.text for block in blocks if block.kind == "reasoning"])
     if not reasoning:

@@ -42,8 +42,8 @@ def call_fields(body: OwnFields, facts: CallFacts, routing_key: str = "") -> dic
 
     Args:
         body: The body.
-        facts: Of the call.
-        routing_key: The body's own; empty: the call's, or else the session's.
+        facts: Facts about the call.
+        routing_key: The body's routing key; empty: that of the call, else of the session.
     """
     return {
         "request_id": facts.request_id,

@@ -1,7 +1,8 @@
 """Bases and bounds of the bodies of dialects.
 
-As those of `weft.gateway.api.openai.bodies`: `null` is the same as absent, types are strict, lists
-are bounded. But a field that is not listed is refused by name, as the dialects' own servers do.
+As in `weft.gateway.api.openai.bodies`, `null` is the same as absent, types are strict, and lists
+are bounded. Unlike there, a field that is not listed is refused by name, as the dialects' own
+servers do.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ class StrictPart(BaseModel):
 
 
 class PastPart(BaseModel):
-    """Part of a conversation, as clients send back what they got: unknown fields are ignored."""
+    """Part of an earlier conversation that a client sends back: unknown fields are ignored."""
 
     model_config = LENIENT
 
 
 def refuse(body: BaseModel, fields: dict[str, str], prefix: str = "") -> None:
-    """Refuses fields that ask for what there is not. What is empty or off asks for nothing.
+    """Refuses fields that are not supported. An empty or false value asks for nothing.
 
     Args:
         body: The body to check.
         fields: What each refused field asks for, by its name.
-        prefix: Of the names in errors.
+        prefix: Prefix of the names in errors.
 
     Raises:
-        InvalidRequest: One of them is given.
+        InvalidRequest: One of the fields is given.
     """
     for name, what in fields.items():
         value: Any = getattr(body, name)

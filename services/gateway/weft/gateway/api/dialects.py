@@ -24,7 +24,7 @@ def make_response_store(settings: GatewaySettings) -> ResponseStore:
     """Makes the store of responses that the settings ask for.
 
     Raises:
-        ConfigError: They make no sense.
+        ConfigError: The settings contradict each other.
     """
     if not settings.response_store_url:
         return MemoryResponses(settings.response_store_bytes, settings.max_stored_responses)
@@ -60,10 +60,10 @@ def add_dialects(
 
     Args:
         server: The gRPC server.
-        settings: Of the gateway.
+        settings: The gateway's settings.
         pipeline: Runs their requests.
         models: The served models.
-        openai: The face whose parser of bodies and whose readiness they share.
+        openai: The OpenAI face, whose body parser and readiness the others share.
         registry: Metrics of the gateway.
         gateway: Name of this gateway in ids of responses: letters and digits.
         responses: Keeps responses.

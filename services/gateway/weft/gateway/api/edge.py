@@ -49,7 +49,7 @@ class CallFacts:
     client_request_id: str
     """Id given by the client or the REST edge; empty: none that is usable."""
     timeout_s: float | None
-    """Time limit of the call and of the metadata `x-request-timeout-ms`, the less of both; None:
+    """The lesser of the call's deadline and the metadata `x-request-timeout-ms`; None: there is
     neither.
     """
     traceparent: str
@@ -73,12 +73,11 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
 
     Args:
         context: Context of the call.
-        prefix: Of the request id, such as "chatcmpl".
+        prefix: Prefix of the request id, such as "chatcmpl".
         joint: Text after the prefix.
 
     Raises:
-        InvalidRequest: A value of the metadata is no number where it must be, or two contradict
-            each other.
+        InvalidRequest: A metadata value is not a number, or two values contradict each other.
     """
     request_id = f"{prefix}{joint}{secrets.token_hex(16)}"
     current_request_id.set(request_id)
@@ -115,7 +114,7 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
 
 
 def earliest(*limits_s: float | None) -> float | None:
-    """The least of several time limits, each of which may be absent, as may be the result."""
+    """The least of several time limits, each of which may be None; None if all are."""
     return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
@@ -148,11 +147,12 @@ async def begin_answer(
     content_type: str = "",
     headers: tuple[tuple[str, str], ...] = (),
 ) -> None:
-    """Sends the request's name ahead of its answer; from now on it is not sent to another gateway.
+    """Sends the request's id ahead of its answer. From then on the edge does not send the request
+    to another gateway.
 
     Args:
         context: Context of the call.
-        request_id: That name.
+        request_id: The request's id.
         content_type: Type of an answer for the REST edge, which keeps event streams alive.
         headers: Further headers for the client.
     """

@@ -13,11 +13,11 @@ def end_session(fleet: Fleet, session_id: str, cache_salt: str) -> int:
     Args:
         fleet: All workers.
         session_id: As in the chat's requests.
-        cache_salt: Likewise.
+        cache_salt: As in the chat's requests.
 
     Returns:
-        Workers that were told. Another one, whose Session is broken, has nothing left of the chat
-        but pins, which end by themselves.
+        Number of workers that were told. A worker whose Session is broken keeps at most pins of the
+        chat, which expire.
 
     Raises:
         InvalidRequest: The name is empty or too long, or the salt is.

@@ -25,14 +25,14 @@ Tool = Mapping[str, Any]
 
 
 class ToolUse(NamedTuple):
-    """What an answer may contain by the request's choice of tools."""
+    """The calls that an answer may contain, by the request's choice of tools."""
 
     calls: Calls | None
     """Calls that the answer may have; None: it has none."""
     constraint: Constraint | None
-    """Under which it consists of calls; None: it need not."""
+    """Constraint that makes the answer consist of calls; None: it need not."""
     param: str = ALL_TOOLS
-    """The field that the constraint is of."""
+    """The field that the constraint comes from."""
 
 
 NO_TOOLS = ToolUse(None, None)
@@ -42,10 +42,10 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """Checks the names of tools.
 
     Args:
-        tools: Of OpenAI's form.
+        tools: Tools in OpenAI's form.
 
     Raises:
-        InvalidRequest: There are too many, or a name is none or stands there twice.
+        InvalidRequest: There are too many tools, or a name is not valid or occurs twice.
     """
     check_range("tools", len(tools), 0, MAX_TOOLS, "tools")
     known: set[str] = set()
@@ -60,10 +60,10 @@ def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 
 
 def only_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
-    """Those of the tools that a choice allows; the model is told of no others.
+    """The tools that a choice allows; the model is shown no others.
 
     Raises:
-        InvalidRequest: There is none of such a name.
+        InvalidRequest: There is no tool of such a name.
     """
     known = {tool["function"]["name"] for tool in tools}
     for number, name in enumerate(names):
@@ -81,7 +81,7 @@ def use_tools(
     Args:
         tools: Tools that the model is shown; empty: none.
         choice: "none", "auto", "required"; or a function's name.
-        is_named: It is a name.
+        is_named: Whether `choice` is a function's name.
         most: Most calls; None: any number.
 
     Raises:
@@ -113,12 +113,13 @@ def _check_parameters(number: int, tool: Tool) -> None:
 
 
 def past_call(id_: str, name: str, arguments: object) -> dict[str, Any]:
-    """A call of an earlier message, as chat templates take it: with an object as `arguments`.
+    """A call of an earlier message in the form that chat templates take, with an object as
+    `arguments`.
 
     Args:
         id_: Its id; empty = none.
         name: The function's.
-        arguments: A JSON object, or a text with one; of anything else an object is made, since a
+        arguments: A JSON object, or a text with one. Anything else is made an object, since a
             conversation must go on whatever a model wrote in it.
     """
     given_id = {"id": id_} if id_ else {}
@@ -127,10 +128,10 @@ def past_call(id_: str, name: str, arguments: object) -> dict[str, Any]:
 
 
 def _past_arguments(given: object) -> dict[str, Any]:
-    """An object of what a past call has as arguments.
+    """Makes an object of a past call's arguments.
 
-    Of a text that was cut off it has the members that are there; of several objects all members, a
-    later one in place of an earlier one of its name; anything else is its one member, `arguments`.
+    Of a text that was cut off it keeps the complete members. Several objects are merged, later
+    members replacing earlier ones. Anything else becomes the single member `arguments`.
     """
     text = given if isinstance(given, str) else ""
     if isinstance(given, str):
@@ -143,17 +144,17 @@ def _past_arguments(given: object) -> dict[str, Any]:
     found = given if isinstance(given, dict) else {"arguments": given}
     try:
         written = json.dumps(found, ensure_ascii=False)
-        # Halves of characters, which JSON's escapes can name, no tokenizer takes.
+        # Tokenizers refuse lone surrogates, which JSON's escapes can name.
         return found if written.isascii() else dict(json.loads(encodable(written)))
     except (ValueError, RecursionError):
         return {"arguments": encodable(text)}
 
 
 def _read_past(text: str) -> object:
-    """The value that a text has, the members of its objects together, or what of a value was cut.
+    """Reads the value of a text; merges several objects, and completes a value that was cut off.
 
     Raises:
-        ValueError: It has no value, or text behind it.
+        ValueError: The text has no value, or more text behind it.
     """
     text = text.strip()
     if not text:
@@ -164,7 +165,7 @@ def _read_past(text: str) -> object:
         try:
             value, end = decoder.raw_decode(text, at)
         except ValueError:
-            # Cut off, unless it is no JSON at all.
+            # The text was cut off, unless it is no JSON at all.
             value, end = from_json(text[at:].encode(), allow_partial="trailing-strings"), len(text)
         if not isinstance(value, dict):
             if at or end < len(text):

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 _MEET_S = 10.0
 _WATCH_AGAIN_S = 1.0
-"""Seconds until a source of addresses is asked again that has failed."""
+"""Seconds until a failed source of addresses is asked again."""
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -26,8 +26,8 @@ class ModelFleet:
     """The workers of one model.
 
     Args:
-        workers: Gives all workers of this model with a role, healthy or not.
-        may_come: Workers of a role were named that have not said yet what they serve.
+        workers: Returns all workers of this model with a role, healthy or not.
+        may_come: Returns whether discovered workers of a role have not reported their model yet.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Fleet:
     """All workers that discovery names.
 
     Args:
-        discovery: Names them.
-        make_worker: Follows one of them.
+        discovery: Source of the workers' addresses.
+        make_worker: Creates the follower of a worker.
         models: Names of the models that are served.
     """
 
@@ -120,9 +120,7 @@ class Fleet:
             await self._update(())
 
     async def _follow(self) -> None:
-        """Follows discovery until it fails in a way that it does not expect itself. Workers that
-        are known serve on.
-        """
+        """Follows discovery until it fails unexpectedly. Known workers stay in use."""
         try:
             async for endpoints in self._discovery.watch():
                 await self._update(endpoints)
@@ -158,15 +156,17 @@ class Fleet:
         return self._by_model[model]
 
     def has_constraints(self) -> bool:
-        """Notes that constrained requests have come: any decode worker may get the next one."""
+        """Notes that constrained requests have come, since any decode worker may get the
+        next one.
+        """
         sessions = [worker.session for worker in self.workers("decode")]
         return any(session is not None and session.has_constraints for session in sessions)
 
     def _may_come(self, role: Role) -> bool:
         """Whether a worker of the role may still turn up; see `ModelFleet`.
 
-        With several models only for a while: one's workers that never come must not keep the
-        others from serving.
+        With several models it is true only for a while, so that one model's missing workers do not
+        keep the others from serving.
         """
         if len(self._by_model) == 1:
             return role in self._known_roles

@@ -37,13 +37,13 @@ class _Gap(Exception):
 class KvFollower:
     """Follows one worker's KV events, incarnation after incarnation.
 
-    A broken stream goes on behind the last change taken. A change that is missing, and anything
-    else that does not fit, is healed by a snapshot.
+    After a broken stream it continues behind the last change applied. A missing change, and any
+    other inconsistency, is repaired by a snapshot.
 
     Args:
         stub: Stub of the worker.
         index: Prefix index of its pool.
-        counters: Told what happened.
+        counters: Counts changes, snapshots and gaps.
     """
 
     def __init__(

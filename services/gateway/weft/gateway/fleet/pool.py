@@ -20,7 +20,7 @@ class Member(Protocol):
     load: LoadEstimate
 
     def problem(self, now: float) -> str:
-        """Why it gets no requests; empty if it may."""
+        """Why the worker gets no requests; empty if it may get some."""
         ...
 
 
@@ -31,7 +31,7 @@ class WorkerPool(Generic[M]):
     """The healthy workers of a pool, without checking every worker at each decision.
 
     Args:
-        workers: Gives all workers of the role, healthy or not, in a fixed order.
+        workers: Returns all workers of the role, healthy or not, in a fixed order.
     """
 
     def __init__(self, workers: Callable[[], Iterable[M]]) -> None:
@@ -53,7 +53,7 @@ class WorkerPool(Generic[M]):
         """Applies a policy to the healthy workers.
 
         Args:
-            policy: The pool's.
+            policy: The pool's policy.
             request: The request to place.
             count: Workers wanted.
             now: Event loop time.
@@ -61,7 +61,7 @@ class WorkerPool(Generic[M]):
 
         Returns:
             Workers and the prompt tokens that each is believed to hold, the best first; empty when
-            nobody may be chosen.
+            no worker may be chosen.
         """
         if now - self._looked_at < _REFRESH_S:
             chosen = self._choose(policy, request, count, is_excluded)

@@ -25,12 +25,12 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _RETRY_AFTER_S = 1.0
 _MAX_ARRIVED = 64
-"""Messages read ahead of those that are handed out; then the worker merges what it has to say."""
+"""Messages read ahead of those that are dispatched. With more, the worker merges its messages."""
 _BUSY_S = 0.002
-"""Time for which a message keeps the event loop busy, from which on a pause follows."""
+"""A message that keeps the event loop busy for at least this time is followed by a pause."""
 _MAX_PAUSE_S = 0.05
 _PAUSE_SHARE, _ADMITTING_SHARE = 0.25, 1.0
-"""Length of the pause, in times of what the message took; the second while requests are submitted.
+"""Length of the pause as a multiple of the message's time; the second while requests are submitted.
 """
 _ADMITTING_S = 0.05
 """Time after a submit in which others are likely to follow."""
@@ -60,7 +60,7 @@ class SessionHandler(Protocol):
         """Called when a sample has ended."""
 
     def on_failed(self, error: WeftError) -> None:
-        """Called when the whole request has failed; nothing more comes."""
+        """Called when the whole request has failed; no call follows."""
 
 
 class ReconnectBackoff:
@@ -84,13 +84,13 @@ class ReconnectBackoff:
 class DecodeSession:
     """Keeps a Session open, reconnects when it breaks, and dispatches events to their requests.
 
-    A break fails every request that is on it (`PeerUnavailable`, retryable); the worker cancels
-    its side. What is queued to be sent is bounded by the requests admitted.
+    A break fails every request on the Session (`PeerUnavailable`, retryable); the worker cancels
+    its side. The queue of messages to send is bounded by the number of admitted requests.
 
-    Tokens of many requests can keep the event loop busy all the time, and whatever else has to
-    pass through it, new requests above all, would wait behind them. So a message that took long to
-    hand out is followed by a pause in proportion; what arrives meanwhile is handed out at once
-    then, as fewer and larger deltas, which cost less.
+    Tokens of many requests can keep the event loop busy all the time, and new requests would wait
+    behind them. So a message that took long to dispatch is followed by a pause in proportion. What
+    arrives meanwhile is dispatched at once after the pause, as fewer and larger deltas, which cost
+    less.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class DecodeSession:
         """Creates the session; `run` opens it.
 
         Args:
-            channel: To the worker.
+            channel: Channel to the worker.
             gateway_id: Stable id of this gateway.
-            gateway_epoch: Its incarnation.
-            ping_interval_s: Between pings.
+            gateway_epoch: Epoch of this gateway's incarnation.
+            ping_interval_s: Seconds between pings.
             dead_after_s: A ping unanswered for longer ends the Session; see `stale_after_s`.
             on_lost: Called after an open Session broke.
-            expects_constraints: Whether the worker is to be ready for constrained requests.
-            on_silence: Called when nothing answers on the channel.
+            expects_constraints: Returns whether the worker should prepare for constrained requests.
+            on_silence: Called when the peer does not answer on the channel.
         """
         self._on_silence = on_silence
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
@@ -128,7 +128,7 @@ class DecodeSession:
         self._on_lost = on_lost
         self._expects_constraints = expects_constraints
         self.has_constraints = False
-        """Whether it has carried a constrained request."""
+        """Whether the Session has carried a constrained request."""
         self._handlers: dict[str, SessionHandler] = {}
         self._silent: set[str] = set()
         """Requests without events since the last ping."""
@@ -139,14 +139,14 @@ class DecodeSession:
         """Loop time of the last submit."""
         self._oldest_ping: float | None = None
         self.stale_after_s = 0.0
-        """The worker's own staleness limit; pings wait at least this long. 0: its server is silent
-        too, which no step of its engine explains.
+        """The worker's own staleness limit; a ping waits at least this long. 0: even the worker's
+        server is silent, which a long step of its engine does not explain.
         """
         self.worker_id = ""
         self.worker_epoch = 0
         self.is_open = False
         self.problem = "not connected yet"
-        """Why it is not open."""
+        """Why the Session is not open."""
 
     def sizes(self) -> dict[str, int]:
         """Numbers of requests that wait for events, and of messages to be sent."""
@@ -172,7 +172,7 @@ class DecodeSession:
                     raise
                 self.problem = "its connection was closed"
             except Exception:
-                # A fault of this gateway: the worker is well, and is not to be lost for it.
+                # The fault is this gateway's, so the worker stays in use.
                 _log.exception("a session failed", extra={"worker_id": self.worker_id})
                 self.problem = "session failed in the gateway"
             self._close(is_loss=self.is_open)
@@ -206,7 +206,9 @@ class DecodeSession:
             event = await call.read()
             if event is grpc.aio.EOF:
                 raise PeerUnavailable("the worker ended the session")
-            backoff.reset()  # Not before: a worker may welcome, and end at once, again and again.
+            # The delay is reset only now, since a worker may welcome and end at once, again and
+            # again.
+            backoff.reset()
             await self._arrived.put(event)
 
     async def _hand_out(self) -> None:
@@ -217,7 +219,7 @@ class DecodeSession:
             began_at = loop.time()
             self._dispatch(event)
             self._hand_out_arrived()
-            await asyncio.sleep(0)  # Those whom it woke go first.
+            await asyncio.sleep(0)  # The tasks that the message woke run first.
             now = loop.time()
             if now - began_at < _BUSY_S:
                 continue
@@ -315,7 +317,7 @@ class DecodeSession:
         while True:
             now = loop.time()
             if self._oldest_ping is not None:
-                # That this process was stopped, or late, is not the worker's silence.
+                # A pause of this process is not the worker's silence.
                 self._oldest_ping += max(0.0, now - due)
             limit_s = max(self._dead_after_s, self.stale_after_s)
             if self._oldest_ping is not None and now - self._oldest_ping > limit_s:

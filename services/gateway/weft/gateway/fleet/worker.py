@@ -45,7 +45,7 @@ _HELD = (
 class FleetWorker:
     """One worker endpoint: follows its load, and keeps the Session of a decode worker.
 
-    Which model it serves is its own word.
+    The worker itself reports which model it serves.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class FleetWorker:
         """Stores the settings; opens no connection yet.
 
         Args:
-            endpoint: Where it is.
-            models: That the gateway serves, by name.
+            endpoint: Address and role of the worker.
+            models: The models that the gateway serves, by name.
             settings: Times and bounds.
             gateway_id: Id of this gateway.
-            gateway_epoch: Identifies its incarnation.
-            on_session_lost: Told when a Session breaks.
-            expects_constraints: Whether constrained requests have come to anybody.
-            make_follower: Follows the KV events of a worker of a model, if a policy needs them.
-            worker_ids: Of all endpoints.
+            gateway_epoch: Epoch of this gateway's incarnation.
+            on_session_lost: Called when a Session breaks.
+            expects_constraints: Returns whether the gateway has seen constrained requests.
+            make_follower: Creates the follower of a worker's KV events, if a policy needs them.
+            worker_ids: Ids of all endpoints.
             identity: Certificate; None = no TLS.
         """
         self.endpoint = endpoint
@@ -144,7 +144,7 @@ class FleetWorker:
                 if self.session is not None:
                     self.session.stale_after_s = 0.0
             except Exception:
-                # A fault of this gateway: the worker is well, and is not to be lost for it.
+                # The fault is this gateway's, so the worker stays in use.
                 _log.exception("following a worker failed", extra={"worker": str(self.endpoint)})
                 self._failure = "could not be followed"
             self._load = None
@@ -223,7 +223,7 @@ class FleetWorker:
 
     @property
     def model(self) -> str:
-        """Name of the model that it serves; empty: not met yet."""
+        """Name of the model that the worker serves; empty: unknown yet."""
         return "" if self.info is None else self.info.model
 
     def _check(self, info: worker_pb2.GetInfoResponse) -> None:
@@ -303,7 +303,7 @@ class FleetWorker:
 
         Args:
             digest: Digest of its content; empty = the base model, which every worker has.
-            on_device: Ask for those that need not load it first.
+            on_device: Whether the adapter must be on the worker's device already.
         """
         if not digest:
             return True
@@ -322,7 +322,7 @@ class FleetWorker:
 
         Args:
             error: How the worker failed it, if it did.
-            is_proven: It had brought something.
+            is_proven: Whether the request had received anything from the worker.
         """
         # The loss of a Session counts once, not for each of its requests; see `_lost`.
         is_fault = isinstance(error, Internal) or (
@@ -360,7 +360,7 @@ class FleetWorker:
         return ""
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """What is known of it, for operators; `now` is event loop time."""
+        """The worker's state as this gateway knows it, for operators; `now` is event loop time."""
         known = {
             "role": self.endpoint.role,
             "address": self.endpoint.address,

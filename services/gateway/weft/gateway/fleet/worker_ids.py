@@ -17,16 +17,16 @@ class Holder(Protocol):
 
     @property
     def is_in_service(self) -> bool:
-        """Whether it is followed now and takes new requests."""
+        """Whether the gateway watches this endpoint and routes new requests to it."""
         ...
 
     def step_back(self) -> None:
-        """Gives up the id, and all that is kept by it."""
+        """Gives up the id, and everything that is kept under it."""
         ...
 
 
 class WorkerIds:
-    """Which endpoint each worker id belongs to.
+    """The endpoint that each worker id belongs to.
 
     One worker may be listed under several addresses, such as one of IPv4 and one of IPv6, and two
     workers may have been given one id by mistake. The first endpoint that is met keeps the id
@@ -42,7 +42,7 @@ class WorkerIds:
         Raises:
             PeerUnavailable: It belongs to another endpoint, which is in service.
         """
-        self.release(holder)  # another one may run at its address now
+        self.release(holder)  # Another worker may run at the address now.
         key = (holder.endpoint.role, info.worker_id)
         other = self._holders.get(key)
         if other is not None:

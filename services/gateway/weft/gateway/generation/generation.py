@@ -46,8 +46,8 @@ class Listener:
 class Generation:
     """One prompt, its samples and its attempts. Implements `SessionHandler`.
 
-    When an attempt is lost in a way that a repetition can mend, it goes on by itself with another
-    owner: the prompt is submitted again with the tokens so far. The client sees a pause.
+    When an attempt is lost and a repetition can help, the generation submits the prompt with the
+    tokens so far to another owner. The client sees a pause.
     """
 
     def __init__(
@@ -74,19 +74,20 @@ class Generation:
         Args:
             request: The client's request.
             prompt: This prompt.
-            routing: The request as routing policies see it; its name is the key on Sessions.
+            routing: The request as routing policies see it; its `request_id` is the key on
+                Sessions.
             first_index: Index of its first sample in the client's request.
-            model: Name that workers know.
+            model: Name of the model at the workers.
             seed: Seed of all its attempts.
             plan: How its samples are rendered.
-            router: Finds owners.
+            router: Chooses owners.
             metrics: Where tokens are counted.
             listener: Informed of tokens, failures and the end.
             arrival: Event loop time at which the client's request came.
             deadline: Event loop time at which it must have ended.
             first_token_deadline: Event loop time at which it must have its first token.
             limits: Limits of resuming after the owner is lost.
-            trace: Gets the spans of its attempts.
+            trace: Receives the spans of the attempts.
         """
         self._request = request
         self.prompt = prompt
@@ -159,7 +160,7 @@ class Generation:
         """Submits the prompt to an owner, with the tokens that its samples already have.
 
         Raises:
-            PeerUnavailable: There is none.
+            PeerUnavailable: There is no owner.
         """
         now = asyncio.get_running_loop().time()
         trace = self._trace.attempt(self.wire_id, self.attempt + 1)
@@ -210,7 +211,7 @@ class Generation:
                 self._metrics.retries.inc()
                 return
             await self._backoff.sleep()
-            # There is no other: those that lost it may be well again.
+            # No other worker is available, and the avoided ones may have recovered.
             self._avoided.clear()
 
     def _is_refusal(self, error: WeftError) -> bool:
@@ -307,7 +308,8 @@ class Generation:
         sample = self.samples[event.sample]
         self.cached_prompt_tokens = max(self.cached_prompt_tokens, event.cached_prompt_tokens)
         if event.HasField("timeline"):
-            # That of the sample which began first: its siblings share what was done for it.
+            # Keeps the timeline of the sample that began first; the others share its prompt's
+            # history.
             known = self._timeline
             if not known.ByteSize() or _began(event.timeline) < _began(known):
                 self._timeline = event.timeline

@@ -72,10 +72,10 @@ class _Account:
     trace: RequestTrace
     gated: GatedRequest
     model: str = ""
-    """Name of the model; empty: it named none that exists."""
+    """Name of the model; empty: the requested model does not exist."""
     charge: Charge | None = None
     num_scores: int = 0
-    """Log-probabilities of its prompts for which there is room."""
+    """Number of prompt log-probabilities for which the request has room."""
     stream: TokenStream | None = None
     """The request's stream; None: it was refused, or waits."""
     waiter: asyncio.Task[object] | None = None
@@ -140,7 +140,7 @@ class RequestPipeline:
         return self._admission.is_draining
 
     def load(self) -> gateway_pb2.GatewayLoad:
-        """The gateway's load, and how it fares with latency targets."""
+        """The gateway's load, and how many requests meet their latency targets."""
         gates, metrics = [one.latency_admission.gate for one in self._models], self._metrics
         firsts = [seconds for gate in gates if (seconds := gate.first_token_s()) is not None]
         return gateway_pb2.GatewayLoad(
@@ -162,8 +162,9 @@ class RequestPipeline:
         """Cancels a request of a tenant that waits or runs.
 
         Args:
-            request_id: The gateway's id of it, or the client's, under which there may be several.
-            tenant: Whose it must be.
+            request_id: The gateway's id of the request, or the client's, which several requests may
+                share.
+            tenant: The tenant that the request must belong to.
 
         Returns:
             False if the tenant has no such request here.
@@ -194,7 +195,7 @@ class RequestPipeline:
         """Runs a request for the duration of the block; leaving it cancels what is unfinished.
 
         Args:
-            request: As translated by a face; not checked yet.
+            request: The request as a dialect translated it, not checked yet.
 
         Yields:
             The stream of its deltas.
@@ -377,7 +378,7 @@ class RequestPipeline:
             ) from None
 
     def _take_room(self, num_scores: int) -> int:
-        """Sets room aside for log-probabilities of prompts, which wait for the whole answer."""
+        """Reserves room for prompts' log-probabilities, kept until the answer is whole."""
         if self._num_scores + num_scores > MAX_SCORES:
             raise Overloaded(
                 f"{self._num_scores} log-probabilities of prompts are on their way, at most "
@@ -521,7 +522,7 @@ def _seed(sampling: Sampling) -> int:
 
 
 def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., RenderPlan]:
-    """Makes the plans of a request's prompts, which share what does not depend on them."""
+    """Makes the render plans of a request's prompts, which share stop strings and formats."""
     stopping = request.stopping
     eos_ids = () if stopping.ignore_eos else model.eos_ids
     return partial(
@@ -539,7 +540,7 @@ def _plan_maker(model: ModelCard, request: GenerateRequest) -> Callable[..., Ren
 
 
 def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
-    """Special tokens by which the parser of the answer tells calls of tools and reasoning."""
+    """Special tokens by which the answer's parser recognises tool calls and reasoning."""
     if not isinstance(request.prompts[0], ChatPrompt):
         return frozenset()
     calls, marks = request.calls, [] if model.reasoning is None else [*model.reasoning.tokens]
@@ -559,7 +560,7 @@ def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int
 
 
 def _num_tokens(account: _Account) -> int | None:
-    """Tokens that it has come to; None: it was refused for lack of room or workers."""
+    """Tokens that the request has used; None: it was refused for lack of room or workers."""
     if account.stream is None:
         is_refused = isinstance(account.failure, WeftError) and account.failure.retryable
         return None if is_refused else 0

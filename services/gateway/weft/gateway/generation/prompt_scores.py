@@ -8,7 +8,7 @@ from weft.v1 import common_pb2, decode_pb2
 class PromptScores:
     """Log-probabilities of all tokens of a prompt but the first, which has none.
 
-    They come in order, before the first token that is generated. An owner that begins anew sends
+    They arrive in order, before the first generated token. After a resubmission the new owner sends
     all of them again.
     """
 
@@ -17,13 +17,13 @@ class PromptScores:
 
         Args:
             ids: Tokens of the prompt.
-            is_wanted: Whether any are to come.
+            is_wanted: Whether the request asked for log-probabilities of its prompt.
         """
         self._ids = ids
         self.entries: list[common_pb2.TokenLogprob] = []
         """Received log-probabilities; the first one belongs to the prompt's second token."""
         self.is_complete = not is_wanted or len(ids) < 2
-        """Whether nothing more is to come."""
+        """Whether all log-probabilities have arrived."""
 
     @property
     def missing(self) -> str:
@@ -40,7 +40,7 @@ class PromptScores:
         """Takes the next ones.
 
         Returns:
-            What is wrong with them, after which none of them is taken; empty: nothing.
+            What is wrong with the entries, of which then none is taken; empty if they were taken.
         """
         first, count = event.first_position, len(event.logprobs)
         given = [entry.token_id for entry in event.logprobs]

@@ -1,4 +1,4 @@
-"""How long a request that lost its owner is resumed, and what the client learns of it."""
+"""Limits of resuming a request that lost its owner, and the record of its losses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Loss:
     num_tokens: int
     at: float
     pause_s: float | None = None
-    """Length of the pause; None: it lasts."""
+    """Length of the client's pause; None: the pause has not ended."""
 
 
 class Losses:
@@ -71,8 +71,8 @@ class Losses:
         self._ownerless_since = None
 
     def end_pause(self, now: float) -> float | None:
-        """Notes that the client gets something again; returns how long it waited, None if it was
-        not waiting.
+        """Notes that the client receives tokens again. Returns the length of its pause; None if
+        there was none.
         """
         if not self._losses or self._losses[-1].pause_s is not None:
             return None
@@ -80,8 +80,8 @@ class Losses:
         return self._losses[-1].pause_s
 
     def is_over(self, error: WeftError) -> bool:
-        """Whether, after the latest loss, the request is not to be submitted again."""
-        # A worker that does not know an adapter that it was chosen for: others may.
+        """Whether the request must not be submitted again after its latest loss."""
+        # If a worker does not know an adapter any more, another one may.
         can_mend = error.retryable or isinstance(error, AdapterNotFound)
         if not can_mend or isinstance(error, DeadlineExceeded):
             return True

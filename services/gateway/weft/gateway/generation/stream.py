@@ -36,8 +36,8 @@ class TokenStream(Listener):
     """Collects deltas on the event loop and passes them on when the client can take them.
 
     A slow client gets fewer, larger deltas. One with more than `max_unsent_bytes` waiting fails
-    with `SlowClient`. gRPC cannot end a call while one of its messages is not sent, so such a
-    client hears of it when it reads again; what it held elsewhere is given back at once.
+    with `SlowClient`. gRPC cannot end a call while one of its messages is unsent, so such a client
+    gets the error when it reads again. The request's resources are released at once.
     """
 
     def __init__(

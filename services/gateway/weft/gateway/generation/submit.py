@@ -39,7 +39,7 @@ def submit_messages(
     """Builds the messages of one attempt.
 
     Args:
-        request: The client's.
+        request: The client's request.
         prompt: The one prompt of it that is submitted.
         model: Name that the worker knows.
         wire_id: Key of the prompt on the Session, together with `attempt`.
@@ -47,11 +47,12 @@ def submit_messages(
         seed: Unsigned, 64 bits; the same for every attempt.
         stop_ids: All tokens that end a sample, the model's own included.
         candidates: Prefill workers, best first.
-        time_left_s: Until the request's deadline.
-        first_token_left_s: Until the prompt must have its first token.
+        time_left_s: Seconds until the request's deadline.
+        first_token_left_s: Seconds until the prompt must have its first token.
         traceparent: Names the attempt's span; empty = none.
         samples: Tokens of earlier attempts by sample; None where the client has its whole answer.
-        prompt_logprobs: Alternatives wanted at each position of the prompt; None: it is not scored.
+        prompt_logprobs: Alternatives wanted at each position of the prompt; None: the prompt is not
+            scored.
     """
     stopping = request.stopping
     first, rest = prompt.ids[:_MAX_TOKENS_PER_MESSAGE], prompt.ids[_MAX_TOKENS_PER_MESSAGE:]

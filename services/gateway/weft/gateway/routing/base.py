@@ -1,4 +1,4 @@
-"""The interface of routing policies: what they are asked, and what they decide."""
+"""The interface of routing policies: their questions and their choices."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RoutingRequest:
     worker_id: str = ""
     """Decode worker that the client has named; empty: any."""
     prefill_host: str = ""
-    """Machine of the prefill worker that will fill it; empty: unknown."""
+    """Machine of the prefill worker that will fill the request's pages; empty: unknown."""
     first_token_s: float | None = None
     """Target for the time from sending to the first token; None: none."""
     adapter: bytes = b""
@@ -114,7 +114,7 @@ class Choice(NamedTuple):
     position: int
     """Position in the view."""
     match_tokens: int = 0
-    """Leading prompt tokens that it is believed to hold; 0 if the policy does not know."""
+    """Leading prompt tokens that the worker is believed to hold; 0 if the policy does not know."""
 
 
 class Policy(ABC):
@@ -141,7 +141,7 @@ class Policy(ABC):
         """
 
     def flush(self) -> int:
-        """Forgets what workers were sent, since they were told to drop it.
+        """Forgets the pages sent to workers, since they were told to drop them.
 
         Returns:
             Entries forgotten.
@@ -154,7 +154,7 @@ class Policy(ABC):
 
         Args:
             view: The pool.
-            count: Wanted.
+            count: Number of workers wanted.
             columns: The most important one first.
 
         Returns:
@@ -174,7 +174,7 @@ def least(size: int, count: int, turn: int, *columns: Column) -> list[int]:
         found = np.arange(size)
     if len(found) == 1:
         return [int(found[0])]
-    # Of equal ones few are wanted: look at them column by column, so that nothing large is sorted.
+    # For one worker, the columns are compared one after the other, so that nothing large is sorted.
     if count == 1:
         for column in columns[1:]:
             values = column[found]

@@ -43,7 +43,7 @@ class Bucket(Policy):
             and most > fewest * self.options.balance_rel_threshold
         )
         low, high = (0, len(view)) if is_uneven else self._shares(length, len(view))
-        # Those outside the bucket only help out: the nearest ones first.
+        # Workers outside the bucket are only alternatives, the nearest ones first.
         positions = np.arange(len(view))
         distance = np.maximum(np.maximum(low - positions, positions - high + 1), 0)
         turn, self._turn = self._turn, self._turn + 1
@@ -63,7 +63,7 @@ class Bucket(Policy):
     def _note(self, length: int) -> None:
         self._lengths.append(length)
         self._num_since += 1
-        # Often at first, so that the borders are of use soon.
+        # At first the borders are updated more often, so that they are useful soon.
         if self._num_since >= min(_REFRESH, len(self._lengths) // 8 + 1):
             self._num_since = 0
             self._sorted = np.sort(np.array(self._lengths, np.int64))

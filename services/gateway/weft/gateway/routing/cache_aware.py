@@ -18,7 +18,7 @@ _MAX_ENDS = 1 << 16
 
 
 def _to_come(view: PoolView) -> Rates:
-    """Share of its cache that each worker will fill with its queue."""
+    """Share of its cache that each worker's queue will fill."""
     page_size = max(view.workers[0].page_size, 1)
     shares: Rates = view.queued_tokens / np.maximum(view.total_pages * page_size, 1)
     return shares
@@ -30,13 +30,15 @@ class CacheAware(Policy):
         cost = queued_tokens + compute_weight * (prompt - match) + request_tokens * num_requests
                + spread_tokens * inflow, of a prompt that may go anywhere
 
-    `match` is the longest page-aligned prefix that the worker holds, exact to its KV events. What
-    is computed a second time weighs more than what waits: it also pushes other pages out of a full
-    cache. `request_tokens` is what a request that is on a worker costs those that come. `inflow` is
+    `match` is the longest page-aligned prefix that the worker holds, exact to its KV events. A
+    token to recompute weighs more than a queued one, because it also pushes other pages out of a
+    full cache. `request_tokens` is the cost of each request that is on the worker already. `inflow`
+    is
     the share of its cache that a worker has filled anew lately, and will with what is queued: new
     conversations go where the cache has had rest, or those with popular beginnings would all meet
-    in few caches, and push one another out while other caches keep what nobody asks for. Equal
-    ones take turns. Where requests share steps, workers with over `balance_abs_threshold` requests
+    in few caches, and push one another out while other caches keep what nobody asks for. Workers of
+    equal cost take turns. Where requests share steps, workers with over `balance_abs_threshold`
+    requests
     more than the least busy one come last, whatever they hold: a document that everybody asks about
     is worth computing on another worker as well. For a request with a target for its first token,
     workers that would be in time come before all that would not.
@@ -65,14 +67,15 @@ class CacheAware(Policy):
             cost = cost + _CROWDED * (more > self.options.balance_abs_threshold)
         if request.first_token_s is not None:
             cost = cost + _LATE * self._is_late(view, request, matches, request.first_token_s)
-        best = self.least(view, count, cost)  # the prompt's length is the same for all
+        # The prompt's length is the same for all workers, so it is left out.
+        best = self.least(view, count, cost)
         return [Choice(position, int(matches[position])) for position in best]
 
     def _is_free(self, view: PoolView, request: RoutingRequest, match: int) -> bool:
-        """Whether no more of the prompt is cached than what other prompts begin with, too.
+        """Whether the cached part of the prompt is only a beginning that other prompts share.
 
-        The longest match of a conversation's next turn ends where nobody's match has ended before.
-        That of a new conversation ends where its system prompt does, as others' have.
+        The longest match of a conversation's next turn ends where no match has ended before. That
+        of a new conversation ends with its system prompt, as those of others have.
         """
         worker = view.workers[0]
         if not match or not worker.page_size:
@@ -90,9 +93,7 @@ class CacheAware(Policy):
     def _is_late(
         view: PoolView, request: RoutingRequest, matches: Column, target_s: float
     ) -> NDArray[np.bool_]:
-        """Workers that would have computed the prompt later than that; none of those of unknown
-        speed.
-        """
+        """Workers that would compute the prompt too late; those of unknown speed are not late."""
         left = view.queued_tokens + len(request.prompt_ids) - matches
         late: NDArray[np.bool_] = left > target_s * np.where(
             view.tokens_per_s > 0, view.tokens_per_s, np.inf

@@ -10,8 +10,8 @@ from weft.gateway.routing.view import PoolView
 class ConsistentHashing(Policy):
     """Chooses by the routing key; without one, by the request's id.
 
-    Gateways need no word with each other to agree. When one of n workers leaves, only its keys
-    move; a new one takes 1/n of all.
+    Gateways agree without communicating. When one of n workers leaves, only its keys move; a new
+    one takes 1/n of all keys.
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:

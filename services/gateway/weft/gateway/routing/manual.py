@@ -11,8 +11,9 @@ from weft.gateway.routing.view import PoolView
 class Manual(Policy):
     """Pins each routing key to a worker for as long as that worker is healthy.
 
-    A new key is pinned to the worker with the fewest requests; when its worker has gone, it is
-    pinned anew and stays there. Requests without a key go to the worker with the fewest requests.
+    A new key is pinned to the worker with the fewest requests. When that worker has gone, the key
+    is pinned to another one and stays there. Requests without a key go to the worker with the
+    fewest requests.
     """
 
     def __init__(self, options: PolicyOptions | None = None) -> None:

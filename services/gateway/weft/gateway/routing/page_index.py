@@ -94,8 +94,8 @@ class FleetPageIndex:
     def inflow(self, view: PoolView) -> Rates:
         """Share of its cache that each worker has recently filled with new pages.
 
-        Lately means: while all of them together filled a third of all their caches. So it does not
-        depend on how fast that is, and is a third for each where they are even.
+        "Recently" is the time in which all workers together have filled a third of their caches. So
+        the value does not depend on the rate, and is a third for each worker if they fill evenly.
         """
         window = _INFLOW_WINDOW * float(view.total_pages.sum())
         found: Rates = np.zeros(len(view))
@@ -109,7 +109,7 @@ class FleetPageIndex:
         return found / np.maximum(view.total_pages, 1)
 
     def slot(self, worker: WorkerView) -> int | None:
-        """Bit of this incarnation; None if nothing is known of it."""
+        """Bit of this incarnation; None if the index does not know it."""
         held = self._held.get(worker.worker_id)
         return held[1] if held is not None and held[0] == worker.epoch else None
 
@@ -125,7 +125,7 @@ class FleetPageIndex:
         self._num_unaged += count
 
     def _add(self, worker_id: str, epoch: int, keys: Iterable[int]) -> tuple[int, int]:
-        """Returns the worker's slot, and how many of the pages were not known."""
+        """Adds pages; returns the worker's slot, and the number of pages that were new."""
         held = self._held.get(worker_id)
         if held is None or held[0] != epoch:
             self.forget(worker_id)
@@ -195,9 +195,9 @@ class FleetPageIndex:
     def matches(self, view: PoolView, request: RoutingRequest) -> Column:
         """Leading prompt tokens that each worker holds, by position in the view.
 
-        Only those that others may fill count: whole pages, and never the last token; none of a
-        prompt that is computed anew. A worker that has lost a page amid a prefix may seem to hold
-        more than it does; it looks itself.
+        Only tokens that others may fill count: whole pages, never the last token, and none of a
+        prompt that is computed anew. A worker that has lost a page inside a prefix may seem to hold
+        more than it does; the worker itself decides.
         """
         found: Column = np.zeros(len(view), np.int64)
         if not self.num_pages or request.is_computed_anew:
@@ -217,7 +217,8 @@ class FleetPageIndex:
         keys, num_pages = request.page_keys(group.member), request.num_useful_pages(page_size)
         get, held, start = self._holders.get, group.mask, 0
         levels: list[tuple[int, int]] = []
-        if num_pages and not (get(keys.upto(1)[0], 0) & held):  # mostly so
+        # Usually the first page is not known.
+        if num_pages and not (get(keys.upto(1)[0], 0) & held):
             return levels
         while held and start < num_pages:
             end = min(start + _BLOCK_PAGES, num_pages)

@@ -32,5 +32,5 @@ class PrefixHash(Policy):
         has_room = requests < bound
         if count == 1:
             return [Choice(int(np.where(has_room, weights, np.uint64(0)).argmax()))]
-        order = np.lexsort((weights, has_room))[::-1][:count]  # those with room come first
+        order = np.lexsort((weights, has_room))[::-1][:count]  # Workers with room come first.
         return [Choice(position) for position in order.tolist()]

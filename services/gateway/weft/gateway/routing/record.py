@@ -1,8 +1,8 @@
-"""A record of a pool's policy, line by line: what it was asked and what it answered, for replay.
+"""A record of a pool's policy for replay: a line for each input and each choice.
 
-A policy is a function of what it is shown: the order of choices, the loads at each of them, what
-the index was told in between, the time, and its seed. All of these are in the record and nothing
-else, so the same classes choose the same workers from it (`weft.gateway.routing.replay`).
+A policy is a function of its inputs: the order of choices, the loads at each of them, the updates
+of the index in between, the time, and its seed. The record has exactly these, so the same classes
+choose the same workers from it (`weft.gateway.routing.replay`).
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ Write = Callable[[AnyLine], None]
 class RecordingIndex(FleetPageIndex):
     """A page index that records every call.
 
-    A line is written after the fact: what a call forgets on its way, by another call, comes first.
+    A line is written after its call, so lines of calls that it makes itself come first.
 
     Args:
-        max_pages: As of `FleetPageIndex`.
+        max_pages: See `FleetPageIndex`.
         pool: In the lines.
         write: Takes them.
     """
@@ -145,7 +145,7 @@ class RecordingPolicy(Policy):
     Args:
         make: Makes the policy that chooses.
         name: Name of the recorded policy.
-        options: Its options; those that draw get their seed from here where there is none.
+        options: The policy's options. A policy that draws gets a seed here if it has none.
         pool: In the lines.
         write: Takes them.
     """

@@ -24,13 +24,14 @@ _CLOSE_TIMEOUT_S = 5.0
 class RoutingRecord:
     """A record of all pools of a gateway, written in a thread of its own; callers never wait.
 
-    It ends at its bound, or when the file cannot keep up or be written: what there is of a record
-    can always be replayed, and what comes after a hole could not.
+    The record ends at its bound, or when the file cannot keep up or be written. The part before can
+    always be replayed; a part after a gap could not.
 
     Args:
-        folder: Gets one file, which only its owner can read: it has the prompts' tokens.
+        folder: Folder for one file, which only its owner can read, since it has the prompts'
+            tokens.
         gateway_id: Id of this start of the gateway, which names the file.
-        max_bytes: Bound.
+        max_bytes: Most bytes of the file.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -90,5 +91,5 @@ class RoutingRecord:
                     file.write(data)
                     if self._queue.empty():
                         file.flush()
-        except OSError as error:  # Closing writes what is left, and may fail again.
+        except OSError as error:  # Closing writes the remaining lines, and may fail again.
             self._end(str(error))

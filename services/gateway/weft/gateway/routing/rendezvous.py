@@ -2,7 +2,8 @@
 
 Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998). When a worker
 leaves, only its own keys move, each to the next in that key's order; when one joins, it takes its
-share from all others. It does what a ring of many points a worker does, without the ring.
+share from all others. It has the properties of a hash ring with many points for each worker,
+without the ring.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def read_record(path: Path) -> Iterator[AnyLine]:
     """Reads the lines of a record; a truncated last one is ignored.
 
     Raises:
-        ConfigError: A line is not of such a record; says which.
+        ConfigError: A line is not one of a record; the message says which.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -73,7 +73,7 @@ class _Pool:
 
     def tell(self, line: Told) -> None:
         index = self.policy.index
-        if index is None:  # of a policy that is replayed in the place of another one
+        if index is None:  # The choice is of a policy that replaces the recorded one.
             return
         if line.how in _INDEX_CALLS:
             getattr(index, line.how)(line.worker_id, line.epoch, line.keys)

@@ -20,7 +20,7 @@ from weft.gateway.validate import invalid
 from weft.v1 import common_pb2, decode_pb2
 
 _RETRY_AFTER_S = 5.0
-"""A worker that is restarted loads its model meanwhile."""
+"""Time in which a restarted worker loads its model."""
 _SHOWN_WORKERS, _SHOWN_CHARS = 16, 100
 _DIGITS = re.compile(r"([0-9]+)")
 _NOBODY = PoolView(())
@@ -43,7 +43,7 @@ class Placement:
     num_tokens: int
     """Number of tokens of the prompt."""
     to_compute: int
-    """Tokens of these that neither of the two workers holds."""
+    """Tokens of the prompt that neither of the two workers holds."""
     _is_computed: bool = True
 
     def begin(self) -> None:
@@ -63,13 +63,13 @@ class Placement:
         if self.filler is None:
             self.worker.load.computed(self.to_compute)
         else:
-            # The outcome comes later, by `Router.filled`.
+            # `Router.filled` reports the outcome later.
             self.filler.breaker.abandoned()
             self.filler.load.computed(self.to_compute)
             self.filler.load.end(self.num_tokens)
 
     def end(self, error: WeftError | None, *, is_proven: bool) -> None:
-        """The request left its owner; see `FleetWorker.judge_request`."""
+        """Notes that the request has left its owner; see `FleetWorker.judge_request`."""
         self.computed()
         self.worker.load.end(self.num_tokens)
         self.worker.judge_request(error, is_proven=is_proven)
@@ -129,7 +129,8 @@ class Router:
             session = worker.session
             if session is None or (worker.endpoint.address, session.worker_epoch) in excluded:
                 return True
-            # It may have come when the answer's length was settled, and would cut it.
+            # The worker may have come after the answer's length was settled, and would cut the
+            # answer.
             return not worker.has_context(request.context_tokens)
 
         least = self._fleet.max_context_tokens(request.context_tokens)
@@ -180,8 +181,8 @@ class Router:
         return choice.worker_id
 
     def end_session(self, owner: DecodeSession, request: GenerateRequest) -> None:
-        """Tells the workers that a chat session has ended, except the one that its last request,
-        which says so itself, was sent to.
+        """Tells the workers that a chat session has ended, except the owner of its last request,
+        which carries that itself.
         """
         for worker in self._fleet.workers("decode"):
             if worker.session is not None and worker.session is not owner:
@@ -219,7 +220,7 @@ class Router:
         return (self._decode if role == "decode" else self._prefill).index
 
     def flush(self) -> int:
-        """Forgets what workers were sent; returns the number of entries."""
+        """Forgets the pages sent to workers; returns the number of entries."""
         return self._decode.flush() + self._prefill.flush()
 
     def _choose_prefill(self, request: RoutingRequest, now: float) -> list[tuple[FleetWorker, int]]:
@@ -238,8 +239,8 @@ class Router:
     ) -> list[tuple[FleetWorker, int]]:
         """Applies a policy to the workers that hold the request's adapter.
 
-        Those with the adapter on their device come before those that must load it there, unless
-        they are much busier.
+        Workers with the adapter on their device come before those that must load it, unless they
+        are much busier.
         """
         pool, digest = self._fleet.pool(role), request.adapter
         if not digest:

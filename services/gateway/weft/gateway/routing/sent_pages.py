@@ -1,4 +1,6 @@
-"""Pages sent to each worker, in place of its own reports; the least recently used are forgotten."""
+"""An index of the pages sent to each worker, used instead of workers' reports. The least recently
+used pages are forgotten.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _ABSENT_INTERVALS = 60
 class _Sent:
     """Pages of one incarnation, the least recently sent first.
 
-    A page is always more recent than those that follow it in a prompt, so what is left after
-    evictions is whole prefixes.
+    A page is always more recent than those that follow it in a prompt, so evictions leave whole
+    prefixes.
     """
 
     __slots__ = ("pages", "used_at", "worker")
@@ -33,12 +35,12 @@ class SentPages:
     """Maintains an index of what was sent.
 
     Args:
-        max_pages: Remembered of each worker; less where its pool is smaller.
-        interval_s: Between looks for what is to be forgotten.
+        max_pages: Most pages remembered of a worker; fewer if its pool is smaller.
+        interval_s: Seconds between evictions.
     """
 
     def __init__(self, max_pages: int, interval_s: float) -> None:
-        self.index = FleetPageIndex(1 << 62)  # each worker has its own bound
+        self.index = FleetPageIndex(1 << 62)  # `SentPages` bounds each worker itself.
         self._max_pages = max_pages
         self._interval_s = interval_s
         self._look_at = 0.0
@@ -48,7 +50,7 @@ class SentPages:
         """Records that a worker was sent a prefix.
 
         Args:
-            worker: Who.
+            worker: The worker.
             keys: Keys of the prefix's pages, from the first page on.
             now: Seconds.
         """

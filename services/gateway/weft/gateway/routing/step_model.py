@@ -8,9 +8,9 @@ from collections.abc import Callable
 _KEPT = 0.98
 """Factor on the weight of earlier reports with every new one."""
 _HALF_LIFE_S = 10.0
-"""Time in which the weight of a report halves as well, however few come after it."""
+"""Time in which the weight of a report also halves, even if few reports follow."""
 _RECENT_S = 10.0
-"""Time without steps after which what is known is not recent."""
+"""Time without steps after which the model is not recent."""
 _MIN_SPREAD = 0.25
 """Variance of the number of requests, in requests squared, from which a slope is trusted."""
 
@@ -18,8 +18,8 @@ _MIN_SPREAD = 0.25
 class StepModel:
     """A straight line through the latest reports, by least squares with exponential forgetting.
 
-    Reading the weights once a step costs the same for any number of requests, each request adds
-    its own part: `base_s + request_s * requests`. Neither is taken to be negative. While the
+    A step reads the weights once, whatever the number of requests, and each request adds its own
+    part: `base_s + request_s * requests`. Neither is taken to be negative. While the
     number of requests hardly changes the line is level.
 
     Args:
@@ -41,12 +41,13 @@ class StepModel:
         self.request_s = 0.0
         """Time that each request adds."""
         self.is_recent = False
-        """There were steps lately. Whoever refuses requests because steps are slow has to try some
-        when there were none."""
+        """Whether there were steps lately. If there were none, requests must not be refused for
+        slow steps: some have to be tried.
+        """
 
     def observe(self, num_requests: float, step_s: float) -> None:
-        """Records the mean step time with this many requests; repeated reports count once, and say
-        that there were no steps since.
+        """Records the mean step time with this many requests. A repeated report counts once and
+        shows that there were no steps since.
         """
         now = self._clock()
         if step_s <= 0 or (num_requests, step_s) == self._last:
@@ -66,7 +67,7 @@ class StepModel:
         slope = 0.0
         if spread > _MIN_SPREAD:
             slope = max(0.0, (self._ns / self._weight - mean_n * mean_s) / spread)
-        # A steeper line than through the origin would make empty steps last less than nothing.
+        # A line steeper than one through the origin would give empty steps a negative time.
         self.request_s = min(slope, mean_s / mean_n) if mean_n > 0 else 0.0
         self.base_s = max(0.0, mean_s - self.request_s * mean_n)
 

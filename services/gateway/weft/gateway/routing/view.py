@@ -1,4 +1,4 @@
-"""What a routing policy sees of a pool: its workers, and columns of their loads."""
+"""The view of a pool that policies get: its workers, and columns of their loads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PoolView:
         """Creates a view of idle workers.
 
         Args:
-            workers: In an order that does not depend on load.
+            workers: The workers, in an order that does not depend on load.
         """
         self.workers = tuple(workers)
         self.total_pages: Column = np.array([one.total_pages for one in workers], np.int64)
@@ -67,7 +67,9 @@ class PoolView:
         self.num_tokens: Column = np.zeros(len(workers), np.int64)
         """Prompt and generated tokens of all those requests."""
         self.unreported_requests: Column = np.zeros(len(workers), np.int64)
-        """Part of `num_requests` that this gateway added since the last report, less what ended."""
+        """Part of `num_requests` that this gateway added since the last report, less those that
+        ended.
+        """
         self.unreported_tokens: Column = np.zeros(len(workers), np.int64)
         """Part of `queued_tokens` that this gateway added since the last report."""
         self.tokens_per_s: Rates = np.zeros(len(workers))
@@ -142,7 +144,7 @@ class LoadEstimate:
         self._reported = (0, 0, 0)
         """Reported requests, prompt tokens to compute, and tokens."""
         self._own = (0, 0, 0)
-        """The part due to this gateway's requests on it now."""
+        """The part of this gateway's requests now."""
         self._own_then = (0, 0, 0)
         """The same at the last report."""
         self._others_queued = 0
@@ -165,7 +167,7 @@ class LoadEstimate:
         self._show_speed()
 
     def report(self, num_requests: int, queued_tokens: int, num_tokens: int) -> None:
-        """Takes the worker's report of its load, which includes what was sent before."""
+        """Takes the worker's report of its load, which includes the requests sent before it."""
         self._reported = (num_requests, queued_tokens, num_tokens)
         self._own_then = self._own
         self._others_queued = max(0, queued_tokens - self._own[1])
@@ -176,16 +178,18 @@ class LoadEstimate:
 
         Args:
             num_tokens: Number of tokens of its prompt.
-            to_compute: Tokens of the prompt that it is believed not to hold.
+            to_compute: Tokens of the prompt that the worker is believed not to hold.
         """
         self._add(1, to_compute, num_tokens)
 
     def computed(self, to_compute: int) -> None:
-        """Removes a request's prompt, given as at `begin`, which is computed or never will be."""
+        """Removes a request's prompt (arguments as in `begin`), which is computed or never
+        will be.
+        """
         self._add(0, -to_compute, 0)
 
     def end(self, num_tokens: int) -> None:
-        """Removes a request, given as at `begin`."""
+        """Removes a request; arguments as in `begin`."""
         self._add(-1, 0, -num_tokens)
 
     @property

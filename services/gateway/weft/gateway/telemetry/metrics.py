@@ -204,7 +204,8 @@ class GatewayMetrics:
             ["outcome"],
             registry=self.registry,
         )
-        # From the start at 0: a rate over a series that begins with its first event misses that.
+        # All outcomes start at 0: a rate over a series that begins with its first event would miss
+        # that event.
         for outcome in _TARGET_OUTCOMES:
             self.slo_requests.labels(outcome)
         for scope, kind in product(("global", "tenant"), ("requests", "tokens")):
@@ -247,7 +248,7 @@ class GatewayMetrics:
         """Counts a prompt that has ended.
 
         Args:
-            timeline: As its owner reported it; empty if it did not.
+            timeline: The owner's report; empty if there was none.
             num_prompt_tokens: Number of tokens of the prompt.
             num_generated: Tokens, over its samples.
         """
@@ -262,7 +263,7 @@ class GatewayMetrics:
         if not timeline.HasField("finish_time"):
             return
         finish_s = timeline.finish_time.ToNanoseconds() / 1e9
-        # One that never left the queue waited there until its end.
+        # A prompt without `queued_time` waited in the queue until its end.
         has_left = timeline.HasField("queued_time")
         queued_s = timeline.queued_time.ToNanoseconds() / 1e9 if has_left else finish_s
         self.queue_time.observe(queued_s)

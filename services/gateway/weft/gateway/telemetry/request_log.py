@@ -27,7 +27,7 @@ class GatewayRequestLog:
     """Converts requests to lines of the log.
 
     Args:
-        settings: Where they go and what is in them; `request_log` must not be None.
+        settings: Settings of the log; `request_log` must not be None.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -56,9 +56,9 @@ class GatewayRequestLog:
         """Logs the prompts of a request that has ended.
 
         Args:
-            request: The client's.
+            request: The client's request.
             generations: Its prompts.
-            model: The one that served it, with the tokenizer of the adapter.
+            model: The model that served the request, with the adapter's tokenizer.
             trace_id: 32 hex digits; empty = it was not traced.
             outcome: ok, or the failure's reason in lower case.
             duration_s: Duration of the request.
@@ -107,7 +107,7 @@ class GatewayRequestLog:
 
 
 def _add_texts(tokenizer: Tokenizer, prompt: LoggedPrompt) -> None:
-    """Adds the texts, in the log's own thread: detokenising takes time."""
+    """Adds the texts, in the log's thread, since detokenising takes time."""
     prompt.prompt_text = _text(tokenizer, prompt.prompt_ids or [])
     for sample in prompt.samples:
         sample.text = _text(tokenizer, sample.ids or [])

@@ -82,9 +82,9 @@ class RequestTrace:
     """The spans of one client's request: the root, and its stages.
 
     Args:
-        tracer: Keeps them.
-        request_id: As the client gets it.
-        traceparent: As the client sent it; empty if it did not.
+        tracer: Keeps the spans.
+        request_id: Id that the client gets.
+        traceparent: Header that the client sent; empty if it sent none.
     """
 
     def __init__(self, tracer: Tracer, request_id: str, traceparent: str) -> None:
@@ -136,7 +136,7 @@ class RequestTrace:
         Args:
             outcome: ok, or the failure's reason in lower case.
             model: ServedModel name.
-            request: The client's.
+            request: The client's request.
             stream: The request's stream; absent = the request was refused before it had one.
         """
         if not self._tracer.is_on:

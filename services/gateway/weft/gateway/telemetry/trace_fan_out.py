@@ -17,7 +17,7 @@ class TraceFanOut:
     """Implements `weft.common.telemetry.tracing.FanOut`. Services that do not answer are named.
 
     Args:
-        fleet: The workers; they tell which KV stores they use.
+        fleet: The workers, which name their KV stores.
         identity: Identity of this gateway; None: without TLS.
     """
 
@@ -44,7 +44,7 @@ class TraceFanOut:
     async def _ask(
         self, address: str, role: str, request: trace_pb2.ListSpansRequest
     ) -> trace_pb2.ListSpansResponse:
-        # Channels of its own: an operator asks now and then, beside the streams of requests.
+        # A channel for this question only, since operators ask rarely.
         async with open_channel(address, role, self._identity) as channel:
             stub = trace_pb2_grpc.TraceServiceStub(channel)
             try:

@@ -13,14 +13,14 @@ _CONTEXT_TOKENS = 5
 """Number of prompt tokens decoded as context of the first generated one (a leading space)."""
 _MAX_CHARACTER_BYTES = 4
 _MAX_HELD_TOKENS = 16
-"""Most tokens of an incomplete text that are held back: no character has more."""
+"""Most tokens that are held back because a character is incomplete; no character has more."""
 
 
 class Detokenizer(Protocol):
     """Converts the tokens of one sample to text as they arrive.
 
-    The concatenation of all that is returned equals the decoded whole, and text that is valid
-    never shows U+FFFD on the way.
+    The concatenation of all returned pieces equals the decoded whole. Valid text never shows U+FFFD
+    in between.
     """
 
     def push(self, token_id: int) -> str:
@@ -115,8 +115,8 @@ class WindowDetokenizer:
         return self._advance(self._decode(self._ids))
 
     def _context_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The prompt's last tokens, and their text. They begin where a character does, if they can:
-        of a run of bytes that begins within one, some tokenizers decode nothing.
+        """The prompt's last tokens, and their text. They begin at a character if possible, since
+        some tokenizers decode nothing from bytes that begin inside one.
         """
         found: list[tuple[list[int], str]] = []
         for count in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES):

@@ -34,7 +34,7 @@ _DEFAULT_CONTEXT_TOKENS = 2048
 _SHOWN_CHARS = 100
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 AUTO = "auto"
-"""Name of the parser that the chat template tells."""
+"""Setting by which the chat template decides the parser."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,18 @@ class ModelCard:
     template: ChatTemplate | None
     """Chat template; None: the model has none, and chat requests are refused."""
     tool_template: ChatTemplate | None
-    """The same for requests with tools; None: there is none apart."""
+    """Chat template for requests with tools; None: `template` is used."""
     tool_format: ToolFormat
-    """How it writes calls of tools."""
+    """Format in which the model writes tool calls."""
     reasoning: ReasoningFormat | None
-    """How it writes the reasoning with which its answers may begin, and which is shown apart; None:
-    they begin with none.
+    """Format of the reasoning with which answers may begin, and which is shown apart; None: the
+    model writes none.
     """
     tool_parser: str
     reasoning_parser: str
-    """Settings by which these two were found."""
+    """Settings from which the two formats follow."""
     sampling: SamplingDefaults
-    """What applies where a request does not say."""
+    """Sampling parameters for requests that do not give them."""
     eos_ids: frozenset[int]
     vocabulary_size: int
     """First invalid id; the model's size, which may exceed the tokenizer's."""
@@ -76,15 +76,15 @@ class ModelCard:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether its answers are messages in channels."""
+        """Whether the model's answers are messages in channels."""
         return self.tool_format.is_harmony or (
             self.reasoning is not None and self.reasoning.is_harmony
         )
 
     @property
     def answer_reasoning(self) -> Reasoning | None:
-        """The tokens that tell where an answer begins behind its reasoning; None: it has none, or
-        no tokens tell.
+        """The tokens that mark where an answer begins behind its reasoning; None: it has no
+        reasoning, or no tokens mark its end.
         """
         if self.reasoning is None:
             return None
@@ -100,7 +100,7 @@ class ModelCard:
 
     @property
     def call_opener_ids(self) -> tuple[int, ...]:
-        """The tokens with which calls of tools begin, where a token tells."""
+        """The special tokens with which tool calls begin, if there are any."""
         added = self.vocabulary.added_ids
         return tuple(added[one] for one in self.tool_format.openers if one in added)
 
@@ -124,7 +124,7 @@ def load_model_card(
         tool_parser: Name of a `ToolFormat`; "auto" = what the chat template teaches.
         reasoning_parser: Name of a `ReasoningFormat`, "none", or "auto" = what the chat template
             says.
-        has_own_sampling: Whether the sampling of generation_config.json is the default of requests.
+        has_own_sampling: Whether generation_config.json gives the defaults of sampling.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -155,7 +155,7 @@ def load_model_card(
 
 
 def with_own_tokenizer(model: ModelCard, folder: Path) -> ModelCard:
-    """The model as one of its adapters has it that brings a tokenizer of its own.
+    """The model card for an adapter with a tokenizer of its own.
 
     The chat template is the adapter's if it brings one. Its end-of-text token is one more.
 
@@ -302,7 +302,8 @@ def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:
     trims = any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values())
     if not lossless or trims:
         return 0
-    # A character of the byte-level alphabet is one byte; of an added token, at most four.
+    # A character of the byte-level alphabet stands for one byte, one of an added token for at most
+    # four.
     return max(_upper_bound(token) for token in tokenizer.get_vocab())
 
 

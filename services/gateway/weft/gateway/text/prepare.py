@@ -52,12 +52,13 @@ class Preparer:
 
         Args:
             settings: How many threads, and how many may wait.
-            context_tokens: Tells the context length that all owners have now.
+            context_tokens: Returns the context length that all owners have now.
         """
         self._context_tokens = context_tokens
         num_threads = settings.tokenizer_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-        # Prompts are bounded by their own admission; what is only tokenised leaves them threads.
+        # Calls that only tokenise may use half of the threads, so that prompts of requests always
+        # find some.
         self._bare = Admission(max(1, num_threads // 2), settings.max_queued_tokenizations)
         self._timeout_s = settings.request_timeout_s
 
@@ -126,7 +127,7 @@ class Preparer:
             with contextlib.suppress(RuntimeError):  # the gateway has stopped
                 loop.call_soon_threadsafe(place.release)
 
-        # Not released when the caller leaves, because the thread continues.
+        # The place is released when the thread has ended, even if the caller has left before.
         job.add_done_callback(release)
         return await asyncio.wrap_future(job)
 
@@ -274,7 +275,7 @@ def _render(model: ModelCard, prompt: ChatPrompt) -> str:
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A developer's message, as models know it that were made before there were such."""
+    """A developer's message as a system message, for templates that do not know the role."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
@@ -295,8 +296,8 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose reasoning has the name that gpt-oss's template knows. Beside calls that
-    template refuses it together with content, which then stands for it.
+    """A message with its reasoning under the name that gpt-oss's template knows. Beside calls, that
+    template refuses reasoning together with content; then the content takes its place.
     """
     reasoning = message.get("reasoning")
     if reasoning is None or (message.get("tool_calls") and message.get("content")):
@@ -312,7 +313,7 @@ def _reasoning_at_end(
     """
     opener, closer = reasoning.opener, reasoning.closer
     if reasoning.is_harmony:
-        return False, False  # Its answers tell their channels themselves.
+        return False, False  # Answers in channels name their channel themselves.
     if prompt.continue_final_message:
         final = _content(prompt.messages[-1])
         return final.rfind(opener) > final.rfind(closer), closer in final

@@ -34,18 +34,18 @@ class RenderPlan:
         """Prepares the rendering.
 
         Args:
-            vocabulary: The model's.
+            vocabulary: The model's vocabulary.
             prompt_ids: Tokens of the prompt.
             stops: Stop strings, which prompts of a request share; None: there are none.
             stop_ids: Tokens that end a sample; the last one's text is not shown.
             min_tokens: Stop strings count only if they end after so many tokens.
             include_stop: Keep the text of the stop string or token.
             skip_special_tokens: Special tokens give no text.
-            told_ids: Tokens of `stop_ids` that the client learns of if they end a sample.
-            shown_ids: Special tokens that give text all the same.
-            reasoning: How the reasoning is written in which stop strings do not count; None: they
+            told_ids: Tokens of `stop_ids` that are reported to the client if they end a sample.
+            shown_ids: Special tokens that give text in any case.
+            reasoning: Format of the reasoning, within which stop strings do not count; None: they
                 count everywhere.
-            begins_reasoning: A sample begins within it.
+            begins_reasoning: Whether a sample begins within the reasoning.
             patterns: Regular expressions that count as stop strings do; None: there are none.
         """
         self.vocabulary = vocabulary
@@ -95,7 +95,8 @@ class SampleRenderer:
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text to show, and sets `is_stopped`."""
         text = ""
-        if self._pending_stop is not None:  # it did not end the sample: it is text like any other
+        # The stop token did not end the sample, so its text is shown like any other.
+        if self._pending_stop is not None:
             pending, self._pending_stop = self._pending_stop, None
             text = self._show(pending)
             if self.is_stopped:
@@ -126,7 +127,7 @@ class SampleRenderer:
         """Ends the sample; returns the last text to show.
 
         Args:
-            by_stop_token: The last token pushed ended it.
+            by_stop_token: Whether the last token pushed ended the sample.
         """
         text = ""
         if self._pending_stop is not None and (self._include_stop or not by_stop_token):

@@ -1,9 +1,9 @@
 """Regular expressions that end a text, matched character by character in bounded time.
 
 An expression becomes a non-deterministic automaton (Thompson, 1968) of at most `MAX_STATES` states
-and `MAX_EDGES` edges. All its states are followed at once, so a character costs at most one look at
-each edge, whatever the expression and the text: nothing is ever tried twice. What would need more,
-such as references to groups, look-around and anchors, is refused.
+and `MAX_EDGES` edges. The scanner follows all states at once, so a character costs at most one look
+at each edge, whatever the expression and the text. Features that need more, such as references to
+groups, look-around and anchors, are refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAX_STATES = 512
 MAX_EDGES = 1024
 """Most edges from one state over a character to another: `(a?){200}` has 20,000 of them."""
 _MAX_KNOWN_CHARS = 512
-"""Characters of which it is kept what they fit."""
+"""Number of characters whose matching states are cached."""
 _MAX_STEPS = 4096
-"""Most steps of building them: repetitions of nothing have no states."""
+"""Most steps of building an automaton, which bounds repetitions of empty expressions."""
 _MAX_REPEATS = 256
 MAX_HELD_CHARS = 1024
 """Most characters that are held back because a match may have begun there."""
@@ -42,7 +42,7 @@ class CharSet(NamedTuple):
     singles: str = ""
     ranges: tuple[tuple[str, str], ...] = ()
     kinds: str = ""
-    """Letters of the escapes that stand for many: d, w, s, and D, W, S for all others."""
+    """Letters of the escapes for classes: d, w, s, and D, W, S for their complements."""
     is_negated: bool = False
 
     def has(self, char: str) -> bool:
@@ -163,7 +163,8 @@ class _Parser:
             if self._peek() == "+":
                 raise PatternError("possessive repetitions are not supported")
             if self._peek() == "?":
-                self._at += 1  # lazy: the first match that is complete counts anyway
+                # Lazy or not makes no difference, since the first complete match counts.
+                self._at += 1
         return node
 
     def _bounds(self) -> tuple[int, int | None] | None:
@@ -244,7 +245,7 @@ class StopPatterns:
         """Builds it.
 
         Raises:
-            PatternError: An expression is none, matches nothing at all, or is too large.
+            PatternError: An expression is not valid, matches no text, or is too large.
         """
         self.patterns = tuple(patterns)
         self._sets: list[CharSet | None] = []
@@ -264,7 +265,7 @@ class StopPatterns:
         self._by_set: dict[CharSet, list[int]] = {}
         self._fitting: dict[str, frozenset[int]] = {}
         self.behind: dict[int, frozenset[int]] = {}
-        """Of a state that takes a character, the states behind it."""
+        """The states behind each state that takes a character."""
         self._connect()
 
     def fitting(self, char: str) -> frozenset[int]:
@@ -346,7 +347,7 @@ class _Match(NamedTuple):
 
 
 class PatternScanner:
-    """Cuts one sample's text at the match that is complete first; of those, the longest.
+    """Cuts one sample's text at the first complete match; of several, at the longest.
 
     Text in which a match may have begun is held back, up to `MAX_HELD_CHARS`.
     """
@@ -400,7 +401,9 @@ class PatternScanner:
 
 
 class ScannerChain:
-    """Stop strings and expressions of one sample: expressions see what strings let pass."""
+    """Stop strings and expressions of one sample. Expressions see the text that the stop strings
+    let pass.
+    """
 
     def __init__(self, strings: StopScanner, patterns: PatternScanner) -> None:
         self._strings = strings

@@ -78,8 +78,8 @@ class StopScanner:
         """Takes more text; returns the text to show, and whether a stop string was found.
 
         Args:
-            text: Behind what came before.
-            counts: Whether stop strings that end in it count.
+            text: Text that follows the text so far.
+            counts: Whether stop strings that end in this text count.
         """
         automaton = self._automaton
         state = self._state

@@ -15,8 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from weft.engine.base.errors import InvalidRequest, ModelError
 
 _MARK = "\U0010fffd continued here \U0010fffd"
-"""Ends the message that is to be continued, of which templates may cut off blanks, and which may
-be part of what they write behind it.
+"""Text at the end of the message to be continued. Without it, blanks that the template cuts off, or
+text that it adds, could not be recognised.
 """
 
 _REFUSALS = (
@@ -75,11 +75,11 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
         self.takes_tools = "tools" in names
-        """Whether the template tells the model of tools."""
+        """Whether the template describes tools to the model."""
         self.knows_developers = "developer" in source
-        """Whether it has words for messages of the role `developer`."""
+        """Whether the template knows the role `developer`."""
         self.knows_thinking = ".thinking" in source
-        """Whether it calls the reasoning of messages `thinking`, as gpt-oss's does."""
+        """Whether the template reads messages' reasoning from `thinking`, like gpt-oss's."""
 
     def render(
         self,

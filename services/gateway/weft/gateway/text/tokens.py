@@ -1,7 +1,8 @@
 """Tokenisation and detokenisation of texts of any length.
 
-The tokenizers library holds Python's lock for the whole of `encode` and `decode`: with a megabyte
-of text the event loop stands still for a second. Its forms for batches let go of the lock.
+The tokenizers library holds Python's lock during `encode` and `decode`, so a megabyte of text would
+stop the event loop for a second. This module uses the library's batch functions, which release the
+lock.
 """
 
 from __future__ import annotations

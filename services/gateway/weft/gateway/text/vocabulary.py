@@ -70,7 +70,8 @@ class Vocabulary:
             return bytes.fromhex(token[3:5])
         if token_id in self.special_ids:
             return token.encode()
-        # Between two others, so that a leading space is not taken for the start of the text.
+        # The token is decoded behind a copy of itself, since tokenizers drop a leading space at the
+        # start of a text.
         alone = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False)
         once = self.tokenizer.decode([token_id], skip_special_tokens=False)
         text = alone[len(once) :] if len(alone) >= 2 * len(once) else once

@@ -17,8 +17,8 @@ from weft.kvstore.pages import PageStore
 class Backend(Protocol):
     """Copies of an arena's pages. Used by the event loop.
 
-    It takes pages by `PageStore.on_published`. Whatever breaks in it is a miss or a page that is
-    not kept: nothing here raises for that.
+    It receives pages through `PageStore.on_published`. A failure in it causes a miss or a page that
+    is not kept, and is never raised.
     """
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
@@ -47,7 +47,7 @@ class Backend(Protocol):
         """Stops tasks and threads; pages not saved by then are lost.
 
         Args:
-            timeout_s: For pages on their way.
+            timeout_s: Seconds for pages on their way.
         """
         ...
 
@@ -66,13 +66,14 @@ class BackendSource(Protocol):
 
         Args:
             pages: Pages of the arena.
-            namespace_quota: Share of the back end that one namespace may have, where it can tell.
-            threads: Where bytes move.
+            namespace_quota: Share of the back end that one namespace may have, if the back end
+                knows namespaces.
+            threads: Threads that move bytes.
         """
         ...
 
     async def flush(self) -> int:
-        """Drops the pages left before there is a back end; returns how many."""
+        """Drops the pages of an earlier store, before a back end is open; returns how many."""
         ...
 
     def describe(self) -> str:
@@ -80,5 +81,5 @@ class BackendSource(Protocol):
         ...
 
     async def close(self) -> None:
-        """Releases everything; the back end was closed before."""
+        """Releases everything, after the back end was closed."""
         ...

@@ -1,7 +1,7 @@
 """Local disk as a back end: the arena's pages are copied to it, and fetched on demand.
 
-The same tier that workers have below their pools (`weft.engine.sources.tiers`). What is known of it
-belongs to the event loop; bytes move in two threads, one a direction.
+It uses the tier that workers have below their pools (`weft.engine.sources.tiers`). The index
+belongs to the event loop; two threads move the bytes, one for each direction.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DiskBackend:
         self._num_late = 0
         """Number of abandoned reads that have not ended: until they do, the disk is not used."""
         self._saved_at = time.monotonic()
-        """When the last page was saved, or the first of those under way was sent."""
+        """Time at which the last page was saved, or the first of the pages under way was sent."""
         disk.remove = self._remove_later
         pages.on_published = self._published
 
@@ -135,9 +135,9 @@ class DiskBackend:
         return num_held
 
     def _keep_on_disk(self, keys: Sequence[bytes]) -> None:
-        """Notes that pages are used, also those that are read from the arena: else the most wanted
-        would leave the disk first. The last one stands for those before it, which stay as long as
-        it does.
+        """Notes on disk that pages are used, also those read from the arena, since the most wanted
+        ones would otherwise leave the disk first. It notes only the last one, because earlier pages
+        stay as long as later ones.
         """
         held = self.disk.pages
         place = next((found for key in reversed(keys) if (found := held.pin(key))), None)
@@ -171,7 +171,7 @@ class DiskBackend:
         try:
             num_read, duration_s = await asyncio.shield(work)
         except asyncio.CancelledError:
-            # Or who waits for it has gone, or had waited for other pages before.
+            # Otherwise the waiting fill has gone, or had waited for other pages before.
             is_stalled = time.monotonic() - began_at >= fetching.FETCH_TIMEOUT_S / 2
             self._num_late += is_stalled
             self.disk.counters.stalls += is_stalled
@@ -195,7 +195,7 @@ class DiskBackend:
     def _ended(self, loads: Sequence[PageLoad], incoming: Incoming, num_read: int) -> None:
         for load in loads:
             load.end()
-        # A page that was not read gets a wrong digest on purpose, so that it is freed again.
+        # A page that was not read gets a wrong digest, so that it is freed again.
         digests = [
             offer.digest if index < num_read else offer.digest ^ 1
             for index, offer in enumerate(incoming.offers)
@@ -213,7 +213,7 @@ class DiskBackend:
         self._ended(loads, incoming, 0 if work.cancelled() else work.result()[0])
 
     def _remove_later(self, places: Sequence[PagePlace]) -> None:
-        with contextlib.suppress(RuntimeError):  # The store ends.
+        with contextlib.suppress(RuntimeError):  # The store is ending.
             self._writer.submit(self.disk.remove_now, places)
 
     # -- for operators ---------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class DiskSource:
     Args:
         folder: Folder of this store alone.
         num_bytes: Most bytes of pages.
-        policy: Which page goes first.
+        policy: Chooses the page that is evicted next.
 
     Raises:
         ConfigError: The folder cannot be used, or another process has it.
@@ -276,7 +276,8 @@ class DiskSource:
 
     async def page_bytes_of(self, key: bytes) -> int:
         """See `BackendSource.page_bytes_of`."""
-        # Pages that are found are of a model that runs: their size is the one that will come.
+        # If pages were found, they are of the model that is served, so their size will be the page
+        # size.
         return self._disk.page_bytes if self._disk is not None and self._disk.match([key]) else 0
 
     def open(

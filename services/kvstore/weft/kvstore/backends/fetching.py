@@ -22,7 +22,7 @@ class Fetching:
 
     Args:
         pages: Pages of the arena.
-        bring: Brings the leading pages of a few keys that the arena lacks; how many came.
+        bring: Fetches the leading pages of a few keys that the arena lacks; returns their number.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Fetching:
     async def fetch(self, keys: Sequence[bytes]) -> None:
         """Fetches leading keys, as far as time allows."""
         if self._pages.num_held(keys) == len(keys):
-            return  # Without waiting for other prompts' pages.
+            return  # The fill does not wait for other prompts' pages.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 await self._fetch(keys)
@@ -57,8 +57,8 @@ class Fetching:
     async def _fetch(self, keys: Sequence[bytes]) -> int:
         """Fetches pages; returns how many arrived.
 
-        Pages that are in the arena stay there meanwhile, so that those to come do not push out
-        what comes before them in the prompt.
+        Pages that are in the arena are pinned meanwhile, so that the fetched ones do not evict
+        earlier pages of the prompt.
         """
         async with self._lock:
             most = MAX_FETCHED_BYTES // self._pages.page_bytes
@@ -78,7 +78,7 @@ class Fetching:
                     if not num_good:
                         break
             except TimeoutError:
-                pass  # The back end stands still.
+                pass  # The back end does not answer.
             finally:
                 self._pages.unpin(held)
             return num_fetched

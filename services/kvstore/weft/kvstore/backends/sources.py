@@ -15,7 +15,7 @@ def open_source(settings: KvStoreSettings, store_id: str) -> BackendSource | Non
     """Opens the configured back end; None: there is none.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: The back end cannot be used.
     """
     if settings.backend == "valkey":
         if importlib.util.find_spec("valkey") is None:
@@ -23,7 +23,7 @@ def open_source(settings: KvStoreSettings, store_id: str) -> BackendSource | Non
                 "the package `valkey` is not installed: pip install 'weft[valkey]'",
                 param="backend",
             )
-        # Its package is an extra: nothing else imports it.
+        # Imported here, since its package is an extra.
         from weft.kvstore.backends.valkey import ValkeySource
 
         return ValkeySource(settings)

@@ -1,9 +1,9 @@
 """Pages in a Valkey or Redis server or cluster, below the arena and shared by several stores.
 
-Pages are copied there as they come to the arena, unless another store has done so, and come back
-when they are asked for. What is given up there, and when it expires, is the server's business. A
-lost server or node is misses and pages that are not kept; what comes back is checked against the
-digest that it was kept with.
+Pages are copied to the server as they enter the arena, unless another store has done so, and are
+fetched when they are asked for. The server decides what it evicts. A lost server or node causes
+misses, and pages that are not kept. Fetched pages are checked against the digest that was stored
+with them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SAVE_BYTES = 8 << 20
 MAX_WAITING_BYTES = 256 << 20
 """Most bytes queued for the server; beyond them pages stay in the arena only."""
 FULL_REST_S = 5.0
-"""Seconds for which a full server is sent nothing."""
+"""Seconds for which no pages are sent to a full server."""
 FLUSH_TIMEOUT_S = 30.0
 CLOSE_POLL_S = 0.01
 
 
 class _Waiting(NamedTuple):
-    """A page to be saved; it is held in the arena until then."""
+    """A page to be saved, which is pinned in the arena until then."""
 
     offer: Offer
     group: bytes
@@ -59,13 +59,13 @@ class _Waiting(NamedTuple):
 
 
 class ValkeySource:
-    """Implements `BackendSource`: the servers, which are there before the size of a page is known.
+    """Implements `BackendSource`: the servers, which exist before the page size is known.
 
     Args:
         settings: The `valkey_*` ones.
 
     Raises:
-        ConfigError: They make no sense.
+        ConfigError: The settings contradict each other.
     """
 
     def __init__(self, settings: KvStoreSettings) -> None:
@@ -105,9 +105,9 @@ class ValkeyBackend:
     """Implements `Backend`. Used by the event loop.
 
     Args:
-        servers: Where pages are kept.
+        servers: The servers that keep the pages.
         pages: Pages of the arena.
-        threads: Where pages are copied and digested.
+        threads: Threads that copy and digest pages.
         settings: The `valkey_*` ones.
     """
 
@@ -180,7 +180,7 @@ class ValkeyBackend:
         started_at = monotonic()
         asked: list[Command] = [("EXISTS", self._name(waiting.offer.key)) for waiting in batch]
         known = await self._servers.call(asked, self._timeout_s)
-        # Who does not say whether it has a page is not sent that either.
+        # A server that did not say whether it has the page is not sent the page either.
         lacking = [w for w, reply in zip(batch, known, strict=True) if _is_number(reply, 0)]
         present = sum(_is_number(reply, 1) for reply in known)
         commands = await self._loop.run_in_executor(self._threads, self._packed, lacking)
@@ -261,7 +261,7 @@ class ValkeyBackend:
         bad: list[bytes] = []
         for key, reply in zip(keys, replies, strict=True):
             if not isinstance(reply, bytes):
-                break  # Later pages are of no use without it.
+                break  # Later pages are useless without this one.
             page = unpack(key, reply)
             if page is None or len(page.content) != self._pages.page_bytes:
                 bad.append(key)
@@ -286,7 +286,8 @@ class ValkeyBackend:
             digests = await self._loop.run_in_executor(
                 self._threads, self._copy_in, incoming, stored
             )
-        except Exception:  # Not when cancelled: the thread may write still, and the store ends.
+        # A cancellation is not caught: the thread may still write, and the store is ending.
+        except Exception:
             self._pages.abandon(incoming)
             raise
         self._coming.update(offer.key for offer in incoming.offers)

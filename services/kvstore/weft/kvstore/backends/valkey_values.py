@@ -9,9 +9,9 @@
             group  8 s   what pages of its namespace are counted by
             check  u64   BLAKE2b-64 of the page's key and of the header up to here
 
-Little-endian. The digest names the bytes and the check binds them to their key: a value that was
-cut short, changed, or answered to another question is no page. Neither is a signature: who may
-write to the server may write any page.
+Numbers are little-endian. The digest identifies the bytes, and the check binds them to their key: a
+value that was cut short, changed, or returned for another key is refused. Neither is a signature:
+whoever may write to the server may write any page.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def pack(key: bytes, digest: int, parent: bytes, group: bytes, content: NDArray[
 
 
 def unpack(key: bytes, value: bytes) -> StoredPage | None:
-    """Unpacks a value; None: it is another page, or incomplete."""
+    """Unpacks a value; None if it is another page's or incomplete."""
     view = memoryview(value)
     fields, content = view[: _FIELDS.size], view[HEADER_BYTES:]
     if len(view) < HEADER_BYTES or view[_FIELDS.size : HEADER_BYTES] != _check(key, fields):

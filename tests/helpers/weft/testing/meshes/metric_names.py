@@ -1,15 +1,14 @@
-"""Names of metrics: those that docs/metrics.md lists, and those that a service shows."""
+"""Names of metrics: those of dashboards/metrics.toml, and those that a service shows."""
 
 from __future__ import annotations
 
-import re
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-DOCS = Path(__file__).parents[5] / "docs" / "metrics.md"
-_ROW = re.compile(r"\| `(\w+)(?:\{([\w, ]+)\})?` \| (\w+) \|")
+LIST = Path(__file__).parents[5] / "dashboards" / "metrics.toml"
 _STANDARD = ("process_", "go_")
 _OWN_LABELS = {"le", "quantile"}
 
@@ -23,17 +22,14 @@ class Metric(NamedTuple):
 
 
 def documented() -> dict[str, set[Metric]]:
-    """Metrics by the heading of docs/metrics.md that they stand under."""
-    found: dict[str, set[Metric]] = {}
-    heading = ""
-    for line in DOCS.read_text().splitlines():
-        if line.startswith("## "):
-            heading = line[3:]
-        elif match := _ROW.match(line):
-            name, labels, kind = match.groups()
-            known = frozenset(labels.split(", ")) if labels else frozenset()
-            found.setdefault(heading, set()).add(Metric(name, kind, known))
-    return found
+    """Metrics by the service that they are listed under."""
+    return {
+        service: {
+            Metric(name, one["type"], frozenset(one.get("labels", ())))
+            for name, one in metrics.items()
+        }
+        for service, metrics in tomllib.loads(LIST.read_text()).items()
+    }
 
 
 def exposed(text: str) -> set[Metric]:

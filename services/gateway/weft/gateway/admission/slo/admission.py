@@ -15,7 +15,7 @@ class LatencyAdmission:
     """Lets tasks through one gate.
 
     Args:
-        gate: Decides.
+        gate: The gate that decides.
     """
 
     def __init__(self, gate: LatencyGate) -> None:
@@ -45,7 +45,7 @@ class LatencyAdmission:
         except BaseException as error:
             if self._waiters.pop(ask, None) is not None:
                 self.gate.withdraw(ask)
-            elif ask.is_sending:  # let through at the same moment
+            elif ask.is_sending:  # The request was released at the same moment.
                 self.gate.ended(ask, None, 0)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
@@ -60,7 +60,7 @@ class LatencyAdmission:
             return
         for ask, error in self.gate.release(asyncio.get_running_loop().time()):
             waiter = self._waiters.pop(ask)
-            if waiter.done():  # cancelled, and its task has not run since
+            if waiter.done():  # The waiter was cancelled, and its task has not run since.
                 if error is None:
                     self.gate.ended(ask, None, 0)
             elif error is None:

@@ -32,14 +32,14 @@ class LatencyForecaster:
         time to first token = min over workers of (queued_tokens + prompt - match) / tokens_per_s
         time between tokens = step_base_s + step_request_s * requests, on one worker
 
-    Prompts are computed by prefill workers while there are any, else, and those that are computed
-    anew, by decode workers.
+    Prefill workers compute prompts while there are any. Without them, and for prompts that are
+    computed anew, decode workers do.
 
-    What several gateways see as spare at the same time each of them fills to its share.
+    Several gateways see the same spare capacity, so each fills only its share of it.
 
     Args:
-        prefill: Gives the prefill pool as it is now; its view may be empty.
-        decode: Likewise.
+        prefill: Returns the prefill pool as it is now; its view may be empty.
+        decode: Returns the decode pool.
         num_replicas: Gateways that send to these workers, this one included.
     """
 
@@ -69,8 +69,8 @@ class LatencyForecaster:
     def spare_requests(self, pace_s: float) -> float:
         """Number of requests that this gateway may add so that decode steps take at most this long.
 
-        A worker that has none can always take one. Infinite while steps are not known to grow, and
-        while there is no worker: nobody is to wait for one here.
+        A worker without requests can always take one. Infinite while steps are not known to grow,
+        and while there is no worker, since requests do not wait for workers here.
         """
         view = self._decode().view
         if not len(view):
@@ -98,8 +98,8 @@ class LatencyForecaster:
         return spare / self._num_replicas - float(unreported.sum())
 
     def least_step_s(self) -> float | None:
-        """Time between tokens of a request alone on the best decode worker; None: not known, or not
-        of all workers lately.
+        """Time between tokens of a request alone on the best decode worker; None if it is not
+        recently known for all workers.
         """
         view = self._decode().view
         steps = view.step_base_s + view.step_request_s

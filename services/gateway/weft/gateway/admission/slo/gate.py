@@ -16,7 +16,7 @@ from weft.gateway.routing import RoutingRequest
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 _SMOOTHING = 0.05
-"""Weight of the newest request in what is learned from finished ones."""
+"""Weight of the newest request in the averages over finished requests."""
 _FIRST_OUTPUT_TOKENS = 128.0
 """Assumed number of generated tokens until a request has ended."""
 _HEADROOM = 0.95
@@ -26,8 +26,8 @@ _DRAIN_WINDOW_S = 5.0
 _MIN_DRAIN_S = 0.5
 """Least holding time to be observed before that speed is trusted."""
 _BIAS_LIFE_S = 10.0
-"""Half-life of the error of earlier forecasts while no first token comes, of which it may be the
-cause.
+"""Half-life of the learned forecast error while no first token comes, since the error itself may be
+the reason.
 """
 
 
@@ -46,7 +46,7 @@ class AdmissionRequest:
     cost: float = 1.0
     """Approximate tokens that the workers have to compute for it."""
     to_compute: int = 0
-    """Prompt tokens of these."""
+    """Prompt tokens among them."""
     sent_at: float = 0.0
     first_token_s: float | None = None
     """Forecast when it was sent: time from then to its first token. None: unknown."""
@@ -81,20 +81,22 @@ class _Drain:
 class LatencyGate:
     """Decides on every new request, and on the held ones whenever something changes.
 
-    - Refused at once: its predicted time to the first token is over its target. What it waits here
-      is part of that, as are the times by which earlier forecasts were wrong in the mean. Also, its
-      client asks for a tighter time between tokens than it is granted, and workers are too busy.
+    - Refused at once: its predicted time to the first token is over its target. The prediction
+      includes its time here and the mean error of earlier forecasts. Also refused is a request
+      whose client asks for a tighter time between tokens than its tenant has, while workers are too
+      busy for that.
     - Held: while targets are in force (`is_holding`), the workers have more than `ahead_s` of
       prompts queued, or one request more would slow the tokens of running requests below the
       tightest of their targets. Tenants take turns by what they cost (`TenantFairQueue`).
     - Taken otherwise. Without a target nothing is refused here.
 
-    Workers' queues stay short, so whose turn it is waits about `ahead_s` however much others send.
+    Workers' queues stay short, so a released request waits about `ahead_s`, however much others
+    send.
 
     Args:
-        forecaster: Predicts.
+        forecaster: Predicts latency.
         ahead_s: Prompts that workers may have queued, as time of all of them together.
-        is_holding: A tenant has targets; if none has, no request is held.
+        is_holding: Returns whether any tenant has targets; if none has, no request is held.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class LatencyGate:
         self.bias_s = 0.0
         """Mean lateness of first tokens relative to the forecast."""
         self._bias_at: float | None = None
-        """Time of its last change; if it was used since without a first token, of that use."""
+        """Time of the bias's last change, or of its last use if no first token came since."""
 
     @property
     def num_held(self) -> int:
@@ -128,8 +130,8 @@ class LatencyGate:
         """Decides on a new request.
 
         Returns:
-            It may be sent: `sending`, `began` and `ended` follow. Otherwise it is held until
-            `release` names it, or `withdraw` takes it back.
+            Whether the request may be sent; then `sending`, `began` and `ended` follow. Otherwise
+            it is held until `release` returns it or `withdraw` removes it.
 
         Raises:
             TargetUnattainable: A target would be missed.
@@ -152,7 +154,7 @@ class LatencyGate:
         return False
 
     def release(self, now: float) -> list[tuple[AdmissionRequest, TargetUnattainable | None]]:
-        """Held requests that leave now: to be sent, or with the error that refuses them."""
+        """The held requests that leave now, each to be sent or with the error that refuses it."""
         left: list[tuple[AdmissionRequest, TargetUnattainable | None]] = []
         for late in [held for held in self._hopeful if now > held.hopeless_at]:
             self.withdraw(late)
@@ -202,8 +204,9 @@ class LatencyGate:
 
         Args:
             ask: The request.
-            first_token_at: When it had its first token; None = it had none.
-            num_generated: Tokens, over its prompts and samples; 0 = nothing is to be learned.
+            first_token_at: Time of the first token; None: there was none.
+            num_generated: Generated tokens over its prompts and samples; 0: the request is not
+                learned from.
         """
         self.began(ask)
         pace_s = ask.targets.pace_s
@@ -281,8 +284,8 @@ class LatencyGate:
         )
 
     def _refuse_slow_pace(self, ask: AdmissionRequest) -> None:
-        """Refuses a request for which even an idle worker is too slow, or which would keep others
-        waiting for a pace that it is not granted.
+        """Refuses a request for which even an idle worker is too slow, or which would have to wait
+        for a tighter pace than its tenant has.
         """
         pace_s, least_s = ask.targets.between_tokens_s, self._forecaster.least_step_s()
         if pace_s is not None and least_s is not None and least_s > pace_s:
@@ -301,7 +304,7 @@ class LatencyGate:
             )
 
     def _lacks_own_pace(self, ask: AdmissionRequest) -> bool:
-        """Whether it would have to wait for a pace that it asks for beyond what it is granted."""
+        """Whether the request would have to wait for a tighter pace than its tenant has."""
         own_s = ask.targets.between_tokens_s
         if own_s is None or own_s == ask.targets.pace_s or not self._is_holding():
             return False

@@ -62,9 +62,9 @@ class GatedRequest:
 
         Args:
             prompts: Its prompts.
-            tenant: Whose it is.
+            tenant: The request's tenant.
             weight: Weight of the tenant.
-            max_tokens: Generated at most, over all prompts and samples.
+            max_tokens: Most tokens to generate, over all prompts and samples.
             deadline: Event loop time at which waiting ends.
 
         Raises:
@@ -110,7 +110,7 @@ class GatedRequest:
 
         Args:
             samples: Samples of each of its prompts.
-            error: How it ended, if not well.
+            error: The failure; None if the request succeeded.
 
         Returns:
             met, late_first_token, slow_tokens, refused, cancelled or failed; None: it has no

@@ -21,8 +21,8 @@ class Targets:
 
     @property
     def pace_s(self) -> float | None:
-        """Time between tokens for which other requests may be kept waiting: what a client asks for
-        beyond what it is granted is its own affair.
+        """Time between tokens for the sake of which other requests may be held. A client's own
+        tighter target does not count, only the tenant's.
         """
         if self.granted is None:
             return self.between_tokens_s
@@ -44,8 +44,8 @@ class Targets:
         """Outcome of an answered request.
 
         Args:
-            first_token_s: As it was; None = it has no token.
-            between_tokens_s: Likewise; None = it has fewer than two.
+            first_token_s: Measured time to the first token; None: there was no token.
+            between_tokens_s: Measured mean time between tokens; None: there were fewer than two.
 
         Returns:
             met, late_first_token or slow_tokens.

@@ -51,7 +51,7 @@ def messages_request(body: MessagesBody, facts: CallFacts) -> GenerateRequest:
     prompt, use = messages_prompt(body)
     constraint, param = use.constraint, use.param
     wanted, wanted_param = _format_of(body)
-    if wanted is not None and constraint is None:  # else the answer is calls
+    if wanted is not None and constraint is None:  # Otherwise the answer consists of calls.
         schema = json.dumps(wanted.schema_, ensure_ascii=False)
         constraint, param = Constraint(kind="json_schema", text=schema), f"{wanted_param}.schema"
     sampling = {
@@ -115,7 +115,7 @@ def messages_prompt(body: PromptBody) -> tuple[ChatPrompt, ToolUse]:
 
 
 def _thinking(body: PromptBody) -> dict[str, Any]:
-    """What a chat template is told of reasoning."""
+    """Variables about reasoning for the chat template."""
     thinking = body.thinking
     if thinking is not None and thinking.display not in (None, "summarized"):
         raise unsupported("thinking.display", "other ways to show it")
@@ -138,7 +138,7 @@ def _format_of(body: PromptBody) -> tuple[OutputFormatBody | None, str]:
 
 
 def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool in the form that chat templates take."""
     where = f"tools[{number}]"
     if tool.type not in (None, "custom"):
         raise unsupported(f"{where}.type", f"tools of type `{tool.type[:80]}`")
@@ -151,7 +151,9 @@ def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
 
 
 def _messages(message: MessageBody, where: str) -> Iterator[dict[str, Any]]:
-    """The messages that one is for chat templates: results of tools are messages of their own."""
+    """Converts a message to those of chat templates, in which each tool result is a message of its
+    own.
+    """
     content, role = message.content, message.role
     if isinstance(content, str):
         yield {"role": role, "content": content}

@@ -120,8 +120,8 @@ def _whole(block: Block) -> dict[str, object]:
 
 
 def object_or_text(arguments: str) -> object:
-    """The object that a call's arguments are; their text where the model wrote none, as in a call
-    that was cut off.
+    """The object of a call's arguments; their text if it is no object, as in a call that was cut
+    off.
     """
     try:
         return parse_json(arguments or "{}")

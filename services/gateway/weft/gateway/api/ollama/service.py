@@ -147,7 +147,7 @@ def _capabilities(card: ModelCard) -> list[str]:
 
 
 def _describe(resolved: ResolvedModel) -> dict[str, object]:
-    """A model as lists have it. Sizes and digests of weights are the workers' affair."""
+    """A model as lists show it. The gateway does not know sizes and digests of weights."""
     served, entry = resolved.served, resolved.entry
     created = served.model.created if entry is None else int(entry.created)
     parent = "" if entry is None else served.model.name

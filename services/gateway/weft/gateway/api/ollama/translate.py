@@ -174,7 +174,7 @@ def _constraint(body: GenerationBody) -> Constraint | None:
 
 
 def _thinking(body: GenerationBody) -> dict[str, Any]:
-    """What a chat template is told of reasoning."""
+    """Variables about reasoning for the chat template."""
     think = body.think
     if think is None:
         return {}
@@ -209,7 +209,7 @@ def _message(number: int, message: MessageBody) -> dict[str, Any]:
 
 
 def _tool(number: int, tool: ToolBody) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool in the form that chat templates take."""
     if tool.type not in (None, "function"):
         raise unsupported(f"tools[{number}].type", f"tools of type `{tool.type[:80]}`")
     function = tool.function

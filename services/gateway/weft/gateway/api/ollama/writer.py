@@ -50,7 +50,7 @@ class LineWriter:
             request: The request that is answered.
             stream: Its deltas.
             model: The model as the client named it.
-            is_chat: Answer with a message, not with a text.
+            is_chat: Whether the answer is a message instead of a text.
         """
         self._stream = stream
         self._model = model or stream.model
@@ -94,7 +94,7 @@ class LineWriter:
         if block.kind == "call":
             if step.what != "end":
                 return b""
-            # A call that was cut off is shown as the text that it is.
+            # A call that was cut off is shown as text.
             gained = (
                 self._gained("", "", [block]) if _is_whole(block) else self._gained(block.text, "")
             )

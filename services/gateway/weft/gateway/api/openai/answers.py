@@ -1,6 +1,6 @@
 """Answers of the OpenAI face, as pydantic models: the documented shape of what is sent.
 
-Chunks are built from pre-encoded bytes (`chunks.py`), not from these; tests hold the two together.
+Chunks are built from pre-encoded bytes (`chunks.py`), not from these models; tests compare the two.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Request bodies of the OpenAI API, as far as supported, with vLLM's extensions.
 
-Unknown fields are ignored, but for those in `foreign.py`; `null` is the same as absent. Types are
-strict; ranges are checked later for both faces (`weft.gateway.validate`), but for lengths, which
-bound what checking costs: a list ends at its first bad item, and no list of objects is longer than
-anybody needs.
+Unknown fields are ignored, except those in `foreign.py`; `null` is the same as absent. Types are
+strict. Ranges are checked later for both faces (`weft.gateway.validate`), but lengths are checked
+here, so that checking has a bounded cost: a list ends at its first bad item, and lists of objects
+are bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def _few_entries(value: object) -> object:
 
 
 def _one_choice(value: object) -> object:
-    """Refuses what is no choice of tools in its own words: a union would tell of its members."""
+    """Refuses a wrong choice of tools with a message of its own: a union's message would list its
+    members.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if value is None or value in ("none", "auto", "required"):
         return value
@@ -56,7 +58,7 @@ def _one_choice(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """An integer that JSON has with a fraction of 0, which JSON Schema counts as one."""
+    """Converts 5.0 to 5, since JSON Schema counts it as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -95,10 +97,10 @@ class Body(BaseModel):
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
-        """Checks JSON that is valid for this body for what the body leaves out.
+        """Checks the fields of valid JSON that this body does not have.
 
         Raises:
-            InvalidRequest: It has a field that is refused.
+            InvalidRequest: A field is refused.
         """
 
 

@@ -1,7 +1,7 @@
 """Bounds of fields as the OpenAPI document states them.
 
-`weft.gateway.validate` enforces them for both faces, in words of its own; a test holds the two
-together. What depends on the model, on other fields or on bytes is in the fields' descriptions.
+`weft.gateway.validate` enforces them for both faces with its own messages; a test compares the two.
+Bounds that depend on the model, on other fields or on bytes are in the fields' descriptions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _range(low: float, high: float) -> Keywords:
 
 
 def _nothing(*values: object) -> Keywords:
-    """Of a field that is not supported: values that ask for nothing."""
+    """Keywords for a field that is not supported: only values that ask for nothing."""
     return {"enum": [None, *values]}
 
 
@@ -130,7 +130,7 @@ BOUNDS: Mapping[str, Mapping[str, Keywords]] = {
 
 
 def _where(name: str, value: object, then: Keywords) -> Keywords:
-    """What else is needed where a field has a value; `...`: any but null."""
+    """Keywords that need a further field if one has a value; `...`: any value but null."""
     of_value = {"not": {"type": "null"}} if value is ... else {"const": value}
     return {"if": {"required": [name], "properties": {name: of_value}}, "then": then}
 
@@ -187,14 +187,14 @@ TOGETHER: Mapping[str, list[Keywords]] = {
         )
     ],
 }
-"""What fields of a body need of one another."""
+"""Conditions between fields of a body."""
 
 
 def state_bounds(schemas: Mapping[str, Any]) -> None:
     """Adds the bounds to the schemas of bodies, in place.
 
     Args:
-        schemas: By name, as pydantic makes them.
+        schemas: Pydantic's schemas by name.
     """
     for model, fields in BOUNDS.items():
         for name, keywords in fields.items():

@@ -23,9 +23,11 @@ DONE = b"data: [DONE]\n\n"
 _PART_ITEMS = 256
 """Most items of a list that are encoded at once, where lists may be very long."""
 _NOT_ASKED = {"prompt_logprobs": None, "prompt_token_ids": None}
-"""What whole answers have of a prompt in any case: clients of vLLM read these fields unasked."""
+"""Fields about the prompt that whole answers have in any case, because clients of vLLM read them
+unasked.
+"""
 _MESSAGE = {"refusal": None, "reasoning": None, "reasoning_content": None}
-"""What whole messages have in any case, for the same clients."""
+"""Fields that whole messages have in any case, for the same clients."""
 _FINISH = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -48,8 +50,8 @@ def to_json(value: object) -> bytes:
 
 
 def large_to_json(value: object) -> bytes:
-    """As `to_json`, but lets other threads run in between: the encoder holds Python's lock for the
-    whole of a value.
+    """Like `to_json`, but encodes in parts, since the encoder holds Python's lock while it encodes
+    a value.
     """
     if isinstance(value, dict):
         items = [to_json(key) + b":" + large_to_json(item) for key, item in value.items()]
@@ -113,11 +115,11 @@ class AnswerWriter(ABC):
             include_usage: Every chunk has a `usage` field, null until the last.
         """
         self.prompt_logprobs: PromptLogprobs | None = None
-        """What a whole answer shows of its prompts' tokens; None: nothing."""
+        """Log-probabilities of prompts in a whole answer; None: none are shown."""
         self.usage_so_far: Callable[[], common_pb2.Usage] | None = None
-        """Tells the usage that every chunk of a stream shows; None: none does."""
+        """Returns the usage that every chunk of a stream shows; None: chunks show none."""
         self.prompt_ids: Sequence[Sequence[int]] | None = None
-        """Each prompt's token ids, where the answer shows them and its own; None: neither."""
+        """Each prompt's token ids, if the answer shows token ids; else None."""
         self._vocabulary = vocabulary
         self._created = int(time.time())
         self._request_id = request_id
@@ -160,7 +162,8 @@ class AnswerWriter(ABC):
         """
         is_large = self.prompt_logprobs is not None or self.prompt_ids is not None
         encode = large_to_json if is_large else to_json
-        # One by one: the encoder holds Python's lock for the whole of a value.
+        # Choices are encoded one by one, since the encoder holds Python's lock while it encodes a
+        # value.
         choices = b",".join([encode(self._whole_choice(delta)) for delta in deltas])
         head = to_json(self._frame(self.object_name))[:-1]
         more = b"," + encode(fields)[1:] if fields else b"}"
@@ -200,8 +203,8 @@ class ChatWriter(AnswerWriter):
             model: As in `AnswerWriter`.
             vocabulary: As in `AnswerWriter`.
             include_usage: As in `AnswerWriter`.
-            make_parser: Makes what takes a sample's text apart; None: all of it is content.
-            shows_reasoning: Whether the reasoning that is found so is sent.
+            make_parser: Creates the parser of a sample's text; None: the whole text is content.
+            shows_reasoning: Whether the reasoning that the parser finds is sent.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._make_parser = make_parser
@@ -245,7 +248,7 @@ class ChatWriter(AnswerWriter):
         prefix = self._head + b'{"index":%d,"delta":{' % index
         tail = self._suffix
         if self.usage_so_far is not None and not self._prefixes:
-            # Before the first token, as vLLM's.
+            # The first event shows the usage before any token, like vLLM's.
             usage = common_pb2.Usage(prompt_tokens=self.usage_so_far().prompt_tokens)
             tail = self._suffix.removesuffix(self._tail) + _usage_tail(usage)
         if self.prompt_ids is not None and not self._prefixes:
@@ -277,11 +280,12 @@ class ChatWriter(AnswerWriter):
         return _FINISH.get(reason, "stop")
 
     def _whole_event(self, delta: Delta, added: Mapping[str, object]) -> bytes:
-        """An event that has all that there may be, but for a reason to finish."""
+        """An event with all possible fields except a finish reason."""
         logprobs = chat_logprobs(self._vocabulary, delta.logprobs) if delta.logprobs else None
         choice = {
             "index": delta.sample,
-            # Of tokens without a text of their own, such as one that ends it; clients add texts up.
+            # Tokens without a text, such as an end token, give an empty content, since clients
+            # concatenate contents.
             "delta": added or {"content": ""},
             "logprobs": logprobs,
             "finish_reason": None,
@@ -303,7 +307,7 @@ class ChatWriter(AnswerWriter):
         }
 
     def _message(self, delta: Delta) -> dict[str, object]:
-        """The message of a sample's whole text, but for its role."""
+        """The message of a sample's whole text, without the role."""
         if self._make_parser is None:
             return {"content": delta.text, **_MESSAGE}
         parser = self._parsers[delta.sample] = self._make_parser()
@@ -321,7 +325,7 @@ class ChatWriter(AnswerWriter):
 
 
 def _end(finish_reason: str, delta: Delta) -> bytes:
-    """What a choice's last event has more than others, and the end of the choice."""
+    """The additional fields of a choice's last event."""
     reasons = (to_json(finish_reason), to_json(delta.stop_reason))
     return b'"finish_reason":%b,"stop_reason":%b}' % reasons
 
@@ -363,15 +367,15 @@ class CompletionWriter(AnswerWriter):
             include_usage: As in `AnswerWriter`.
             echoes: Text of each prompt, to begin its choices with; empty = no echo.
             samples_per_prompt: Choices of each prompt.
-            make_detokenizer: Makes one for a prompt's number, like those of its choices' texts;
-                needed for log-probabilities.
+            make_detokenizer: Creates a detokenizer by the prompt's number, like those of its
+                choices' texts; needed for log-probabilities.
         """
         super().__init__(request_id, model, vocabulary, include_usage=include_usage)
         self._echoes = echoes
         self._samples_per_prompt = samples_per_prompt
         self._make_detokenizer = make_detokenizer
         self._begun: set[int] = set()
-        """Choices of which something was written."""
+        """Choices of which an event was written."""
         self._offsets: dict[int, TextOffsets] = {}
 
     def _event(self, delta: Delta) -> bytes:

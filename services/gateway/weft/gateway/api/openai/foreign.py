@@ -1,7 +1,7 @@
 """Fields of other servers' APIs: refused by name where they would change the answer, else ignored.
 
-What a request can have here is in `bodies.py`. A field that is in neither file is unknown and
-ignored, as with most servers. The tables below hold what clients of vLLM, SGLang, llama.cpp and
+`bodies.py` has the supported fields. A field that is in neither file is unknown and ignored, as
+with most servers. The tables below have the fields that clients of vLLM, SGLang, llama.cpp and
 others send, so that such a client learns which of its settings has no effect.
 """
 
@@ -35,7 +35,7 @@ def _same(names: str, what: str, *neutral: object) -> dict[str, Refused]:
 
 
 def _off(what: str) -> Refused:
-    """A switch that is on here, and cannot be set off."""
+    """A switch that is always on here and cannot be turned off."""
     return Refused(what, (True,), asks_when_empty=True)
 
 
@@ -146,8 +146,8 @@ _OF_BOOKS = (
 )
 HARMLESS = frozenset(" ".join((_NEEDS_REFUSED, _OF_SERVERS, _OF_BOOKS)).split())
 """Fields of chats and completions that are ignored, since the answer is the same without them:
-they mean nothing without a field that is refused, choose how a server works, or are for whoever
-bills and watches.
+they have no meaning without a refused field, choose how a server works, or serve billing and
+monitoring.
 """
 
 _OF_MESSAGES: Mapping[str, Refused] = {
@@ -167,7 +167,7 @@ LEVELS: tuple[tuple[tuple[str, ...], Mapping[str, Refused]], ...] = (
     (("tools", "*"), _OF_TOOLS),
     (("tools", "*", "function"), _OF_TOOLS),
 )
-"""Refused fields by where they are; `*` is every item of a list."""
+"""Refused fields by the path of their object; `*` is every item of a list."""
 
 
 def refuse_foreign(body: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ def refuse_foreign(body: Mapping[str, Any]) -> None:
         body: JSON of a chat or a completion whose own fields are valid.
 
     Raises:
-        InvalidRequest: There is one; `param` is its path.
+        InvalidRequest: There is such a field; `param` is its path.
     """
     for path, refused in LEVELS:
         for where, level in _at(body, path, ""):

@@ -39,8 +39,8 @@ def _chat_entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[s
 class TextOffsets:
     """Where the tokens of one sample begin in its text, in characters.
 
-    A token that begins within a character has that character's offset; one that has no text has
-    that of the next one.
+    A token that begins within a character has that character's offset; a token without text has the
+    next token's offset.
     """
 
     def __init__(self, detokenizer: Detokenizer, offset: int) -> None:
@@ -69,7 +69,7 @@ def completion_logprobs(
         vocabulary: The model's.
         entries: Entries of consecutive tokens.
         offsets: Where each begins in the choice's text, in characters.
-        most: Alternatives shown at each position; None: all that there are.
+        most: Most alternatives shown at each position; None: all.
     """
     tokens: list[str] = []
     alternatives: list[dict[str, float]] = []
@@ -101,5 +101,5 @@ def _completion_token(vocabulary: Vocabulary, token_id: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """The number as JSON can have it."""
+    """The number, with minus infinity replaced, which JSON does not have."""
     return max(_LEAST, logprob) if not math.isnan(logprob) else _LEAST

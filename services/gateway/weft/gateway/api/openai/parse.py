@@ -57,7 +57,7 @@ class BodyParser:
         Args:
             cls: The expected model.
             data: JSON in UTF-8.
-            translate: Makes of it what is asked for.
+            translate: Converts the parsed body to the request.
 
         Returns:
             The body, and what it was translated to.
@@ -73,11 +73,11 @@ class BodyParser:
         return await self.run(len(data), work)
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Does work that takes the longer the more bytes a body has.
+        """Runs work whose time grows with a body's size, in a thread if the body is large.
 
         Args:
-            num_bytes: Of the body.
-            work: What is to be done.
+            num_bytes: Size of the body.
+            work: The work.
         """
         if num_bytes <= _LARGE_BYTES:
             return work()
@@ -120,7 +120,7 @@ def parse_body(cls: type[B], data: bytes, max_bytes: int) -> B:
 
 
 def explain(errors: list[ErrorDetails], where: str = "") -> InvalidRequest:
-    """The error that tells of what pydantic found.
+    """Converts pydantic's errors to one error.
 
     Args:
         errors: At least one.
@@ -144,7 +144,7 @@ def _explain(errors: list[ErrorDetails]) -> InvalidRequest:
             return _failure(item, "is empty")
         if item["type"] == "extra_forbidden":
             return _failure(item, "this server knows no such field; leave it out")
-    # Of the alternatives that a union tried, the one that got furthest says the most.
+    # A union reports an error for each alternative; the one with the deepest path says the most.
     deepest = max(len(_path(item)) for item in same_field)
     told = [item for item in same_field if len(_path(item)) == deepest]
     told = [item for item in told if _path(item) == _path(told[0])]
@@ -172,7 +172,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxlong = _MAX_SHOWN_CHARS
 
     def repr_dict(self, x: dict[object, object], level: int) -> str:
-        return "{...}" if x else "{}"  # the library's sorts all keys
+        return "{...}" if x else "{}"  # The library's own function sorts all keys.
 
     def repr_NoneType(self, x: None, level: int) -> str:
         return "null"

@@ -16,8 +16,8 @@ _MAX_ADDED = 4
 
 
 class PromptLogprobs:
-    """What one answer shows of its prompts' tokens. The prompts' scores must have come when it is
-    written; the client of a cancelled request gets those that have.
+    """The log-probabilities of prompts in one answer. It is written once all of them have arrived;
+    the client of a cancelled request gets those that have.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class PromptLogprobs:
             vocabulary: The model's.
             generations: One for each prompt, of one sample.
             num_listed: Alternatives in `prompt_logprobs`; None: there is no such field.
-            num_echoed: Alternatives in `logprobs` of an echoed prompt; None: it has only others.
+            num_echoed: Alternatives in `logprobs` of an echoed prompt; None: `logprobs` has only
+                the answer's tokens.
         """
         self._vocabulary = vocabulary
         self._generations = generations
@@ -42,11 +43,11 @@ class PromptLogprobs:
         self._num_echoed = num_echoed
 
     def of_chat(self) -> dict[str, object]:
-        """Fields that a chat's answer has besides those of any chat."""
+        """Further fields of a chat's answer."""
         return self._listed(0)
 
     def add_to_choice(self, choice: dict[str, Any], number: int, echo: str) -> None:
-        """Adds to a completion's choice what it has of its prompt.
+        """Adds the prompt's log-probabilities to a completion's choice.
 
         Args:
             choice: The choice; its `logprobs` are those of generated tokens.
@@ -112,7 +113,7 @@ def text_offsets(vocabulary: Vocabulary, ids: Sequence[int], text: str) -> list[
     detokenizer = make_detokenizer(vocabulary, (), skip_special_tokens=False)
     num_added = _num_added(vocabulary, ids, text)
     offsets = TextOffsets(detokenizer, 0).take(ids[num_added:])
-    # A tokenizer may have changed the text, which can then be shorter than its tokens.
+    # A tokenizer may normalise the text, so that the tokens' text is longer than the client's.
     return [0] * num_added + [min(offset, len(text)) for offset in offsets]
 
 

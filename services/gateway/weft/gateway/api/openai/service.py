@@ -299,7 +299,7 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
         return await self.check_ready()
 
     async def check_ready(self) -> HttpBody:
-        """The answer to probes of readiness.
+        """Answers a readiness probe.
 
         Raises:
             PeerUnavailable: No model can be served now.
@@ -345,10 +345,10 @@ def _describe(resolved: ResolvedModel) -> dict[str, object]:
 
 @contextmanager
 def _as_in_the_body(model: str = "model") -> Iterator[None]:
-    """Names fields at fault as the body of an adapter's call does.
+    """Translates the names of fields in errors to those of an adapter call's body.
 
     Args:
-        model: Its field that names the base model.
+        model: The body's field that names the base model.
     """
     names = {"name": "lora_name", "path": "lora_path", "model": model}
     try:
@@ -405,7 +405,7 @@ def _closing_fields(
 
 
 def _ended_at_once(choice: Delta) -> Delta:
-    """The choice without the one token that was drawn."""
+    """The choice without the one drawn token, which is not shown."""
     reason = choice.finish_reason
     if reason != common_pb2.FINISH_REASON_CANCELLED:
         reason = common_pb2.FINISH_REASON_LENGTH

@@ -44,7 +44,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 """Default for completions, as OpenAI's and vLLM's; a chat may fill the context."""
 
 _OF_THE_REQUEST = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""Fields that tell a chat template more than variables could."""
+"""Names that are fields of the request, and so must not be template variables."""
 
 
 def chat_request(body: ChatBody, facts: CallFacts) -> GenerateRequest:
@@ -115,7 +115,7 @@ def is_echo_alone(body: CompletionBody) -> bool:
 
 def _completion_tokens(body: CompletionBody) -> int:
     if is_echo_alone(body):
-        return 1  # Scoring needs a token to draw, which is not shown.
+        return 1  # To score a prompt, one token is drawn, which is not shown.
     return _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
 
 
@@ -123,7 +123,7 @@ def tokenize_prompt(body: TokenizeBody) -> Prompt:
     """Translates a tokenize body.
 
     Raises:
-        InvalidRequest: It has not one of prompt and messages.
+        InvalidRequest: The body does not have exactly one of prompt and messages.
     """
     if body.messages is not None and body.prompt is not None:
         raise invalid("prompt", "contradicts messages: give one of prompt and messages")
@@ -237,11 +237,11 @@ def _own_name(body: GenerationBody) -> str:
 
 
 def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | None, str]:
-    """The alternatives to ask for at a prompt's positions, and the field that wants them.
+    """The number of alternatives at a prompt's positions, and the field that asks for them.
 
     Args:
         body: The body, which may have a field for them.
-        echoed: Alternatives that an echoed prompt is shown with; None: it is not.
+        echoed: Alternatives shown with an echoed prompt; None: the prompt is not echoed.
     """
     listed = body.prompt_logprobs
     if listed is None and echoed is None:
@@ -250,7 +250,7 @@ def _prompt_logprobs(body: GenerationBody, echoed: int | None) -> tuple[int | No
     check_not_streamed(param, bool(body.stream))
     if listed is None or echoed is None:
         return (echoed if listed is None else listed), param
-    check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # the larger may be the other one
+    check_range(param, listed, 0, MAX_TOP_LOGPROBS)  # The number of the other field may be larger.
     return max(listed, echoed), param
 
 
@@ -289,7 +289,7 @@ def _sampling(body: GenerationBody, constraint: Constraint | None) -> Sampling:
     }
     if given.get("top_k") == -1:
         given["top_k"] = 0
-    if given.get("seed") == -1:  # as vLLM's
+    if given.get("seed") == -1:  # As in vLLM, -1 means no seed.
         del given["seed"]
     bias = logit_bias(body.logit_bias or {})
     return Sampling(**given, logit_bias=bias, constraint=constraint)
@@ -328,7 +328,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
         raise unsupported(f"{where}.function_call", "calls are given as tool_calls")
     content = message.content
     if content is None and message.role == "assistant":
-        content = message.refusal or ""  # as SDKs send back a turn without text
+        content = message.refusal or ""  # SDKs send back a turn without text with a `refusal`.
     if content is None:
         raise invalid(f"{where}.content", "is missing; give a text")
     if not isinstance(content, str):
@@ -358,19 +358,19 @@ def _message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _is_format(constraint: GivenConstraint) -> bool:
-    """Whether a constraint is on the content, of which an answer that is calls has none."""
+    """Whether the constraint is a `response_format`, which applies to content and not to calls."""
     return constraint.param.startswith("response_format")
 
 
 def _effort(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """What a chat template is told of how much to reason."""
+    """The reasoning effort for the chat template."""
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     told = {} if effort is None else {"reasoning_effort": effort}
     return {"enable_thinking": False, **told} if effort == "none" else told
 
 
 def _tool(tool: ToolBody) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool in the form that chat templates take."""
     function = tool.function
     given = {"description": function.description, "parameters": function.parameters}
     described = {name: value for name, value in given.items() if value is not None}

@@ -161,7 +161,7 @@ class ResponsesBody(DialectBody):
     moderation: Any = Field(None, description="not supported")
     image: Any = Field(None, description="not supported")
     access_programs: Any = Field(None, description="not supported")
-    # Those of chats that the Responses API does not have itself.
+    # Fields of chats that the Responses API itself does not have.
     stop: str | Stops | None = Field(None, description="at most 16 strings of 256 bytes")
     stop_regex: str | Stops | None = Field(
         None, description="regular expressions, at most 16 of 256 bytes, that end the text"

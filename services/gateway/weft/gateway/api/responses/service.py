@@ -141,7 +141,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             writer = running.writer
             if writer is None or not writer.has_begun:
                 raise
-            # The last event tells it, with the number that is its turn.
+            # The failure is the last event, with the next sequence number.
             await context.write(HttpBody(content_type=EVENTS, data=writer.failed(error)))
 
     async def RetrieveResponse(
@@ -182,7 +182,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
             async with asyncio.timeout(_CANCEL_S):
                 await running.ended.wait()
         except TimeoutError:
-            pass  # It is cancelled; its client only has not taken the end of it.
+            pass  # The response is cancelled; its client has just not read the end yet.
         if running.writer is None:
             raise self._missing(id_, "response_id")
         return json_body(running.writer.response("cancelled"))
@@ -212,7 +212,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         )
 
     async def _history(self, tenant: Tenant | None, id_: str | None) -> list[dict[str, Any]]:
-        """The conversation that a response ended; none without an id."""
+        """The conversation up to and with a response; empty without an id."""
         if id_ is None:
             return []
         stored = await self._stored(tenant, id_, "previous_response_id")
@@ -220,7 +220,7 @@ class ResponsesFace(dialects_pb2_grpc.ResponsesServiceServicer):
         return history
 
     async def _items(self, tenant: Tenant | None, ids: Sequence[str]) -> dict[str, Any]:
-        """Output items of stored responses by their ids, those that are asked for among them."""
+        """Output items, by id, of the stored responses that the wanted items belong to."""
         makers = list(dict.fromkeys(_maker(id_) for id_ in ids))
         if len(makers) > _MAX_REFERRED:
             raise invalid("input", f"refers to items of more than {_MAX_REFERRED} responses")

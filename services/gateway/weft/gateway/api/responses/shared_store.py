@@ -1,7 +1,7 @@
 """Responses in a Valkey or Redis server or cluster, shared by gateways.
 
-Each response is one value that expires. Its name is a digest of tenant and id, and the value says
-which name it was written for, so that no tenant is given another one's.
+Each response is one value that expires. Its name is a digest of tenant and id, and the value
+contains the name that it was written for, so that no tenant gets another one's response.
 """
 
 from __future__ import annotations
@@ -97,13 +97,15 @@ class SharedResponses:
 
 
 def pack(name: bytes, stored: StoredResponse) -> bytes:
-    """A response as the value of a name."""
+    """Packs a response into the value of a name."""
     body = len(stored.response).to_bytes(4, "big") + stored.response + stored.history
     return _FORMAT + _digest(name, body) + body
 
 
 def unpack(name: bytes, value: bytes) -> StoredResponse | None:
-    """The response in the value of a name; None: it was not written for it, or is damaged."""
+    """Unpacks the response in the value of a name; None if the value belongs to another name or is
+    damaged.
+    """
     digest_at, size_at = len(_FORMAT), len(_FORMAT) + _DIGEST_BYTES
     if len(value) < _HEADER_BYTES or not value.startswith(_FORMAT):
         return None

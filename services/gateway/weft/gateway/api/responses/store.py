@@ -1,4 +1,4 @@
-"""Responses that can be read and continued later; those in the memory of one gateway."""
+"""Stores of responses that can be read and continued later, and the store in a gateway's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the entry is counted with."""
+        """Memory that the entry is counted as."""
         return len(self.response) + len(self.history) + ENTRY_OVERHEAD_BYTES
 
 
@@ -29,7 +29,7 @@ class ResponseStore(Protocol):
     """Keeps responses of tenants apart."""
 
     is_shared: bool
-    """Whether other gateways and later starts of this one find them."""
+    """Whether other gateways, and this one after a restart, find the responses."""
 
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         """Keeps a response, if there is room for it."""
@@ -39,7 +39,7 @@ class ResponseStore(Protocol):
         """Finds a response of a tenant; None: it is not kept, or is another tenant's.
 
         Raises:
-            PeerUnavailable: Whether it is kept cannot be told now.
+            PeerUnavailable: The store does not answer now.
         """
         ...
 
@@ -47,7 +47,7 @@ class ResponseStore(Protocol):
         """Forgets a response; False: there is none.
 
         Raises:
-            PeerUnavailable: As above.
+            PeerUnavailable: The store does not answer now.
         """
         ...
 
@@ -57,10 +57,10 @@ class ResponseStore(Protocol):
 
 
 class MemoryResponses:
-    """Implements `ResponseStore` in the memory of one gateway: least recently used ones go.
+    """Implements `ResponseStore` in the memory of one gateway, and drops the least recently used.
 
-    Where there is too much, the tenant with the most bytes loses its oldest response, so that one
-    tenant cannot drive out the others.
+    When room is needed, the tenant with the most bytes loses its least recently used response, so
+    that one tenant cannot displace the others.
     """
 
     is_shared = False

@@ -76,7 +76,7 @@ class AskedResponse(NamedTuple):
 
 
 FindItem = Callable[[str], Mapping[str, Any]]
-"""Finds an output item of a stored response by its id; raises where there is none."""
+"""Finds an output item of a stored response by its id; raises if there is none."""
 
 
 def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> AskedResponse:
@@ -84,7 +84,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
 
     Args:
         body: The body.
-        facts: Of the call.
+        facts: Facts about the call.
         find: Finds items that the input refers to.
 
     Raises:
@@ -99,7 +99,7 @@ def response_request(body: ResponsesBody, facts: CallFacts, find: FindItem) -> A
     use = _use_of(body, tools)
     constraint, param = use.constraint, use.param
     wanted = _format(None if body.text is None else body.text.format)
-    if wanted is not None and constraint is None:  # else the answer is calls
+    if wanted is not None and constraint is None:  # Otherwise the answer consists of calls.
         constraint, param = wanted, "text.format.schema"
     prompt = ChatPrompt(
         messages=(*instructions, *messages),
@@ -182,7 +182,7 @@ def _top_logprobs(body: ResponsesBody) -> int | None:
 
 
 def _effort(body: ResponsesBody) -> dict[str, Any]:
-    """What a chat template is told of how much to reason."""
+    """The reasoning effort for the chat template."""
     effort = None if body.reasoning is None else body.reasoning.effort
     told = {} if effort is None else {"reasoning_effort": effort}
     return {"enable_thinking": False, **told} if effort == "none" else told
@@ -204,7 +204,7 @@ def _tools(body: ResponsesBody) -> tuple[Mapping[str, Any], ...]:
 
 
 def _tool(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool in the form that chat templates take."""
     where = f"tools[{number}]"
     kind = given.get("type")
     if not isinstance(kind, str):
@@ -264,8 +264,8 @@ def _is_reference(item: ItemBody) -> bool:
 
 
 def input_messages(given: str | Sequence[ItemBody] | None, find: FindItem) -> list[dict[str, Any]]:
-    """The messages that input items are for chat templates: what the assistant thought, said and
-    called in one turn is one message.
+    """Converts input items to messages for chat templates: the assistant's reasoning, text and
+    calls of one turn become one message.
 
     Raises:
         InvalidRequest: An item is of a kind that is not supported, or lacks what it needs.

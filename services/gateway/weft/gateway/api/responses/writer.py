@@ -19,7 +19,7 @@ from weft.v1 import common_pb2
 
 PREFIX = "resp_"
 _ITEMS = {"text": "msg", "reasoning": "rs", "call": "fc"}
-"""Beginnings of items' ids, by the kind of block."""
+"""Prefixes of items' ids, by the kind of block."""
 _STATUSES = {
     common_pb2.FINISH_REASON_LENGTH: "incomplete",
     common_pb2.FINISH_REASON_CANCELLED: "cancelled",

@@ -24,7 +24,7 @@ from weft.v1 import dialects_pb2, dialects_pb2_grpc
 _PROBE_S = 10.0
 """Time limit of one probe."""
 _PROBE_AGE_S = 1.0
-"""A probe that ended well is the answer to calls that come within this time."""
+"""A successful probe answers all calls that come within this time."""
 
 
 class MetricsNotServed(WeftError):
@@ -45,10 +45,10 @@ class GenerationProbe:
         self._good_until = 0.0
 
     async def check(self) -> None:
-        """Returns once every model has generated a token within the last second or now.
+        """Returns once every model has generated a token, now or within the last second.
 
         Raises:
-            WeftError: One of them could not.
+            WeftError: A model could not.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._good_until:
@@ -60,7 +60,7 @@ class GenerationProbe:
         await asyncio.shield(self._task)
 
     async def _probe(self) -> None:
-        current_tenant.set(None)  # Not at the cost of the tenant who happened to ask.
+        current_tenant.set(None)  # The probe must not be charged to the caller's tenant.
         for served in self._models:
             request = GenerateRequest(
                 request_id=f"health-{secrets.token_hex(16)}",

@@ -14,7 +14,7 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
     """Creates the source that the settings name.
 
     Raises:
-        ConfigError: It cannot be used from here.
+        ConfigError: The source cannot be used on this machine.
     """
     if settings.discovery == "dns":
         from weft.gateway.fleet.discovery.dns import DnsDiscovery
@@ -26,7 +26,7 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
         assert settings.discovery_file is not None, "checked with the settings"
         return FileDiscovery(settings.discovery_file, settings.discovery_interval_s)
     if settings.discovery == "kubernetes":
-        # Here: an HTTP client is needed for this alone.
+        # Imported here, since only this source needs an HTTP client.
         from weft.gateway.fleet.discovery.kubernetes import KubernetesDiscovery, api_server
 
         api = api_server(

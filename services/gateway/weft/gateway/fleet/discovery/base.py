@@ -24,8 +24,8 @@ class Endpoint:
 class Discovery(Protocol):
     """A source of endpoints.
 
-    It tells where workers may be, not whether they are well: that the gateway finds out by itself.
-    So a source that cannot be asked for a while leaves everything as it was.
+    It tells where workers may be; the gateway itself finds out whether they are healthy. So while a
+    source fails, everything stays as it was.
     """
 
     def watch(self) -> AsyncIterator[tuple[Endpoint, ...]]:

@@ -34,8 +34,8 @@ class DnsDiscovery:
         Args:
             decode: Names of decode workers, host:port each.
             prefill: Likewise of prefill workers.
-            interval_s: Between questions, in seconds.
-            resolve: Default: what the system knows.
+            interval_s: Seconds between queries.
+            resolve: Resolver; default: the system's.
         """
         self._names: list[tuple[Role, str, int]] = [
             *(("decode", *split_address(name)) for name in decode),
@@ -62,12 +62,12 @@ class DnsDiscovery:
             async with asyncio.timeout(_TIMEOUT_S):
                 addresses = await self._resolve(host, port)
         except (OSError, TimeoutError) as error:
-            if host not in self._failing:  # once, not at every interval
+            if host not in self._failing:  # Logged once, not at every interval.
                 _log.warning("%s cannot be resolved: %s", host, error or "no answer")
             self._failing.add(host)
             return
         self._failing.discard(host)
-        # Sorted: name servers turn the order round.
+        # The addresses are sorted, since name servers rotate them.
         self._known[role, host, port] = tuple(
             Endpoint(role, f"{bracket(address)}:{port}") for address in sorted(set(addresses))
         )

@@ -36,8 +36,8 @@ class _Listed(BaseModel):
 class FileDiscovery:
     """A TOML or JSON file (by its name's end) with the lists `decode` and `prefill`.
 
-    It is looked at once an interval. A file that is missing or not valid changes nothing; replace
-    it in one step (`mv`) so that nobody sees half of it.
+    The file is read again at each interval if it has changed. A missing or invalid file changes
+    nothing. Replace the file in one step (`mv`), so that it is never read half written.
     """
 
     def __init__(self, path: Path, interval_s: float) -> None:
@@ -45,7 +45,7 @@ class FileDiscovery:
 
         Args:
             path: Path of the file.
-            interval_s: Between looks, in seconds.
+            interval_s: Seconds between looks.
 
         Raises:
             ConfigError: It cannot be read or is not valid.
@@ -100,7 +100,7 @@ def read_endpoints(path: Path) -> tuple[Endpoint, ...]:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path}: {where}: {first['msg']}") from error
-    except ValueError as error:  # neither TOML nor JSON, or not UTF-8
+    except ValueError as error:  # The file is neither TOML nor JSON, or not UTF-8.
         raise ConfigError(f"{path}: {error}") from error
     found = [Endpoint("decode", address) for address in listed.decode]
     found += [Endpoint("prefill", address) for address in listed.prefill]

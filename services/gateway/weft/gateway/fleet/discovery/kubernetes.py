@@ -34,7 +34,7 @@ _MAX_BACKOFF_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiServer:
-    """How to reach the API server."""
+    """Address and credentials of the API server."""
 
     url: str
     """URL, https://host:port."""
@@ -84,8 +84,8 @@ class _ListAgain(Exception):
 class KubernetesDiscovery:
     """Lists the EndpointSlices of some Services, then watches them.
 
-    Endpoints count whatever their conditions say: the gateway looks at each worker itself, and a
-    pod that ends still finishes what it has. Needs `list` and `watch` of
+    All endpoints count, whatever their conditions: the gateway checks each worker itself, and a pod
+    that is ending still finishes its requests. Needs `list` and `watch` of
     `endpointslices.discovery.k8s.io` in the namespace.
     """
 
@@ -93,7 +93,7 @@ class KubernetesDiscovery:
         """Reads the API server's CA certificates; sends no request yet.
 
         Args:
-            api: Where to ask.
+            api: The API server.
             decode: Services of decode workers, SERVICE:PORT each, PORT being a name.
             prefill: Likewise of prefill workers.
 
@@ -153,7 +153,7 @@ class KubernetesDiscovery:
                 elif event["type"] != "BOOKMARK":
                     self._take(item)
                 yield self._endpoints()
-            await asyncio.sleep(_PAUSE_S)  # the server ends each watch after a while
+            await asyncio.sleep(_PAUSE_S)  # The server ends each watch after a while.
 
     async def _list(self, client: httpx.AsyncClient) -> dict[str, Any]:
         answer = await client.get(self._path, params=self._query(), headers=self._headers())

@@ -12,9 +12,13 @@ _INSIDE_STRINGS = re.compile(r'["\\]')
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""Beginning of a call that can be passed on as it comes: the name stands before the arguments."""
+"""Beginning of a call whose name stands before the arguments, so that these can be passed on as
+they arrive.
+"""
 _MAX_HEAD = 512
-"""Longest such beginning: names of functions are short, and it is looked at again and again."""
+"""Longest such beginning. Names of functions are short, and each piece of text is matched from the
+beginning.
+"""
 _BLANKS = " \t\r\n"
 
 
@@ -22,7 +26,7 @@ class ObjectEnd:
     """Finds the end of a JSON object.
 
     Args:
-        depth: Number of its brackets that were opened before the first text that is given.
+        depth: Number of the object's brackets that were opened before the first text.
     """
 
     __slots__ = ("_depth", "_in_string", "_is_escaped")
@@ -32,7 +36,9 @@ class ObjectEnd:
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> int | None:
-        """Takes more text; returns how much of it is the object's, None: all, and more follows."""
+        """Takes more text; returns how many of its characters belong to the object. None: all, and
+        more follow.
+        """
         at = 0
         while at < len(text):
             if self._is_escaped:
@@ -56,12 +62,13 @@ class ObjectEnd:
 class CallReader:
     """Reads one call: an object with `name`, and `arguments` or `parameters`.
 
-    Its arguments are given as the model writes them where the name stands before them; else
+    If the name stands before the arguments, these are returned as the model writes them; else
     together, once the object is complete.
 
     Args:
-        given_name: Of the function: only the arguments are read. Empty: the whole object is.
-        given_id: Of the call; empty: it has none.
+        given_name: Name of the function, so that only the arguments are read; empty: the whole
+            object is read.
+        given_id: Id of the call; empty: it has none.
     """
 
     __slots__ = (
@@ -88,10 +95,10 @@ class CallReader:
         self._pieces: list[str] = []
         self._num_chars = 0
         self._end = ObjectEnd()
-        """Of the object; of its arguments while these are passed on."""
+        """Finds the end of the object, or of its arguments while these are passed on."""
         self._is_bare = self._is_streamed = self._is_in_arguments = bool(given_name)
         self._tail: str | None = ""
-        """Text behind the arguments of which it is not known whether the object goes on."""
+        """Text behind the arguments, until it is known whether the object goes on."""
 
     @property
     def text(self) -> str:
@@ -99,7 +106,7 @@ class CallReader:
         return "".join(self._pieces)
 
     def push(self, text: str) -> str:
-        """Takes more text, of which the first begins with the object; returns more arguments.
+        """Takes more text, beginning with the object's own; returns further arguments.
 
         Raises:
             ValueError: The object has ended and is no call.
@@ -108,7 +115,7 @@ class CallReader:
         if self._is_streamed:
             return self._more_arguments(text)
         self._pieces.append(text)
-        # Of a head that does not come soon the object's end is awaited.
+        # If the head does not come soon, the call is read once the object is complete.
         head = None
         if self._num_chars <= _MAX_HEAD:
             head = _HEAD.match(whole := self.text)
@@ -179,13 +186,13 @@ def _name(quoted: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text with U+FFFD for halves of characters, which JSON's escapes can name."""
+    """The text with U+FFFD in place of lone surrogates, which JSON's escapes can name."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def loads(text: str) -> Any:
-    """Reads JSON as models write it, with line breaks in strings, but all of whose numbers JSON
-    can write again.
+    """Reads JSON as models write it, with line breaks in strings. Numbers that JSON cannot write,
+    such as NaN, are refused.
 
     Raises:
         ValueError: It is none.
@@ -204,7 +211,7 @@ def parse_json(text: str) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError: It is none, or names halves of characters.
+        ValueError: The text is no JSON, or names lone surrogates.
     """
     try:
         value = json.loads(text)

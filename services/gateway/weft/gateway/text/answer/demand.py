@@ -13,7 +13,7 @@ from weft.gateway.text.answer.call_reader import parse_json
 from weft.gateway.validate import invalid
 
 ALL_TOOLS = "tools"
-"""The field that a constraint made of all tools is blamed on, where no tool is at fault alone."""
+"""The field that an error of a constraint on all tools names, if no single tool is at fault."""
 _IN_ARGUMENTS = re.compile(r"([$#])(?:\.\$defs\.|\['\$defs'\]\['|/\$defs/)arguments-(\d+)(?:'\])?")
 """Places within a tool's arguments, as errors of schemas write them: paths of two forms, and
 references.
@@ -27,13 +27,16 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "depende
 """Keywords whose value has a schema for each name, and so may have any name."""
 _OF_VALUES = ("const", "enum")
 _OF_READERS = ("title", "description", "examples", "default", "$comment")
-"""Keywords that enforce nothing, and would count as a part of the constraint."""
+"""Keywords that enforce nothing, and would only make the constraint larger."""
 _OF_TYPES = ("properties", "$ref", "anyOf", "oneOf", "allOf", "const", "enum")
-"""Keywords by which a schema without `type` is one of objects, or is taken as it is."""
+"""Keywords that show that a schema without `type` is one of objects, or that its type is not known
+here.
+"""
 
 
 def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Constraint:
-    """A list of one or more calls, as `weft.gateway.text.answer.formats.CALLS_ONLY` has them.
+    """The constraint of a list of one or more calls, in the format
+    `weft.gateway.text.answer.formats.CALLS_ONLY`.
 
     Args:
         tools: The tools that may be called, in OpenAI's form.
@@ -45,20 +48,19 @@ def demanded_calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> Cons
 def calls_or_answer(
     tools: Sequence[Mapping[str, Any]], answer: Constraint, most: int | None, param: str
 ) -> Constraint:
-    """A list of one or more calls, or else an object of an answer's schema, for models whose own
-    calls begin with no token that would tell them from the answer.
+    """The constraint of a list of calls or an object of an answer's schema, for models whose calls
+    begin with no special token.
 
-    This is the one place that makes a grammar of both; see `Constraint.alternatives` for the way of
-    other models.
+    Models whose calls begin with such a token use `Constraint.alternatives` instead.
 
     Args:
-        tools: As of `demanded_calls`.
-        answer: The constraint on an answer that is no calls.
-        most: As of `demanded_calls`.
-        param: The field that `answer` is of.
+        tools: See `demanded_calls`.
+        answer: The constraint of an answer without calls.
+        most: See `demanded_calls`.
+        param: The field that gave `answer`.
 
     Raises:
-        InvalidRequest: The answer need not be an object, which would tell it from a list.
+        InvalidRequest: The answer need not be an object, so that it could be mistaken for a list.
     """
     schema: Any = None
     if answer.kind == "json_schema":
@@ -78,7 +80,7 @@ def calls_or_answer(
 
 
 def _is_of_objects(schema: Mapping[str, Any]) -> bool:
-    """Whether all that is valid under a schema is an object, as far as its first level says."""
+    """Whether only objects are valid under a schema, as far as its first level shows."""
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/") and "type" not in schema:
         there: Any = schema
@@ -93,7 +95,8 @@ def _calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, An
     branches, arguments = [], {}
     for number, tool in enumerate(tools):
         function, place = tool["function"], f"arguments-{number}"
-        # Apart, for references into it: the grammar compiler follows none through a list.
+        # The arguments' schemas are definitions of their own, since the compiler follows no
+        # references through a list.
         arguments[place] = _arguments(function, f"#/$defs/{place}")
         branches.append(
             {
@@ -118,21 +121,21 @@ def _calls(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, An
 
 
 def demanded_arguments(tool: Mapping[str, Any]) -> Constraint:
-    """The arguments of one function."""
+    """The constraint of one function's arguments."""
     return _constraint(_arguments(tool["function"], "#"))
 
 
 def parameters_of(number: int) -> str:
-    """The field of a tool that its arguments are enforced by."""
+    """Name of the field with the schema of a tool's arguments."""
     return f"tools[{number}].function.parameters"
 
 
 def blame_constraint(error: WeftError, param: str) -> None:
-    """Names the field at fault, and the place within it, where a worker refused a constraint.
+    """Makes a worker's refusal of a constraint name the client's field, and the place within it.
 
     Args:
-        error: The worker's.
-        param: The field that the constraint is of.
+        error: The worker's error.
+        param: The field that gave the constraint.
     """
     if place := _IN_ARGUMENTS.search(error.message):
         param = parameters_of(int(place[2]))
@@ -156,8 +159,8 @@ def _constraint(schema: Mapping[str, Any]) -> Constraint:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references into itself are right once it stands at `place`, without what is
-    for its readers.
+    """The schema with references into itself that hold once it stands at `place`, without
+    descriptions and examples.
     """
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]

@@ -1,6 +1,6 @@
 """Tools in the messages of a conversation, for chat templates that have no place for them.
 
-Calls are asked for as Hermes' models write them, so that they are found in the answer.
+The description asks for calls in Hermes' format, so that the parser finds them in the answer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def with_described_tools(
     """The messages with tools, calls and results as text.
 
     Args:
-        messages: May have `tool_calls`, and the role `tool`.
-        tools: Of OpenAI's form; empty: there are none to describe.
+        messages: Messages, some with `tool_calls` or the role `tool`.
+        tools: Tools in OpenAI's form; may be empty.
     """
     plain: list[Message] = []
     for message in messages:
@@ -37,7 +37,8 @@ def with_described_tools(
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
             if plain and plain[-1].get("is_result"):
                 result = f"{plain.pop()['content']}\n{result}"
-            # Many templates want users and assistants to take turns.
+            # Results become a user's message, since many templates want users and assistants to
+            # take turns.
             plain.append({"role": "user", "content": result, "is_result": True})
         elif message.get("tool_calls"):
             texts = [message["content"]] if message["content"] else []

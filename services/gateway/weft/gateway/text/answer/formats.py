@@ -1,6 +1,6 @@
-"""How models write calls of tools and their reasoning, told from their chat templates.
+"""How models write tool calls and reasoning, recognised by their chat templates.
 
-A format is an entry here: what opens and closes calls, and which syntaxes a call may have
+A format is an entry here: the marks that open and close calls, and the syntaxes of a call
 (`weft.gateway.text.answer.syntaxes`). Names are vLLM's.
 """
 
@@ -23,7 +23,7 @@ _HARMONY_MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Where calls are in a text, and how each is written.
+    """Where calls are in a text, and how they are written.
 
     ```
     text OPENER separator CALL tail separator CALL tail CLOSER text
@@ -32,19 +32,21 @@ class ToolFormat:
 
     name: str
     openers: tuple[str, ...]
-    """Each begins a call, or a list of calls. None: the text begins with one, or has no call."""
+    """Marks that begin calls or lists of calls; empty: the text begins with a call, or has none."""
     syntaxes: tuple[Syntax, ...] = (JsonObject(),)
     """How a call may be written."""
     closer: str = ""
-    """Ends a call, or a list of calls; empty: the call does. A missing one is no matter."""
+    """Mark that ends a call or a list of calls, and may be missing; empty: the call ends itself."""
     separators: tuple[str, ...] = ()
-    """May stand before a call, beside blanks."""
+    """Texts that may stand before a call, beside blanks."""
     tails: tuple[str, ...] = ()
-    """May stand behind a call, beside blanks."""
+    """Texts that may stand behind a call, beside blanks."""
     beginnings: tuple[str, ...] = ()
-    """One of them begins a text with calls where there are no `openers`."""
+    """Beginnings of a text with calls, for formats without `openers`."""
     id_length: int = 24
-    """Characters of a call's id; nine, which some chat templates check, are all of it."""
+    """Random characters of a call's id. With nine, which some chat templates check, the id has no
+    prefix.
+    """
     is_harmony: bool = False
     """Calls are messages to functions (`weft.gateway.text.answer.harmony`)."""
     marks: tuple[str, ...] = ()
@@ -52,25 +54,25 @@ class ToolFormat:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """All texts by which calls are told: those that are special tokens have to be shown."""
+        """All texts by which calls are recognised; special tokens among them must be shown."""
         own = (*self.openers, self.closer, *self.separators, *self.tails, *self.beginnings)
         return tuple(one for one in (*own, *self.marks) if one)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Where the reasoning is with which a text may begin."""
+    """Where the reasoning is that a text may begin with."""
 
     name: str
     opener: str
-    """Begins it, unless the prompt has."""
+    """Mark that begins the reasoning, unless the prompt has it already."""
     closer: str
-    """Ends it."""
+    """Mark that ends the reasoning."""
     end: str = ""
-    """Behind it, and the next `until`, the answer begins; empty: behind `closer`."""
+    """Mark behind which, after the next `until`, the answer begins; empty: behind `closer`."""
     until: str = ""
     always_begins: bool = False
-    """The text begins with reasoning whether it is opened or not."""
+    """Whether the text begins with reasoning even without `opener`."""
     is_harmony: bool = False
     """Reasoning is a channel (`weft.gateway.text.answer.harmony`)."""
 
@@ -86,7 +88,7 @@ class ReasoningFormat:
 
 
 _JOINTS, _TAILS = ("[", ","), ("]",)
-"""Of formats that may have lists of JSON objects."""
+"""Separators and tails of formats that may have lists of JSON objects."""
 _NAME = r"(?P<name>[\w.-]{1,256})"
 
 HERMES = ToolFormat(
@@ -266,7 +268,7 @@ _TEMPLATE_MARKS: tuple[tuple[str, ToolFormat], ...] = (
     (r"<\|tool_call\|>", GRANITE),
     ("ipython", LLAMA3_JSON),
 )
-"""Texts in chat templates that identify each format; the first one found decides."""
+"""Texts in chat templates that identify a format; the first one found decides."""
 
 QWEN3 = ReasoningFormat("qwen3", THINK, END_THINK)
 """Think tags: most models. The prompt may have opened them."""

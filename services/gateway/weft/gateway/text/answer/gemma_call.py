@@ -21,10 +21,10 @@ def parse_gemma(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Map
 
     Args:
         text: The call.
-        tools: Not needed: values say what they are.
+        tools: Not used, since values show their types.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is no call.
     """
     head = _HEAD.match(text)
     if head is None:
@@ -75,7 +75,9 @@ class _Reading:
         return found
 
     def _takes_end(self, bracket: str, is_behind: bool) -> bool:
-        """Takes what stands before the next member; True: there is none."""
+        """Consumes the separator before the next member; returns True if there is no further
+        member.
+        """
         self._skip_blanks()
         if self._takes(bracket):
             return True

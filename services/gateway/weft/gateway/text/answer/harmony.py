@@ -1,4 +1,4 @@
-"""Takes apart what gpt-oss writes: messages in channels, as text of special tokens.
+"""Parses gpt-oss's answers: messages in channels, written with special tokens.
 
 ```
 <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>answer
@@ -28,21 +28,21 @@ _HEADER = re.compile(
     r"(?:\s+to=(?P<then>[^\s<]+))?(?:\s+[\w/+.-]{1,64})?)?\s*"
     r"(?:<\|constrain\|>\s*[\w/+.-]{0,64}\s*)?"
 )
-"""All of a message that stands before its text: role, recipient, channel, kind of content."""
+"""A message's header, before its text: role, recipient, channel, kind of content."""
 _FUNCTION = re.compile(r"functions\.([\w.-]{1,256})")
 
 
 class HarmonyParser:
-    """Of messages in channels: analysis is reasoning, what is for a function a call, all else
-    content. A header that is none is content as it stands.
+    """Parser of messages in channels: `analysis` is reasoning, a message to a function is a call,
+    everything else is content. A malformed header is content too.
 
     Args:
-        shows_calls: Whether there are tools; else what is for functions is content.
-        shows_reasoning: Whether reasoning stands apart; else it is content.
+        shows_calls: Whether there are tools; if not, messages to functions are content.
+        shows_reasoning: Whether reasoning is shown apart; if not, it is content.
         id_length: As in `ToolFormat`.
-        max_calls: Further calls are left out; None: there may be any number.
-        answer: Parser of the channel `final`, where a constraint made its text calls; None: it is
-            content.
+        max_calls: Most calls; further ones are left out. None: any number.
+        answer: Parser of the channel `final`, if a constraint made its text calls; None: the text
+            is content.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class HarmonyParser:
             _add(part, self._answer.push("", is_last=True))
         return part
 
-    # Both return whether the other one continues with the text.
+    # Both states return whether the other one continues with the text.
 
     def _header(self, part: AnswerPart, is_last: bool) -> bool:
         text = self._held.lstrip(_BLANKS)
@@ -112,7 +112,7 @@ class HarmonyParser:
             return True
         if not mark and not is_over and not is_last:
             return False
-        # Whatever it is, it is shown: its mark as well, or it would be met again.
+        # An unknown message is shown together with its mark, or the mark would be found again.
         shown = next(one for one in (*_OPENERS, _BARE_RECIPIENT) if text.startswith(one))
         self._open("", "")
         self._show(part, self._held[: len(self._held) - len(text)] + shown)

@@ -24,14 +24,14 @@ MakeParser = Callable[[], AnswerParser]
 def parser_maker(
     request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
 ) -> MakeParser | None:
-    """What makes a parser for each sample of a chat; None: all of its text is content."""
+    """A function that makes a parser for each sample of a chat; None: the whole text is content."""
     return _Reading(request, model, prompt).parser()
 
 
 def reasoning_of(
     request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt
 ) -> ReasoningFormat | None:
-    """How the reasoning is written with which an answer may begin; None: it has none."""
+    """Format of the reasoning with which an answer may begin; None: it has none."""
     if not isinstance(request.prompts[0], ChatPrompt):
         return None
     return _Reading(request, model, prompt).reasoning
@@ -40,11 +40,11 @@ def reasoning_of(
 def settle_constraint(
     request: GenerateRequest, model: ModelCard, prompts: Sequence[PreparedPrompt]
 ) -> GenerateRequest:
-    """The request with the constraint that its one chat is drawn under: with calls beside an
-    answer, if it may have either, and behind the model's reasoning.
+    """The request with the final constraint of its chat: it begins behind the model's reasoning,
+    and allows calls beside an answer if the request allows both.
 
     Raises:
-        InvalidRequest: There can be no calls beside its constraint.
+        InvalidRequest: The request's constraint does not go with calls.
     """
     constraint = request.sampling.constraint
     if constraint is None or not isinstance(request.prompts[0], ChatPrompt):
@@ -54,7 +54,7 @@ def settle_constraint(
 
 
 class _Reading:
-    """How the answer to one chat is to be read, which decides how it is constrained, too."""
+    """How the answer to one chat is parsed, which also decides how it is constrained."""
 
     def __init__(self, request: GenerateRequest, model: ModelCard, prompt: PreparedPrompt) -> None:
         (given,) = request.prompts
@@ -67,14 +67,14 @@ class _Reading:
         self._param = request.constraint_param
         self._is_constrained = request.sampling.constraint is not None
         self._has_choice = self._is_constrained and calls is not None and not calls.is_demanded
-        """Whether the answer is calls, or else under a constraint."""
+        """Whether the answer is either calls or a text under a constraint."""
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """How the reasoning is written with which the answer may begin; None: it has none."""
+        """Format of the reasoning with which the answer may begin; None: it has none."""
         form = self._model.reasoning
         if self._is_constrained and self._before_constraint() is None:
-            return None  # A worker could not tell where it ends.
+            return None  # Workers could not tell where the reasoning ends.
         if form is None or form.is_harmony or self._prompt.begins_reasoning:
             return form
         return None if self._is_continued else form
@@ -88,10 +88,12 @@ class _Reading:
         return None if is_over or told.begin is None else told
 
     def constraint(self, constraint: Constraint) -> Constraint:
-        """The constraint with what may come before it, and in its place."""
+        """The constraint, with the reasoning that may come before it and the tokens that may come
+        in its place.
+        """
         reasoning = self._before_constraint()
         alternatives: tuple[int, ...] = ()
-        # Harmony's calls have a channel of their own, which nothing constrains.
+        # Harmony's calls come in a channel of their own, which is not constrained.
         if self._has_choice and (reasoning is None or not self._model.is_harmony):
             alternatives = self._model.call_opener_ids
             if not alternatives:
@@ -100,7 +102,7 @@ class _Reading:
         return replace(constraint, reasoning=reasoning, alternatives=alternatives)
 
     def parser(self) -> MakeParser | None:
-        """What makes a parser for each sample; None: all of its text is content."""
+        """A function that makes a parser for each sample; None: the whole text is content."""
         if self._model.is_harmony and (
             not self._is_constrained or self._before_constraint() is not None
         ):

@@ -1,4 +1,4 @@
-"""Takes a sample's text apart, as it comes, into content, reasoning and calls of tools."""
+"""Splits a sample's text into content, reasoning and tool calls, as the text arrives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CallPart:
     """More of one call."""
 
     index: int
-    """Of the call, in its sample."""
+    """Index of the call in its sample."""
     id: str
-    """Id of the call; empty but in its first part, which has the name."""
+    """Id of the call, in its first part, which also has the name; empty in later parts."""
     name: str
     arguments: str
     """Text to add to the arguments."""
@@ -45,23 +45,24 @@ class AnswerParser(Protocol):
 
     @property
     def has_called(self) -> bool:
-        """Whether the sample ends in order to have tools called, as the API says: not if it had to
-        be a call of one function.
+        """Whether the sample's finish reason is `tool_calls`. It is not if `tool_choice` named a
+        function.
         """
         ...
 
     def push(self, text: str, *, is_last: bool = False) -> AnswerPart:
-        """Takes more of the sample's text; nothing follows what `is_last`."""
+        """Takes more of the sample's text; `is_last` marks the end."""
         ...
 
 
 class NamedCallParser:
-    """Of a text that a constraint made the arguments of one function, maybe behind reasoning.
+    """Parser of a text that a constraint made the arguments of one function, perhaps behind
+    reasoning.
 
     Args:
         name: The function's.
         id_length: As in `ToolFormat`.
-        before: Parser of a text in which the reasoning comes first; None: there is none.
+        before: Parser of the reasoning before it; None: there is no reasoning.
     """
 
     def __init__(self, name: str, id_length: int, before: AnswerParser | None = None) -> None:
@@ -87,11 +88,12 @@ class NamedCallParser:
 
 
 class TextParser:
-    """Of a text that the model writes freely. What may become a tag is held back until it is known,
-    and so are blanks that may turn out to stand beside one, where they are left out.
+    """Parser of a text that the model writes freely. Text that may become a tag is held back until
+    its meaning is known, and so are blanks that may turn out to stand beside a tag, where they are
+    left out.
 
-    No text is lost: what is neither a tag nor a part of a call or of the reasoning is content, also
-    a call that is none, or that ends before its function's name is known.
+    No text is lost: text that is no tag, call or reasoning is content, and so is a call that is not
+    valid or ends before its function's name.
     """
 
     def __init__(
@@ -109,14 +111,14 @@ class TextParser:
         """Prepares the parser.
 
         Args:
-            tools: How calls are written; None: none are looked for.
-            reasoning: How the reasoning is written with which the text may begin; None: it has
-                none.
-            begins_reasoning: The text begins within the reasoning.
-            is_continued: The prompt ends within a text that this one continues.
-            is_demanded: The text is calls; what is left of one that was cut off is left out.
-            is_answer_else: A text that does not begin with calls has none.
-            max_calls: Further calls are left out; None: there may be any number.
+            tools: Format of calls; None: the text has no calls.
+            reasoning: Format of the reasoning with which the text may begin; None: it has none.
+            begins_reasoning: Whether the text begins within the reasoning.
+            is_continued: Whether the text continues a text that the prompt ends in.
+            is_demanded: Whether the text consists of calls; the rest of a call that was cut off is
+                dropped.
+            is_answer_else: Whether a text that does not begin with calls has none.
+            max_calls: Most calls; further ones are left out. None: any number.
             schemas: Tools that may be called, for formats that need to know the types of values.
         """
         self._num_calls = 0
@@ -162,7 +164,7 @@ class TextParser:
             goes_on = self._state(part, is_last)
         return part
 
-    # Each state consumes what it can of the text, and says whether another state continues.
+    # Each state consumes what it can of the text, and returns whether another state continues.
 
     def _maybe_reasoning(self, part: AnswerPart, is_last: bool) -> bool:
         assert self._reasons is not None
@@ -217,7 +219,7 @@ class TextParser:
         return False
 
     def _first_call(self, part: AnswerPart, is_last: bool) -> bool:
-        """At the beginning of a text that has calls there, or none."""
+        """At the beginning of a text that has calls only if it begins with one."""
         assert self._tools is not None
         tools, text = self._tools, self._held.lstrip(_BLANKS)
         tags = tools.openers or tools.beginnings
@@ -242,7 +244,7 @@ class TextParser:
         taken = self._held[: len(self._held) - len(text)]
         while mark := _first_of(text, (*joints, *(tools.tails if self._is_behind else ()))):
             if not is_last and any(_is_beginning(text, one) for one in joints):
-                break  # It may become a longer mark.
+                break  # The text may become a longer mark.
             # Text between two calls is content if no other call follows.
             if mark in joints and self._is_behind:
                 self._is_behind, self._opening, taken = False, "", ""
@@ -347,8 +349,8 @@ def _first_of(text: str, marks: Sequence[str]) -> str:
 
 
 def _before_tag(text: str, tags: Sequence[str], is_last: bool) -> str:
-    """The part of a text without tags that surely stands before one, without blanks at its end, if
-    they are few; all of it where nothing follows.
+    """The part of a text that surely stands before a tag, without a few blanks at its end; the
+    whole text if nothing follows.
     """
     if is_last:
         return text

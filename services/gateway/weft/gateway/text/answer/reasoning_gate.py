@@ -1,4 +1,4 @@
-"""Tells the reasoning of a text from what comes behind it, where stop strings count."""
+"""Separates a text's reasoning from the answer behind it, in which stop strings count."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from weft.gateway.text.answer.formats import ReasoningFormat
 
 
 class ReasoningGate:
-    """Parts a sample's text, as it comes, at the end of its reasoning.
+    """Splits a sample's text at the end of its reasoning, as the text arrives.
 
     Args:
-        reasoning: How it is written.
-        begins_reasoning: The text begins within it.
+        reasoning: Format of the reasoning.
+        begins_reasoning: Whether the text begins within the reasoning.
     """
 
     def __init__(self, reasoning: ReasoningFormat, begins_reasoning: bool) -> None:
@@ -20,12 +20,10 @@ class ReasoningGate:
         """The text that must come before the answer begins."""
         self._is_begun = begins_reasoning
         self._held = ""
-        """Text whose end may begin a mark; of it, what has not been returned before the opener is
-        known.
-        """
+        """Text whose end may begin a mark. Until the opener is known, it has not been returned."""
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Takes more text; returns that of the reasoning, with the marks, then that of the answer.
+        """Takes more text; returns the reasoning's part, with its marks, and the answer's part.
         Text is held back only until it is known whether it begins with reasoning.
         """
         if not self._marks:

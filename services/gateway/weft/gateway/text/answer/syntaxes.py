@@ -1,4 +1,4 @@
-"""The syntaxes of one call of a tool, and what reads a call of each."""
+"""The syntaxes of one tool call, and the readers of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _NAME_BEGIN = re.compile(r"[\w.-]")
 Tools = Sequence[Mapping[str, Any]]
 """Tools that may be called, of OpenAI's form."""
 Parse = Callable[[str, Tools], tuple[str, Mapping[str, Any]]]
-"""Reads a complete call: its function's name and arguments; raises ValueError where it is none."""
+"""Reads a complete call: its function's name and arguments. Raises ValueError if the text is no
+call.
+"""
 
 
 class Reader(Protocol):
@@ -31,7 +33,7 @@ class Reader(Protocol):
 
     @property
     def id(self) -> str:
-        """The call's id, where the model gives it one; else empty."""
+        """The call's id, if the model gives one; else empty."""
         ...
 
     @property
@@ -45,10 +47,10 @@ class Reader(Protocol):
         ...
 
     def push(self, text: str) -> str:
-        """Takes more text, of which the first begins with the call; returns more arguments.
+        """Takes more text, beginning with the call's own; returns further arguments.
 
         Raises:
-            ValueError: The call has ended and is none.
+            ValueError: The call has ended and is not valid.
         """
         ...
 
@@ -58,14 +60,14 @@ class Begun(NamedTuple):
 
     reader: Reader
     text: str
-    """The text that its reader must get first."""
+    """The text that the reader must get first."""
 
 
 class Syntax(Protocol):
     """How a call may be written."""
 
     def begin(self, text: str, tools: Tools) -> Begun | None:
-        """A reader of the call that a text begins with; None: it begins with none."""
+        """A reader of the call that a text begins with; None if it begins with no call."""
         ...
 
     def may_begin(self, text: str) -> bool:
@@ -115,11 +117,11 @@ class Collected:
     """A text between two marks, which is read once it is complete."""
 
     opener: str
-    """Begins the call, and is a part of it. Empty: the function's name does."""
+    """Mark that begins the call and is a part of it; empty: the function's name begins it."""
     closer: str
     parse: Parse
     leaves_closer: bool = False
-    """Whether the closing mark is not the call's own, but that of its format."""
+    """Whether the closing mark is not the call's own but its format's."""
 
     def begin(self, text: str, tools: Tools) -> Begun | None:
         """See `Syntax.begin`."""

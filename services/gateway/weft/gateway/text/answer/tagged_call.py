@@ -17,16 +17,16 @@ _MAX_DEPTH = 6
 class TagSyntax(Collected):
     """A call of a name and a tag for each parameter.
 
-    Values are texts. Those of parameters that are no strings, by the tool's schema, are read as
-    JSON where they are some. So a call is given once it is complete.
+    Values are texts. The value of a parameter that is no string by the tool's schema is read as
+    JSON if it is valid JSON. So a call is returned once it is complete.
 
     Args:
-        opener: As in `Collected`.
-        closer: As in `Collected`.
+        opener: See `Collected`.
+        closer: See `Collected`.
         name: Regular expression of how a call begins, with a group `name`.
         parameter: Regular expression of a parameter, with groups `key` and `value`, and maybe
             `string`: "true" or "false", which then decides instead of the schema.
-        leaves_closer: As in `Collected`.
+        leaves_closer: See `Collected`.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ def _types(schema: Any, whole: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _value(text: str, types: set[str] | None) -> Any:
-    """A parameter's value: a text unless its types say otherwise, without the line breaks that
-    stand beside its tags.
+    """A parameter's value: a text unless its types say otherwise, without the line breaks next to
+    its tags.
     """
     text = text.removeprefix("\n").removesuffix("\n")
     bare = text.strip()
