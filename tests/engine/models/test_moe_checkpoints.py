@@ -96,7 +96,6 @@ def test_layers_that_draft_are_left_out_and_nothing_else(tmp_path: Path, seed: i
         ("deepseek_v3", LATENT, "kv_lora_rank", None),
         ("deepseek_v2", LATENT, "norm_topk_prob", True),
         ("deepseek_v2", LATENT, "topk_method", "noaux_tc"),
-        ("gpt_oss", GPT_OSS, "layer_types", None),
         ("gpt_oss", GPT_OSS, "hidden_act", "gelu"),
         ("mixtral", {"num_experts_per_tok": 2}, "num_local_experts", 1),
     ],
