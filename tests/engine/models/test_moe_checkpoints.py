@@ -59,6 +59,8 @@ def test_experts_in_mxfp4(tmp_path: Path, seed: int) -> None:
     loaded = load_model(tmp_path, "float32")
     assert loaded.weight_format == "mxfp4"
     assert loaded.digest != plain
+    dummy = load_model(tmp_path, "float32", dummy=True).model
+    assert PagedDriver(dummy, 4).step([(PagedRequest(), [1, 2, 3])]).isfinite().all()
     name = next(name for name in packed if name.endswith("_scales"))
     packed[name][1, 3, 0] = 255
     save_weights(tmp_path, weights | packed)

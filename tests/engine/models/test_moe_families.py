@@ -165,6 +165,12 @@ def test_prefill_apart(family: Family) -> None:
         pair.close()
 
 
+def test_dummy_weights_need_no_checkpoint(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((family.path / "config.json").read_bytes())
+    model = load_model(tmp_path, "float32", dummy=True).model
+    assert PagedDriver(model, 4).step([(PagedRequest(), [1, 2, 3])]).isfinite().all()
+
+
 def adapted() -> list[object]:
     """All families, of which two run by default."""
     by_default = ("qwen2-moe", "deepseek-v3")
