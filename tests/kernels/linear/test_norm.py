@@ -39,10 +39,9 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     fresh_seed()
     x = (torch.randn(rows, width) * 3).to(dtype)
-    weight = torch.randn(width)
-    before = x.clone()
+    fine, before = torch.randn(width), x.clone()
     # Finer than the rows, and like them.
-    for weight in (weight, weight.to(dtype)):
+    for weight in (fine, fine.to(dtype)):
         out, eager = rms_norm(x, weight, EPS), F.rms_norm(x, (width,), weight.to(dtype), EPS)
         assert out.dtype == dtype
         assert_as_exact(out, eager, exact_norm(x, weight))

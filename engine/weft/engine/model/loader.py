@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,8 @@ from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,9 @@ def load_model(
                 checkpoint.check_alike(f"{body}.embed_tokens.weight", f"{head}.weight")
         model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
+        left_out = [prefix for prefix in config.names.left_out if checkpoint.has_below(prefix)]
+    if left_out:
+        logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))
     try:
         digest = model_digest(config, computed, weight_files(model_dir), scheme.fingerprint())
     except OSError as error:

@@ -118,6 +118,10 @@ class Checkpoint:
         """Whether the files have a tensor of this name."""
         return name in self._tensors
 
+    def has_below(self, prefix: str) -> bool:
+        """Whether the files have tensors whose names begin so."""
+        return any(name.startswith(prefix) for name in self._tensors)
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """See `CheckpointReader.shape_of`."""
         return self._tensors[name].shape if name in self._tensors else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Layer
@@ -40,7 +42,9 @@ def make_sparse_mlp(index: int, dtype: torch.dtype) -> SparseMLP:
     return SparseMLP(index, SparseMlpWeight(router, pack_experts(experts, EXPERTS), 2, True))
 
 
+@functools.cache
 def make_cos_sin(dim: int = DIM, max_positions: int = 200) -> torch.Tensor:
+    """One table for all layers that rotate alike, as models have it."""
     angles = torch.outer(
         torch.arange(max_positions).float(), 1e4 ** -(torch.arange(0, dim, 2) / dim)
     )
