@@ -25,10 +25,12 @@ _BUILT_IN = {
     "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 _FAMILIES = {
+    "ArceeForCausalLM": ("llamas", "read_arcee"),
     "CohereForCausalLM": ("cohere", "read_cohere"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
     "Ernie4_5ForCausalLM": ("llamas", "read_ernie"),
     "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
+    "GemmaForCausalLM": ("gemma", "read_gemma"),
     "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
     "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
@@ -44,6 +46,9 @@ _FAMILIES = {
     "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
     "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
     "Phi3ForCausalLM": ("phi3", "read_phi3"),
+    "Qwen2VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen3VLForConditionalGeneration": ("qwen_vl", "read_qwen3_vl"),
     "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
     "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
     "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
