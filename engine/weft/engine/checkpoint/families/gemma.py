@@ -19,7 +19,7 @@ from weft.engine.checkpoint.parts import (
 )
 from weft.engine.checkpoint.rope import RopeConfig, rope_config
 
-_NORMS = {"feed_norm": "pre_feedforward_layernorm"}
+_FEED_NORM = "pre_feedforward_layernorm"
 
 
 def read_gemma(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -47,7 +47,7 @@ def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         softcap=_cap(family, "attn_logit_softcapping", 50.0),
     )
     decoder = _decoder(family, (layer,) * len(kinds), _cap(family, "final_logit_softcapping", 30.0))
-    names = NamesConfig(**_NORMS)
+    names = NamesConfig(feed_norm=_FEED_NORM)
     window = family.window(kinds, 4096)
     return family.config(
         decoder, head_dim=family.head_dim(256), window=window, names=names, is_tied=True, kv_heads=4
@@ -77,7 +77,9 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         for kind in kinds
     )
     names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"), left_out=VISION, **_NORMS
+        bodies=("model.language_model", "language_model.model", "model"),
+        left_out=VISION,
+        feed_norm=_FEED_NORM,
     )
     return family.config(
         _decoder(family, layers, _cap(family, "final_logit_softcapping")),
