@@ -331,9 +331,13 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of [Hq, N, D] over [Hkv, M, D] where `mask`, [N, M], is true."""
     if spec.sinks is None and spec.softcap is None:
-        rows = (x.unsqueeze(0) for x in (q, k, v))
         return F.scaled_dot_product_attention(
-            *rows, attn_mask=mask, scale=spec.scale, enable_gqa=True
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=mask,
+            scale=spec.scale,
+            enable_gqa=True,
         )[0]
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0).float() for x in (k, v))
     scores = q.float() @ k.transpose(1, 2) * spec.scale

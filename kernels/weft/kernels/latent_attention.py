@@ -59,13 +59,14 @@ def latent_attention_reference(
 ) -> torch.Tensor:
     """`latent_attention` in eager torch: gathers each request's pages, any device."""
     page_size, out = pool.shape[-2], q.new_empty((*q.shape[:2], spec.value_dim))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = step.cu_q_lens.tolist()
     for request, kv_len in enumerate(step.kv_lens.tolist()):
         first, end = starts[request], starts[request + 1]
         if first == end:
             continue
         pages = step.page_table[request, : -(-kv_len // page_size)].long()
-        keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].float()
+        keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
         root = kv_len - (end - first)
         at_once = max(1, _MAX_SCORES // (spec.heads * kv_len))
         for begin in range(first, end, at_once):
@@ -73,7 +74,7 @@ def latent_attention_reference(
             number = torch.arange(rows.start - first, rows.stop - first, device=q.device)
             words = None if step.ancestors is None else step.ancestors[rows]
             seen = _seen(number, root, kv_len, words)
-            scores = torch.matmul(q[rows].float(), keys.t()) * spec.scale
+            scores = torch.matmul(q[rows].to(wide), keys.t()) * spec.scale
             scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
             mixed = torch.matmul(scores.softmax(dim=-1), keys[:, : spec.value_dim])
             out[rows] = mixed.to(q.dtype)

@@ -250,7 +250,7 @@ def route_reference(
     scores = logits.sigmoid() if form.is_sigmoid else torch.softmax(logits, dim=-1)
     choice = scores if form.correction is None else scores + form.correction
     if form.groups > 1:
-        grouped = choice.unflatten(-1, (form.groups, -1))
+        grouped = choice.view(len(choice), form.groups, -1)
         of_groups = grouped.topk(form.summed, dim=-1).values.sum(dim=-1)
         kept = torch.zeros_like(of_groups, dtype=torch.bool)
         kept.scatter_(-1, of_groups.topk(form.kept_groups, dim=-1).indices, value=True)
@@ -298,9 +298,10 @@ def moe(
         return x.clone()
     if w.stacked is not None:
         from weft.kernels.gpu import moe as gpu
+        from weft.kernels.gpu.moe_parts import ExpertParts
 
         ids, shares = routing
-        more = gpu.ExpertParts(w.gating, w.biases)
+        more = ExpertParts(w.gating, w.biases)
         return gpu.moe(x, ids, shares, *w.stacked, residual, lora, more, is_fixed=w.is_fixed)
     if w.native is not None:
         return _moe_native(x, routing, w, w.native, residual, lora)

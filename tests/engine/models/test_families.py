@@ -72,7 +72,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
     step((2, 21))
     assert second.num_cached == 17
     texts = [list(prompt) for prompt in prompts]
-    last = [made[-1][-1].argmax(-1).item() for made in parts]
+    last = [int(made[-1][-1].argmax(-1)) for made in parts]
     for _ in range(12):
         for text, token in zip(texts, last, strict=True):
             text.append(token)

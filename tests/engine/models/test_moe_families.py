@@ -12,6 +12,7 @@ from weft.engine.base.request import StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.lora_reference import BASE, PeftModels
 from weft.testing.models.paging import PagedDriver, PagedRequest
 from weft.testing.models.reference_models import VOCAB, make_reference
 
@@ -47,7 +48,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": (
         "deepseek_v3",
         {**DEEPSEEK, "q_lora_rank": 40, "n_group": 3, "topk_group": 2, "n_routed_experts": 9,
-         "routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+         "routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2,
+         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.9,
+                             "mscale_all_dim": 0.7, "original_max_position_embeddings": 128}},
     ),
     "glm4-moe-lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 40, "n_routed_experts": 6}),
     "gpt-oss": (
@@ -159,3 +163,35 @@ def test_prefill_apart(family: Family) -> None:
         pair.settle()
     finally:
         pair.close()
+
+
+def test_dummy_weights_need_no_checkpoint(family: Family, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((family.path / "config.json").read_bytes())
+    model = load_model(tmp_path, "float32", dummy=True).model
+    assert PagedDriver(model, 4).step([(PagedRequest(), [1, 2, 3])]).isfinite().all()
+
+
+def adapted() -> list[object]:
+    """All families, of which two run by default."""
+    by_default = ("qwen2-moe", "deepseek-v3")
+    marks = {name: () if name in by_default else (pytest.mark.full,) for name in FAMILIES}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+@pytest.mark.parametrize("name", adapted())
+def test_adapters_of_attention_compute_what_pefts_do(name: str, tmp_path: Path, seed: int) -> None:
+    kind, overrides = FAMILIES[name]
+    make_reference(kind, tmp_path / "model", seed, **overrides)
+    models = PeftModels(tmp_path / "model", tmp_path)
+    targets = (
+        ["o_proj"] if "kv_lora_rank" in overrides else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
+    digest = models.add(seed + 1, r=5, target_modules=targets)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in (33, 18)]
+    settings = {"dtype": "float32", "page_size": PAGE, "num_pages": 64}
+    with LLM(models.model_dir, enable_lora=True, **settings) as llm:
+        assert llm.load_adapter(models.directories[digest]) == digest
+        stop, adapters = StopCriteria(max_tokens=8, ignore_eos=True), [digest, BASE]
+        samples = llm.generate(prompts, stop=stop, top_logprobs=5, adapters=adapters)
+        for prompt, adapter, sample in zip(prompts, adapters, samples, strict=True):
+            models.check(adapter, prompt, sample)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -193,11 +194,15 @@ def test_layers_of_several_kinds_share_a_stream(rows: int, has_shared: bool) -> 
     assert_as_exact(out, peer, run(torch.float32, on_gpu=False).double())
 
 
-def attention_of(layer: Layer, **changes: object) -> Attention:
+def attention_of(layer: Layer, **changes: Any) -> Attention:
     """The layer's attention with other parts."""
     mixer = layer.mixer
     assert isinstance(mixer, Attention)
-    parts = {"spec": mixer.spec, "cos_sin": mixer.cos_sin, "qkv_proj": mixer.qkv_proj}
+    parts: dict[str, Any] = {
+        "spec": mixer.spec,
+        "cos_sin": mixer.cos_sin,
+        "qkv_proj": mixer.qkv_proj,
+    }
     return Attention(layer=layer.number, **{**parts, "o_proj": mixer.o_proj, **changes})
 
 

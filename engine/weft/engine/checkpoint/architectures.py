@@ -25,6 +25,7 @@ _BUILT_IN = {
     "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 _FAMILIES = {
+    "ArceeForCausalLM": ("llamas", "read_arcee"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
     "CohereForCausalLM": ("cohere", "read_cohere"),
     "DeepseekV2ForCausalLM": ("deepseek", "read_deepseek_v2"),
@@ -36,6 +37,7 @@ _FAMILIES = {
     "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
     "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
+    "GemmaForCausalLM": ("gemma", "read_gemma"),
     "Glm4ForCausalLM": ("glm4", "read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "read_glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("deepseek", "read_glm4_lite"),
@@ -56,7 +58,10 @@ _FAMILIES = {
     "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
     "OlmoeForCausalLM": ("olmo", "read_olmoe"),
     "Phi3ForCausalLM": ("phi3", "read_phi3"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
+    "Qwen2VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen3VLForConditionalGeneration": ("qwen_vl", "read_qwen3_vl"),
     "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
     "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
     "StableLmForCausalLM": ("layer_normed", "read_stablelm"),

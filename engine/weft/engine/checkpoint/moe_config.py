@@ -110,7 +110,7 @@ def qwen_experts(config: Fields) -> MoEConfig:
     )
 
 
-def counts(config: Fields, name: str, chosen: str = "num_experts_per_tok") -> dict[str, int]:
+def counts(config: Fields, name: str, chosen: str = "num_experts_per_tok") -> dict[str, Any]:
     """Experts, and how many of them a token is routed to, by the names of their fields."""
     count, per_token = config.positive(name), config.positive(chosen)
     if per_token > count:

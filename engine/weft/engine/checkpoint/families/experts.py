@@ -172,7 +172,7 @@ def _check_scoring(config: Fields, only: str) -> None:
         raise config.error("scoring_func", f"only {only} is supported for this architecture")
 
 
-def _groups(config: Fields) -> dict[str, int]:
+def _groups(config: Fields) -> dict[str, Any]:
     groups, kept = config.positive("n_group", 1), config.positive("topk_group", 1)
     name = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
     count, chosen = config.positive(name), config.positive("num_experts_per_tok")

@@ -1,8 +1,11 @@
-"""Gemma 2 and 3: norms around both blocks, GELU, scaled embeddings; windows in most layers."""
+"""Gemma: GELU, scaled embeddings, norms by 1 + weight, from Gemma 2 on around both blocks; windows
+in most layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
@@ -16,10 +19,20 @@ from weft.engine.checkpoint.parts import (
 )
 from weft.engine.checkpoint.rope import RopeConfig, rope_config
 
-_NORMS = {"feed_norm": "pre_feedforward_layernorm"}
-_VISION = tuple(
-    f"{m}{p}." for m in ("", "model.") for p in ("vision_tower", "multi_modal_projector")
-)
+_FEED_NORM = "pre_feedforward_layernorm"
+
+
+def read_gemma(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Gemma (arXiv 2403.08295)."""
+    family = Family(raw, generation, where)
+    dim, bias = family.head_dim(256), family.fields.flag("attention_bias", False)
+    family.only("use_bidirectional_attention", False)
+    family.activation("gelu_pytorch_tanh")
+    layer = AttentionConfig(rope=family.rope(), scale=dim**-0.5, qkv_bias=bias, o_bias=bias)
+    decoder = _decoder(family, (layer,) * family.num_layers, None)
+    # Files of the first release say "gelu" and mean its approximation.
+    decoder = replace(decoder, mlp=MlpConfig(activation="gelu_tanh"), order="before")
+    return family.config(decoder, head_dim=dim, is_tied=True)
 
 
 def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -34,7 +47,7 @@ def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         softcap=_cap(family, "attn_logit_softcapping", 50.0),
     )
     decoder = _decoder(family, (layer,) * len(kinds), _cap(family, "final_logit_softcapping", 30.0))
-    names = NamesConfig(**_NORMS)
+    names = NamesConfig(feed_norm=_FEED_NORM)
     window = family.window(kinds, 4096)
     return family.config(
         decoder, head_dim=family.head_dim(256), window=window, names=names, is_tied=True, kv_heads=4
@@ -64,7 +77,9 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
         for kind in kinds
     )
     names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"), left_out=VISION, **_NORMS
+        bodies=("model.language_model", "language_model.model", "model"),
+        left_out=VISION,
+        feed_norm=_FEED_NORM,
     )
     return family.config(
         _decoder(family, layers, _cap(family, "final_logit_softcapping")),

@@ -1,5 +1,5 @@
 """Families whose layers are Llama's but for some numbers: Seed-OSS, ERNIE 4.5, InternLM3, SmolLM3,
-Ministral.
+Ministral, Arcee.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def read_seed_oss(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         "o_bias": family.fields.flag("attention_out_bias", False),
     }
     bias = family.fields.flag("mlp_bias", False)
-    return _alike(family, family.head_dim(128), family.rope(), biases, mlp_bias=bias, kv_heads=8)
+    return _alike(
+        family, family.head_dim(128), family.rope(), biases, mlp=_gated(family, bias), kv_heads=8
+    )
 
 
 def read_ernie(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -31,7 +33,9 @@ def read_ernie(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     rope = family.rope(theta=500_000.0, is_interleaved=True)
     biases = {"qkv_bias": bias, "o_bias": bias}
     dim = family.head_dim(128)
-    return _alike(family, dim, rope, biases, mlp_bias=bias, eps=1e-5, is_tied=True, kv_heads=2)
+    return _alike(
+        family, dim, rope, biases, mlp=_gated(family, bias), eps=1e-5, is_tied=True, kv_heads=2
+    )
 
 
 def read_internlm3(
@@ -43,7 +47,9 @@ def read_internlm3(
     qkv_bias = family.fields.flag("qkv_bias", family.fields.flag("attention_bias", False))
     biases = {"qkv_bias": qkv_bias, "o_bias": bias}
     dim = family.head_dim(128)
-    return _alike(family, dim, family.rope(), biases, mlp_bias=bias, eps=1e-5, kv_heads=2)
+    return _alike(
+        family, dim, family.rope(), biases, mlp=_gated(family, bias), eps=1e-5, kv_heads=2
+    )
 
 
 def read_smollm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -75,6 +81,17 @@ def read_smollm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     return family.config(decoder, head_dim=dim, window=window, is_tied=True, kv_heads=4)
 
 
+def read_arcee(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Arcee's AFM: an MLP of squared ReLU without gate."""
+    family = Family(raw, generation, where)
+    fields, bias = family.fields, family.fields.flag("attention_bias", False)
+    mlp = MlpConfig(
+        activation=family.activation("relu2"), is_gated=False, bias=fields.flag("mlp_bias", False)
+    )
+    biases = {"qkv_bias": bias, "o_bias": bias}
+    return _alike(family, family.head_dim(), family.rope(), biases, mlp=mlp, eps=1e-5)
+
+
 def read_ministral(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
@@ -85,11 +102,6 @@ def read_ministral(
     kinds = family.kinds(lambda layer: SLIDING if has_window else FULL)
     window = family.window(kinds, 4096)
     return _alike(family, family.head_dim(), family.rope(), window=window, kv_heads=8)
-
-
-_VISION = tuple(
-    f"{m}{p}." for m in ("", "model.") for p in ("vision_tower", "multi_modal_projector")
-)
 
 
 def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -119,13 +131,17 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     )  # fmt: skip
 
 
+def _gated(family: Family, bias: bool) -> MlpConfig:
+    return MlpConfig(activation=family.activation(), bias=bias)
+
+
 def _alike(
     family: Family,
     dim: int,
     rope: RopeConfig,
     attention: Mapping[str, Any] | None = None,
     *,
-    mlp_bias: bool = False,
+    mlp: MlpConfig | None = None,
     eps: float = 1e-6,
     window: SlidingWindow | None = None,
     names: NamesConfig | None = None,
@@ -136,7 +152,7 @@ def _alike(
     decoder = DecoderConfig(
         norm=family.rms(eps=eps),
         layers=same(layer, family.num_layers),
-        mlp=MlpConfig(activation=family.activation(), bias=mlp_bias),
+        mlp=mlp or _gated(family, False),
     )
     return family.config(
         decoder, head_dim=dim, window=window, names=names, is_tied=is_tied, kv_heads=kv_heads

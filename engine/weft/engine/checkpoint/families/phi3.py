@@ -23,10 +23,5 @@ def read_phi3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str)
         mlp=MlpConfig(activation=family.activation()),
     )
     names = NamesConfig(qkv="qkv_proj", gate_up="gate_up_proj")
-    window = family.window(same_kind(kind, family.num_layers))
+    window = family.window((kind,) * family.num_layers)
     return family.config(decoder, head_dim=dim, window=window, names=names)
-
-
-def same_kind(kind: str, count: int) -> tuple[str, ...]:
-    """The same kind for all layers."""
-    return (kind,) * count

@@ -100,7 +100,8 @@ def _attention(
     config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Attention:
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    rotary, change, norms = rotaries.of(layer.rope), None, (None, None)
+    rotary, change = rotaries.of(layer.rope), None
+    norms: tuple[Norm | None, Norm | None] = (None, None)
     if layer.head_norm is not None:
         norms, change = _head_norms(config, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:

@@ -41,7 +41,7 @@ class WidthNorms:
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
         """See `HeadChange`."""
         kv_size = (qkv.shape[1] - q_size) // 2
-        q, k, v = qkv.split([q_size, kv_size, kv_size], dim=1)
+        q, k, v = torch.split(qkv, [q_size, kv_size, kv_size], dim=1)
         return torch.cat((self.q(q.contiguous()), self.k(k.contiguous()), v), dim=1)
 
 
@@ -59,7 +59,7 @@ class LayerNorms:
         """See `HeadChange`."""
         heads, dim = self.weight.shape
         both, v = qkv[:, : heads * dim], qkv[:, heads * dim :]
-        wide = both.unflatten(1, (heads, dim)).float()
+        wide = both.reshape(-1, heads, dim).float()
         variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
         normed = (wide - mean) * torch.rsqrt(variance + self.eps) * self.weight.float()
         return torch.cat((normed.flatten(1).to(qkv.dtype), v), dim=1)
@@ -76,5 +76,6 @@ class Rotation:
         dim, kv_size = self.rotary.cos_sin.shape[1], (qkv.shape[1] - q_size) // 2
         both, v = qkv[:, : q_size + kv_size], qkv[:, q_size + kv_size :]
         turns = self.rotary.cos_sin[positions]
-        turned = rotated(both.unflatten(1, (-1, dim)), turns, self.rotary.num_adjacent)
+        heads = both.reshape(qkv.shape[0], both.shape[1] // dim, dim)
+        turned = rotated(heads, turns, self.rotary.num_adjacent)
         return torch.cat((turned.flatten(1), v), dim=1)

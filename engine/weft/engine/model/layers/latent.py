@@ -120,8 +120,8 @@ class LatentAttention:
             split="out",
             unit=of_head,
         )
-        of_heads = weights.matrix(up).unflatten(0, (-1, of_head))
-        to_keys, to_values = of_heads.split([sizes.nope_dim, sizes.value_dim], dim=1)
+        of_heads = weights.matrix(up).view(-1, of_head, sizes.kv_rank)
+        to_keys, to_values = of_heads[:, : sizes.nope_dim], of_heads[:, sizes.nope_dim :]
         return cls(
             sizes,
             layer,
@@ -149,9 +149,8 @@ class LatentAttention:
         """Writes the latents and shared keys of all rows."""
         sizes, group, heads = self.config, step.groups[self.group], self.spec.heads
         found = x.linear(self.down_proj, None)
-        low, latent, key = found.split(
-            [found.shape[1] - sizes.kv_rank - sizes.rope_dim, sizes.kv_rank, sizes.rope_dim], dim=1
-        )
+        widths = (sizes.kv_rank, sizes.rope_dim)
+        low, latent, key = torch.split(found, [found.shape[1] - sum(widths), *widths], dim=1)
         turns, adjacent = self.rotary.cos_sin[step.positions], self.rotary.num_adjacent
         key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
@@ -159,7 +158,8 @@ class LatentAttention:
         write_latents(vectors, group.pool_of(pool), self.in_pool, group.places)
         if self.q_proj is not None and self.q_norm is not None:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
-        own, turned = low.unflatten(1, (heads, -1)).split([sizes.nope_dim, sizes.rope_dim], dim=2)
+        of_heads = low.reshape(len(low), heads, -1)
+        own, turned = torch.split(of_heads, [sizes.nope_dim, sizes.rope_dim], dim=2)
         absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
         turned = rotated(turned, turns, adjacent)
         return Query(torch.cat((absorbed, turned), dim=2))

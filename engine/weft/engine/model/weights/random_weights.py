@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from weft.engine.model.weights.reader import TensorSlice
 
+_MXFP4_SCALE = 121
+"""2^-6: numbers of MXFP4 deviate by about 3."""
+
 
 class RandomWeights:
     """A `CheckpointReader` of random numbers, the same for the same seed and order of reads."""
@@ -25,7 +28,11 @@ class RandomWeights:
         deviation 0.02, of which parts are cut from the whole tensor; int8 evenly and FP8 normally,
         with scales that make about the same of them.
         """
-        if not out.dtype.is_floating_point:
+        if out.dtype == torch.uint8 and part.name.endswith("_scales"):
+            out.fill_(_MXFP4_SCALE)
+        elif out.dtype == torch.uint8:
+            out.random_(0, 256, generator=self._generator)
+        elif not out.dtype.is_floating_point:
             out.random_(-127, 128, generator=self._generator)
         elif part.name.endswith("norm.weight"):
             out.fill_(1.0)

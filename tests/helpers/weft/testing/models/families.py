@@ -42,7 +42,15 @@ _PIXTRAL = {
     "image_size": 16,
 }
 _SIGLIP = {**_PIXTRAL, "model_type": "siglip_vision_model"}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 12}),
     "gemma3": (
         "gemma3_text",
@@ -141,6 +149,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "hidden_size": 96}),
     "nemotron": ("nemotron", {"head_dim": 16}),
+    "arcee": ("arcee", {}),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": {
+                **SIZES,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e5,
+                    "mrope_section": [1, 1, 2],
+                },
+            },
+            "vision_config": _QWEN_VISION,
+        },
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {
+            "text_config": {**SIZES, "head_dim": 16},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+        },
+    ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }
 """Model types of transformers, and fields of their configurations."""

@@ -1,0 +1,97 @@
+"""Configurations of families made of parts: both layouts, refusals by name, fingerprints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.rope import RopeConfig
+from weft.testing.models.families import SIZES
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def parse(architecture: str, **fields: Any) -> ModelConfig:
+    raw = {**SIZES, "architectures": [f"{architecture}ForCausalLM"], **fields}
+    return ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "fields"),
+    [
+        ("Gemma2", "hidden_activation", {"hidden_activation": "relu"}),
+        ("Gemma2", "layer_types", {"layer_types": ["chunked_attention"] * 4}),
+        ("Gemma2", "layer_types", {"layer_types": ["full_attention"]}),
+        ("Gemma3", "use_bidirectional_attention", {"use_bidirectional_attention": True}),
+        ("Gemma3", "sliding_window", {"sliding_window": -1}),
+        ("Phi3", "long_factor", {"rope_scaling": {"type": "longrope", "long_factor": 1.0},
+                                 "original_max_position_embeddings": 64}),
+        ("Granite", "logits_scaling", {"logits_scaling": 0}),
+        ("Cohere", "use_parallel_block", {"use_parallel_block": False}),
+        ("Olmo2", "partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+        ("Glm4", "partial_rotary_factor", {"partial_rotary_factor": 1.5}),
+        ("SmolLM3", "no_rope_layers", {"no_rope_layers": [1]}),
+        ("SeedOss", "rope_type", {"rope_parameters": {"rope_type": "other"}}),
+        ("SeedOss", "alpha", {"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0}}),
+        ("Nemotron", "num_key_value_heads", {"num_key_value_heads": 4}),
+        ("Mistral3", "architectures", {}),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(
+    architecture: str, field: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse(architecture, **fields)
+    assert field in str(caught.value.param)
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        ("Gemma2", {"attn_logit_softcapping": None}),
+        ("Gemma2", {"query_pre_attn_scalar": 8}),
+        ("Gemma3", {"rope_local_base_freq": 5e3}),
+        ("Granite", {"residual_multiplier": 0.5}),
+        ("Cohere2", {"logit_scale": 0.5}),
+        ("Olmo3", {"rope_scaling": YARN}),
+        ("Glm4", {"partial_rotary_factor": 0.25}),
+        ("Exaone4", {"sliding_window": None}),
+        ("StableLm", {"use_parallel_residual": True}),
+    ],
+)
+def test_what_changes_hidden_states_changes_the_fingerprint(
+    architecture: str, change: dict[str, Any]
+) -> None:
+    assert parse(architecture).fingerprint() != parse(architecture, **change).fingerprint()
+    assert parse(architecture).fingerprint() == parse(architecture, eos_token_id=7).fingerprint()
+
+
+def test_older_files_of_gemma_3_say_the_same() -> None:
+    """A base for each kind of layers, and a scaling of those without a window."""
+    old = parse(
+        "Gemma3",
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=2,
+    )
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    listed = [f"{kind}_attention" for kind in ("sliding", "full") * 2]
+    assert old == parse("Gemma3", rope_parameters=kinds, layer_types=listed)
+    assert old.decoder is not None
+    ropes = [layer.rope for layer in old.decoder.layers[:2]]
+    assert ropes == [RopeConfig(theta=1e4), RopeConfig(theta=1e6, scaling="linear", factor=8.0)]
+
+
+def test_yarn_is_read_for_llamas_too() -> None:
+    """A factor that is not there is the ratio of the lengths; the steepness follows."""
+    config = parse("Llama", hidden_act="silu", rope_scaling={**YARN, "factor": None})
+    assert config.rope.factor == SIZES["max_position_embeddings"] / 64
+    assert config.rope.attention_factor == pytest.approx(1.2079, abs=1e-4)
+    assert b"attention_factor" not in parse("Llama").fingerprint()

@@ -1,0 +1,106 @@
+"""A layer of latent attention and shared experts as a GPU runs it, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.model.layers.latent import LatentAttention
+from weft.engine.model.layers.layer import Layer
+from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.rotary import Rotary
+from weft.engine.model.stack import Run, run_all
+from weft.kernels.linear import LinearWeight, PlainForm
+from weft.kernels.moe import ExpertWeights, RouterForm, SparseMlpWeight
+from weft.kernels.norm import Norm
+from weft.testing.kernels.as_on_gpu import as_on_gpu
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+from weft.testing.kernels.layer_cases import HIDDEN, PAGE_SIZE, draw, make_cos_sin, make_step
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+SIZES = LatentConfig(q_rank=40, kv_rank=32, nope_dim=24, rope_dim=16, value_dim=20)
+HEADS, EXPERTS, INNER = 5, 6, 44
+
+
+def plain(weight: torch.Tensor, *, gated: bool = False) -> LinearWeight:
+    return LinearWeight(*weight.shape, weight.dtype, gated, PlainForm(weight), None)
+
+
+class Weights:
+    """Random weights of two layers."""
+
+    def __init__(self) -> None:
+        head, rank = SIZES.nope_dim + SIZES.rope_dim, SIZES.kv_rank
+        self.down = draw(40 + rank + SIZES.rope_dim, HIDDEN, dtype=torch.float32)
+        self.q = draw(HEADS * head, 40, dtype=torch.float32)
+        self.to_keys = draw(HEADS, SIZES.nope_dim, rank, dtype=torch.float32)
+        self.to_values = draw(HEADS, rank, SIZES.value_dim, dtype=torch.float32)
+        self.o = draw(HIDDEN, HEADS * SIZES.value_dim, dtype=torch.float32)
+        self.router = draw(EXPERTS, HIDDEN, dtype=torch.float32)
+        self.w13 = draw(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.float32)
+        self.w2 = draw(EXPERTS, HIDDEN, INNER, dtype=torch.float32)
+        self.correction = 0.3 * torch.randn(EXPERTS)
+
+    def layer(self, index: int, dtype: torch.dtype, *, is_stacked: bool) -> Layer:
+        def norm(size: int) -> Norm:
+            return Norm(torch.ones(size, dtype=dtype), 1e-5)
+
+        mixer = LatentAttention(
+            SIZES,
+            index,
+            Rotary(make_cos_sin(SIZES.rope_dim), SIZES.rope_dim // 2),
+            0.2,
+            down_proj=plain(self.down.to(dtype)),
+            q_norm=norm(40),
+            q_proj=plain(self.q.to(dtype)),
+            kv_norm=norm(SIZES.kv_rank),
+            absorbed=(self.to_keys.to(dtype), self.to_values.to(dtype)),
+            o_proj=plain(self.o.to(dtype)),
+        )
+        w13, w2 = self.w13.to(dtype), self.w2.to(dtype)
+        experts = ExpertWeights(
+            HIDDEN,
+            INNER,
+            dtype,
+            () if is_stacked else tuple(plain(w, gated=True) for w in w13),
+            () if is_stacked else tuple(plain(w) for w in w2),
+            (w13, w2) if is_stacked else None,
+            None,
+        )
+        form = RouterForm(
+            is_sigmoid=True,
+            correction=self.correction,
+            groups=3,
+            kept_groups=2,
+            summed=2,
+            scale=2.5,
+        )
+        weight = SparseMlpWeight(plain(self.router.to(dtype)), experts, 3, True, form)
+        shared = GatedMLP(index, plain(w13[0].contiguous(), gated=True), plain(w2[0].contiguous()))
+        return Layer(index, norm(HIDDEN), mixer, norm(HIDDEN), SparseMLP(index, weight, shared))
+
+
+@pytest.mark.parametrize("lengths", [[(1, 9)], [(1, 30), (12, 20)]])
+def test_layers_of_latent_attention(lengths: list[tuple[int, int]]) -> None:
+    fresh_seed()
+    weights, rows = Weights(), sum(q for q, _ in lengths)
+    pages = len(lengths) * 4
+    pool = torch.randn(pages, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim).half()
+    hidden = torch.randn(rows, HIDDEN).half()
+
+    def run(dtype: torch.dtype, *, on_gpu: bool) -> torch.Tensor:
+        """The result beside what the pool has of the layers."""
+        kv, given = pool.to(dtype, copy=True), hidden.to(dtype, copy=True)
+        layers = [weights.layer(index, dtype, is_stacked=on_gpu) for index in range(2)]
+        step = make_step(lengths, kv)
+        with as_on_gpu() if on_gpu else contextlib.nullcontext():
+            out = run_all([Run(layers)], given, step, kv)
+        return torch.cat([out.flatten(), kv.flatten()])
+
+    out, peer = (run(torch.float32, on_gpu=on_gpu) for on_gpu in (True, False))
+    exact = run(torch.float64, on_gpu=False)
+    assert_as_exact(out, peer, exact, slack=1e-4)
