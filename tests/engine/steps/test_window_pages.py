@@ -217,9 +217,9 @@ def test_graphs_find_the_pages_of_every_group(
     """Steps run as those of a GPU, whose page tables only get what changes."""
     monkeypatch.setattr(cpu, "native_cpu", lambda: None)
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
-    prompts = [random_prompt(random.randint(1, 90)) for _ in range(6)]
+    prompts = [random_prompt(random.randint(1, 90)) for _ in range(5)]
     params = SamplingParams(temperature=temperature, seed=5, n=2)
-    stop = StopCriteria(max_tokens=40, ignore_eos=True)
+    stop = StopCriteria(max_tokens=30, ignore_eos=True)
     settings = {"dtype": "float32", "page_size": PAGE, "max_running_requests": 4}
     settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 16, "max_context_tokens": 160}
     with LLM(model_dir, **settings, window_pages="keep") as plain:

@@ -10,6 +10,7 @@ from weft.engine.model.stack import Run, run_all, runs_of
 from weft.kernels import cpu
 from weft.kernels.lora import LoraStep, LoraWeights
 from weft.kernels.norm import Norm
+from weft.kernels.step_rows import group_places
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
     DIM,
@@ -187,3 +188,51 @@ def test_layers_of_several_kinds_are_cut_into_runs(dtype: torch.dtype) -> None:
         other = run_by_operation(run, other, step, other_pool)
     assert torch.equal(run_all(runs, hidden, step, pool), other)
     assert torch.equal(pool, other_pool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_two_page_groups_are_one_run(dtype: torch.dtype) -> None:
+    """Wherever K and V of a layer lie, it computes the same bits."""
+    fresh_seed()
+    layers, lengths = (
+        [make_layer(index, dtype, True) for index in range(LAYERS)],
+        [(1, 60), (9, 70)],
+    )
+    pool = torch.randn(24, KV_HEADS, LAYERS, 2, PAGE_SIZE, DIM).to(dtype)
+    hidden = torch.randn(10, HIDDEN).to(dtype)
+    step, order = make_step(lengths, pool), torch.randperm(24)
+    first, of_second = pool[:, :, [0, 2]].contiguous(), pool[order][:, :, [1]].contiguous()
+    (group,) = step.groups
+    table = order.argsort()[group.page_table.long()].int()
+    places = group_places(step.positions, group.cu_q_lens, table, PAGE_SIZE)
+    second = group._replace(page_table=table, places=places, pool=of_second)
+    expected = run_all(runs_of(layers), hidden.clone(), step, pool)
+    for number, (of_group, in_pool) in enumerate(((0, 0), (1, 0), (0, 1))):
+        layers[number].mixer.move(of_group, in_pool)
+    (run,) = runs_of(layers)
+    both = replace(step, groups=(group, second))
+    assert torch.equal(run_all([run], hidden.clone(), both, first), expected)
+    assert torch.equal(first, pool[:, :, [0, 2]])
+    assert torch.equal(of_second, pool[order][:, :, [1]])
+    assert torch.equal(run_by_operation(run, hidden, both, first), expected)
+    if cpu.native_cpu() is None:
+        return
+    with pytest.raises(ValueError, match="does not fit the step"):
+        run_all([run], hidden.clone(), step, first)
+    outside = replace(step, groups=(group, second._replace(pool=of_second[:1])))
+    with pytest.raises(IndexError):
+        run_all([run], hidden.clone(), outside, first)
+
+
+def test_places_in_a_page_group() -> None:
+    fresh_seed()
+    table = torch.randint(1, 50, (3, 6), dtype=torch.int32)
+    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)  # Two rows behind are padding.
+    positions = torch.tensor([7, 8, 0, 1, 46, 0, 3])
+    found = group_places(positions, bounds, table, PAGE_SIZE).tolist()
+    requests = [0, 0, 2, 2, 2]
+    wanted = [
+        int(table[request, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+        for request, position in zip(requests, positions.tolist(), strict=False)
+    ]
+    assert found == [*wanted, 0, 3]

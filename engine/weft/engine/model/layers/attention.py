@@ -117,7 +117,7 @@ class Attention:
         return self.cos_sin.shape[0] > 1
 
     def move(self, group: int, in_pool: int) -> None:
-        """Puts K and V of the layer into a page group, as the layer with this index of it."""
+        """See `Mixer.move`."""
         self.group, self.in_pool = group, in_pool
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:

@@ -32,7 +32,7 @@ class Mixer(Protocol):
     """The block of a layer in which rows see one another: attention."""
 
     def move(self, group: int, in_pool: int) -> None:
-        """Puts what later rows see into a page group, as the layer with this index of its pool."""
+        """Puts what the layer keeps into a page group, as the layer with this index of it."""
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """Prepares a step for consecutive layers of this kind, all of whose rows attend.
