@@ -19,11 +19,11 @@ from weft.engine.loop.llm import LLM
 from weft.testing.models.tiny_embedders import (
     make_classifier,
     make_embedder,
+    make_judge,
     write_json,
     write_modules,
 )
 from weft.testing.models.tiny_encoders import make_encoder
-from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -116,12 +116,7 @@ def test_dense_layers_dimensions_and_lengths(tmp_path: Path, seed: int, kind: st
 
 
 def test_labels_get_the_logits_of_the_lm_head(tmp_path: Path, seed: int) -> None:
-    model_dir = make_tiny("qwen3", tmp_path / "m", seed)
-    modules = [("Transformer", ""), ("LogitScore", "1_LogitScore")]
-    write_json(
-        model_dir / "modules.json", [{"type": f"st.{kind}", "path": at} for kind, at in modules]
-    )
-    write_json(model_dir / "1_LogitScore/config.json", {"true_token_id": 9, "false_token_id": 2})
+    model_dir = make_judge("qwen3", tmp_path / "m", seed, labels=(9, 2))
     assert (load_pooling(model_dir).true_token_id, load_pooling(model_dir).task) == (9, "score")
     prompts = random_prompts(*LENGTHS)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

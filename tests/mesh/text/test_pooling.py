@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,33 @@ import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from weft.common.settings import list_text
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
-from weft.testing.models.tiny_embedders import make_classifier, make_embedder
+from weft.testing.models.tiny_embedders import make_classifier, make_embedder, make_judge
 from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 pytestmark = pytest.mark.needs("go")
 
-VOCAB, CONTEXT = 517, 256
+VOCAB, CONTEXT = 517, 1024
+LABELS = (300, 400)
+"""Tokens that stand for yes and no."""
+HEAD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""As Qwen3-Reranker's model card has it."""
 QUERY = "Given a search query, find passages: "
 TEXTS = ["mesh", "a longer text about pages", "x" * 100]
 
 
 class ManyTasks(LocalMesh):
-    """`weft up` with an embedder, a reranker with one class, a classifier, and a chat model."""
+    """`weft up` with an embedder, a reranker with one class, one that says yes or no, and a chat
+    model.
+    """
 
     def __init__(self, folder: Path) -> None:
         seed = random.randrange(2**31)
@@ -44,14 +56,14 @@ class ManyTasks(LocalMesh):
         )
         one = {"id2label": {"0": "LABEL_0"}}
         self.ranker = make_classifier("qwen3", folder / "ranker", seed, **shape, **one)
-        self.classifier = make_classifier("llama", folder / "classifier", seed, **shape)
+        self.judge = make_judge("qwen3", folder / "judge", seed, labels=LABELS, **shape)
         chat = make_tiny("llama", folder / "chat", seed, tokenizer=True, **shape)
         tokenizer = (chat / "tokenizer.json").read_bytes()
-        for path in (self.ranker, self.classifier):
+        for path in (self.ranker, self.judge):
             (path / "tokenizer.json").write_bytes(tokenizer)
         self.tokenizer = Tokenizer.from_file(str(chat / "tokenizer.json"))
         flags = ["--dtype", "float32", "--kv-memory-bytes", str(16 << 20), "--prefill", "0"]
-        for path in (self.embedder, self.ranker, self.classifier, chat):
+        for path in (self.embedder, self.ranker, self.judge, chat):
             flags += ["--model", list_text([str(path)]), "--model-name", path.name]
         super().__init__(folder, *flags)
 
@@ -68,14 +80,29 @@ class ManyTasks(LocalMesh):
 
     @torch.no_grad()
     def embedding(self, ids: Sequence[int], size: int | None = None) -> torch.Tensor:
-        model = AutoModel.from_pretrained(self.embedder, dtype=torch.float32)
+        model = loaded(AutoModel, self.embedder)
         vector = model(torch.tensor([ids])).last_hidden_state[0, -1][:size]
         return vector / vector.norm()
 
     @torch.no_grad()
-    def classes(self, path: Path, ids: Sequence[int]) -> torch.Tensor:
-        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
-        return model(torch.tensor([ids])).logits[0]
+    def value(self, ids: Sequence[int]) -> torch.Tensor:
+        """What the reranker's head makes of a prompt."""
+        return loaded(AutoModelForSequenceClassification, self.ranker)(torch.tensor([ids])).logits[
+            0
+        ]
+
+    @torch.no_grad()
+    def yes(self, query: str, text: str, instruction: str) -> float:
+        """Probability of yes against no, behind Qwen3-Reranker's template."""
+        body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {text}"
+        ids = [one for part in (HEAD, body, TAIL) for one in self.ids(part)]
+        logits = loaded(AutoModelForCausalLM, self.judge)(torch.tensor([ids])).logits[0, -1]
+        return float(logits[list(LABELS)].softmax(0)[0])
+
+
+@cache
+def loaded(kind: Any, path: Path) -> Any:
+    return kind.from_pretrained(path, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +170,7 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
     query, wanted = "what is a mesh?", []
     for text in TEXTS:
         ids = mesh.ids(query) + mesh.ids(text)
-        wanted.append(float(torch.sigmoid(mesh.classes(mesh.ranker, ids)[0])))
+        wanted.append(float(torch.sigmoid(mesh.value(ids)[0])))
     given = {"model": "ranker", "query": query}
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
@@ -155,11 +182,12 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
             assert one["document"]["text"] == TEXTS[one["index"]]
     scores = mesh.json("/v1/score", model="ranker", text_1=query, text_2=TEXTS)["data"]
     assert np.allclose([one["score"] for one in scores], wanted, atol=1e-5)
-    found = mesh.json("/v1/classify", model="classifier", input=TEXTS)["data"]
-    for one, text in zip(found, TEXTS, strict=True):
-        probs = mesh.classes(mesh.classifier, mesh.ids(text)).softmax(0)
+    for one, text in zip(
+        mesh.json("/v1/classify", model="ranker", input=TEXTS)["data"], TEXTS, strict=True
+    ):
+        probs = mesh.value(mesh.ids(text)).sigmoid()
         assert np.allclose(one["probs"], probs.tolist(), atol=1e-5)
-        assert one["label"] == ("no", "maybe", "yes")[int(probs.argmax())]
+        assert (one["label"], one["num_classes"]) == ("LABEL_0", 1)
     channel = grpc.insecure_channel(mesh.grpc_address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     ranked = stub.Rerank(
@@ -183,7 +211,11 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
         ("/v1/embeddings", {"model": "chat", "input": "x"}, "model"),
         ("/v1/embeddings", {"model": "ranker", "input": "x"}, "model"),
         ("/v1/rerank", {"model": "embedder", "query": "x", "documents": ["y"]}, "model"),
-        ("/v1/score", {"model": "classifier", "text_1": "x", "text_2": "y"}, "model"),
+        (
+            "/v1/score",
+            {"model": "ranker", "text_1": "x", "text_2": "y", "instruction": "z"},
+            "instruction",
+        ),
         ("/v1/classify", {"model": "embedder", "input": "x"}, "model"),
         ("/v1/completions", {"model": "embedder", "prompt": "x"}, "model"),
         ("/v1/embeddings", {"model": "embedder", "input": []}, "input"),
@@ -205,8 +237,30 @@ def test_models_show_what_they_serve(mesh: ManyTasks) -> None:
     listed = httpx.get(f"{mesh.url}/v1/models", trust_env=False).json()["data"]
     tasks = {one["id"]: one["task"] for one in listed}
     assert tasks == {
-        "embedder": "embed", "ranker": "classify", "classifier": "classify", "chat": "generate"
+        "embedder": "embed", "ranker": "classify", "judge": "score", "chat": "generate"
     }  # fmt: skip
+
+
+def test_a_model_that_says_yes_or_no_is_asked_in_its_template(mesh: ManyTasks) -> None:
+    given = {"model": "judge", "query": "mesh?", "documents": TEXTS}
+    for instruction in ("", "Is it a mesh?"):
+        told = (
+            instruction
+            or "Given a web search query, retrieve relevant passages that answer the query"
+        )
+        found = mesh.json("/v1/rerank", **given, instruction=instruction)["results"]
+        wanted = {index: mesh.yes("mesh?", text, told) for index, text in enumerate(TEXTS)}
+        assert [one["index"] for one in found] == sorted(wanted, key=lambda i: -wanted[i])
+        for one in found:
+            assert abs(one["relevance_score"] - wanted[one["index"]]) < 1e-5
+    cut = mesh.json(
+        "/v1/score", model="judge", text_1="a", text_2="z" * 2 * CONTEXT, truncate_prompt_tokens=-1
+    )
+    assert cut["usage"]["prompt_tokens"] == CONTEXT
+    assert (
+        mesh.post("/v1/score", model="judge", text_1="a", text_2="z" * 2 * CONTEXT).status_code
+        == 400
+    )
 
 
 def test_common_instructions_are_cached(mesh: ManyTasks) -> None:

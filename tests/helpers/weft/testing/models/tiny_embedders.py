@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from weft.cli.chaos.tiny import write_tokenizer
-from weft.testing.models.tiny_models import save_weights, tiny_config, tiny_weights
+from weft.testing.models.tiny_models import make_tiny, save_weights, tiny_config, tiny_weights
 
 _MODULES = "sentence_transformers.models"
 
@@ -74,6 +74,19 @@ def make_classifier(kind: str, path: Path, seed: int = 0, **overrides: Any) -> P
     width = config["hidden_size"]
     weights["score.weight"] = torch.randn((labels, width), generator=generator) / width**0.5
     save_weights(path, weights, 1)
+    return path
+
+
+def make_judge(
+    kind: str, path: Path, seed: int = 0, *, labels: tuple[int, int], **overrides: Any
+) -> Path:
+    """Writes a decoder that scores by the logits of two tokens, `labels`: yes and no."""
+    make_tiny(kind, path, seed, **overrides)
+    folders = {"Transformer": "", "LogitScore": "1_LogitScore"}
+    modules = [{"type": f"{_MODULES}.{name}", "path": at} for name, at in folders.items()]
+    write_json(path / "modules.json", modules)
+    true, false = labels
+    write_json(path / "1_LogitScore/config.json", {"true_token_id": true, "false_token_id": false})
     return path
 
 
