@@ -214,29 +214,38 @@ static void product_added(int is_bf16, int rows, long steps, int odd, const char
 
 /* tiles [rows first .. end - 1][32] = rows of x times an int8 panel, unpacked part by part. */
 static void unpacked_product(const Weight *w, const char *x, long m, long first_block,
-                             long last_block, const int8_t *panel, float *tiles, Amx *amx) {
+                             long last_block, const int8_t *panel, const int8_t *next,
+                             float *tiles, Amx *amx) {
+#if HAS_AMX
+  if (m == 1 && uses_amx(w->is_bf16)) {
+    amx_int8_row((const bf16 *)x, w->in_features, panel, next, tiles, amx);
+    return;
+  }
+#endif
   const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1;
   const long stride = w->in_features * (is_bf16 ? 2 : 4), first_row = block_begin(w, m, first_block);
   ALIGNED uint32_t words[2 * UNPACK_PAIRS * PANEL];
   for (long from = 0; from < pairs_of(w); from += UNPACK_PAIRS) {
     const long pairs = at_most(pairs_of(w) - from, UNPACK_PAIRS);
     const long numbers = at_most(w->in_features - 2 * from, 2 * UNPACK_PAIRS);
+    const int8_t *part = panel + 2 * from * PANEL;
+    const int8_t *asked = next == NULL ? NULL : next + 2 * from * PANEL;
     if (is_bf16)
-      unpack_pairs(1, pairs, panel + 2 * from * PANEL, words);
+      unpack_pairs(1, pairs, part, asked, words);
     else
-      unpack_pairs(0, pairs, panel + 2 * from * PANEL, words);
+      unpack_pairs(0, pairs, part, asked, words);
     for (long block = first_block; block < last_block; block++) {
       const long row = block_begin(w, m, block);
       const int rows = (int)(block_begin(w, m, block + 1) - row);
       Prefetch none = {{NULL, NULL}, NULL, 0};
-      const char *part = x + row * stride + 2 * from * (is_bf16 ? 2 : 4);
+      const char *rows_at = x + row * stride + 2 * from * (is_bf16 ? 2 : 4);
       float *tile = tiles + (row - first_row) * PANEL;
       const long steps = numbers / per_word;
       const int odd = is_bf16 && numbers % 2;
       if (from == 0)
-        product(is_bf16, rows, steps, odd, part, stride, words, tile, &none, amx);
+        product(is_bf16, rows, steps, odd, rows_at, stride, words, tile, &none, amx);
       else
-        product_added(is_bf16, rows, steps, odd, part, stride, words, tile, &none, amx);
+        product_added(is_bf16, rows, steps, odd, rows_at, stride, words, tile, &none, amx);
     }
   }
 }
@@ -269,7 +278,8 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
   if (unpacks)
-    unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel, tiles, amx);
+    unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel,
+                     prefetch ? (const int8_t *)next : NULL, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
@@ -287,7 +297,8 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
               &ahead, amx);
     else if (!unpacks)
       integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
-    if (w->scales != NULL) scale_tile(w->scales + p * PANEL, rows, tile);
+    if (w->scales != NULL) scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows,
+                                      tile);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
