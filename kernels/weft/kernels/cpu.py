@@ -32,6 +32,11 @@ class WeightStruct(ctypes.Structure):
         ("in_features", ctypes.c_int64),
         ("is_bf16", ctypes.c_int32),
         ("gated", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("group_scales", ctypes.c_void_p),
+        ("has_offsets", ctypes.c_int32),
+        ("is_half", ctypes.c_int32),
     )
 
 
@@ -227,6 +232,7 @@ class NativeCpu:
         "moe",
         "native_bf16",
         "pack",
+        "pack_groups",
         "packed_columns",
         "packed_words",
         "paged_attention",
@@ -252,6 +258,7 @@ class NativeCpu:
         attention = (pointer, long, *[pointer] * 5, *[long] * 5, real, long, long, pointer, long)
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)
+        self.pack_groups = declare("weft_pack_groups", None, *[pointer] * 7)
         self.packed_words = declare("weft_packed_words", long, pointer)
         self.packed_columns = declare("weft_packed_columns", long, pointer)
         self.linear = declare(

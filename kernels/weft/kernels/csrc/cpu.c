@@ -49,6 +49,21 @@ void weft_pack(const Weight *w, const void *plain, void *packed, const void *bia
   if (scales != NULL) pack_scales(w, scales, packed_scales);
 }
 
+/* Weights in groups: `numbers` of 8 bits, or of 4 as `pack_fours_panel` takes them; `scales` as
+ * `pack_group_scales`. */
+void weft_pack_groups(const Weight *w, const void *numbers, void *packed, const void *scales,
+                      void *packed_scales, const void *bias, float *packed_bias) {
+#pragma omp parallel for schedule(static)
+  for (long p = 0; p < panels_of(w); p++) {
+    if (w->bits == 4)
+      pack_fours_panel(w, numbers, packed, p);
+    else
+      pack_int8_panel(w, numbers, packed, p);
+    pack_group_scales(w, scales, packed_scales, p);
+  }
+  if (bias != NULL) pack_bias(w, bias, packed_bias);
+}
+
 /* out [rows, n] = x rounded row by row, scales [rows]; see `round_weights`. */
 void weft_quantise_rows(int is_bf16, const void *x, int64_t rows, int64_t n, int8_t *out,
                         float *scales) {
@@ -68,17 +83,16 @@ int weft_linear(const Weight *w, const void *x, int64_t rows, const void *residu
   divide_work(ranges, threads, linear_units(w, rows));
   divide_work(shrink, threads, shrink_units(&add));
   Barrier barrier = {0};
-  const int has_integers = needs_integers(w);
-  void *scratch = has_integers ? malloc((size_t)integers_bytes(rows, w->in_features)) : NULL;
-  if (has_integers && scratch == NULL) return OUT_OF_MEMORY;
-  Integers integers = integers_in(scratch, rows, w->in_features);
-  const Input input = {x, has_integers ? &integers : NULL};
+  const long prepared = prepared_bytes(w, rows);
+  void *scratch = prepared > 0 ? malloc((size_t)prepared) : NULL;
+  if (prepared > 0 && scratch == NULL) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Member me = join_team(&barrier);
     if (adds(&add)) shrink_share(&add, w->is_bf16, x, shrink, threads, me.thread);
-    if (has_integers) integers_share(x, &integers, rows, w->in_features, &me);
-    if (adds(&add) || has_integers) wait_for_all(&me);
+    Integers integers;
+    const Input input = prepare_share(w, x, scratch, rows, &integers, &me);
+    if (adds(&add) || prepared > 0) wait_for_all(&me);
     linear_share(w, input, rows, target, add, ranges, threads, me.thread);
   }
   free(scratch);

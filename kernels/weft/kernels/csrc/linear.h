@@ -3,6 +3,7 @@
 #define WEFT_LINEAR_H
 
 #include "amx.h"
+#include "grouped.h"
 #include "lora_amx.h"
 #include "quantised.h"
 #include "team.h"
@@ -20,6 +21,12 @@ typedef struct {
   int64_t in_features;
   int32_t is_bf16;
   int32_t gated; /* panels alternate 16 columns of gate and of up; the result is silu(gate) * up */
+  int32_t group; /* numbers along K with a scale of their own, a multiple of 32; 0: no groups */
+  int32_t bits;  /* of numbers in groups: 4 or 8 */
+  /* Of groups: [panels][groups][scales, or scales and offsets][32], float32 or float16. */
+  const void *group_scales;
+  int32_t has_offsets;
+  int32_t is_half;
 } Weight;
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
@@ -38,6 +45,8 @@ static long words_of(const Weight *w) {
 static long pairs_of(const Weight *w) { return (w->in_features + 1) / 2; }
 /* Words of 32 bits of one panel. */
 static long panel_words(const Weight *w) {
+  if (w->group > 0 && w->bits == 4) return eights_of(w->in_features) * PANEL;
+  if (w->group > 0) return pairs_of(w) * (PANEL / 2);
   return w->scales == NULL ? words_of(w) * PANEL : pairs_of(w) * (PANEL / 2);
 }
 static long columns_of(const Weight *w) { return w->gated ? w->out_features / 2 : w->out_features; }
@@ -99,6 +108,42 @@ static void pack_int8_panel(const Weight *w, const int8_t *plain, int8_t *packed
       }
     }
   }
+}
+
+/* The same of 4 bits, two in a byte and the first below: [out_features, in_features / 2 rounded
+ * up]. */
+static void pack_fours_panel(const Weight *w, const uint8_t *plain, uint32_t *packed, long p) {
+  const long n = w->in_features, stride = (n + 1) / 2;
+  uint32_t *panel = packed + p * panel_words(w);
+  for (long i = 0; i < eights_of(n); i++)
+    for (long c = 0; c < PANEL; c++) {
+      const long column = source_column(w, p, c);
+      uint32_t word = 0;
+      for (long k = 0; k < 8; k++) {
+        const long at = 8 * i + k;
+        uint32_t four = 8;
+        if (column >= 0 && at < n) four = plain[column * stride + at / 2] >> (at % 2 * 4) & 15;
+        word |= four << (k / 2 * 4 + k % 2 * 16);
+      }
+      panel[i * PANEL + c] = word;
+    }
+}
+
+/* Scales and offsets of groups, or scales alone: [1 or 2][out_features, groups] of 2 or 4 bytes. */
+static void pack_group_scales(const Weight *w, const char *plain, char *packed, long p) {
+  const long groups = groups_along(w->in_features, w->group), size = w->is_half ? 2 : 4;
+  const long kinds = w->has_offsets ? 2 : 1;
+  for (long g = 0; g < groups; g++)
+    for (long kind = 0; kind < kinds; kind++)
+      for (long c = 0; c < PANEL; c++) {
+        const long column = source_column(w, p, c);
+        char *to = packed + (((p * groups + g) * kinds + kind) * PANEL + c) * size;
+        const char *from = plain + ((kind * w->out_features + column) * groups + g) * size;
+        if (column < 0)
+          memset(to, 0, (size_t)size);
+        else
+          memcpy(to, from, (size_t)size);
+      }
 }
 
 static void pack_scales(const Weight *w, const float *plain, float *packed) {
@@ -218,7 +263,8 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
                              float *tiles, Amx *amx) {
 #if HAS_AMX
   if (m == 1 && uses_amx(w->is_bf16)) {
-    amx_int8_row((const bf16 *)x, w->in_features, panel, next, tiles, amx);
+    flush_subnormals(amx);
+    amx_int8_row((const bf16 *)x, w->in_features, panel, next, tiles);
     return;
   }
 #endif
@@ -255,7 +301,66 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
 typedef struct {
   const char *rows; /* [m, in_features] */
   const Integers *integers; /* or null */
+  const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
+
+/* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups. */
+static void grouped_product(const Weight *w, Input input, long m, long first_block, long last_block,
+                            long p, int asks, float *tiles, Amx *amx) {
+  const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1, size = is_bf16 ? 2 : 4;
+  const long n = w->in_features, stride = n * size, first_row = block_begin(w, m, first_block);
+  const long groups = groups_along(n, w->group), step = (w->has_offsets ? 2 : 1) * PANEL;
+  const uint32_t *panel = w->panels + p * panel_words(w);
+  const float factor = w->bits == 8 ? word_scale(is_bf16) : 1.0f;
+  ALIGNED uint32_t words[LARGEST_GROUP * PANEL];
+  ALIGNED float part[MOST_TILE_ROWS * PANEL];
+  float own_sums[MOST_TILE_ROWS];
+  const int centre = w->has_offsets ? 0 : 8;
+  for (long g = 0; g < groups; g++) {
+    const long from = g * w->group, numbers = at_most(n - from, w->group);
+    const uint32_t *at = panel + (w->bits == 4 ? from / 8 * PANEL : from / 2 * (PANEL / 2));
+    const uint32_t *next = asks ? at + panel_words(w) : NULL;
+    const long scales_at = (p * groups + g) * step;
+    int is_row = 0;
+#if HAS_AMX
+    is_row = m == 1 && uses_amx(is_bf16);
+    if (is_row) {
+      const bf16 *row = (const bf16 *)input.rows + from;
+      flush_subnormals(amx);
+      if (w->bits == 4)
+        amx_fours_row(centre, row, numbers, at, next, part);
+      else
+        amx_int8_row(row, numbers, (const int8_t *)at, (const int8_t *)next, part);
+    }
+#endif
+    if (!is_row && w->bits == 4)
+      unpack_fours(is_bf16, centre, eights_of(numbers), at, next, words);
+    else if (!is_row)
+      unpack_pairs(is_bf16, (numbers + 1) / 2, (const int8_t *)at, (const int8_t *)next, words);
+    for (long block = first_block; block < last_block; block++) {
+      const long row = block_begin(w, m, block);
+      const int rows = (int)(block_begin(w, m, block + 1) - row);
+      const char *x = input.rows + row * stride + from * size;
+      Prefetch none = {{NULL, NULL}, NULL, 0};
+      if (!is_row)
+        product(is_bf16, rows, numbers / per_word, is_bf16 && numbers % 2, x, stride, words, part,
+                &none, amx);
+      const float *sums = NULL;
+      if (w->has_offsets && input.sums != NULL) sums = input.sums + row * groups + g;
+      if (w->has_offsets && input.sums == NULL) {
+        for (int r = 0; r < rows; r++)
+          sum_groups(x + r * stride, is_bf16, 0, numbers, w->group, own_sums + r);
+        sums = own_sums;
+      }
+      const long sums_stride = input.sums != NULL ? groups : 1;
+      float *tile = tiles + (row - first_row) * PANEL;
+      if (g > 0)
+        add_group(1, rows, part, w->group_scales, scales_at, w->is_half, factor, sums, sums_stride, tile);
+      else
+        add_group(0, rows, part, w->group_scales, scales_at, w->is_half, factor, sums, sums_stride, tile);
+    }
+  }
+}
 
 /* `amx`: of this thread, to be released when it has done its share. */
 static void linear_unit(const Weight *w, Input input, long m, const Target *to,
@@ -277,13 +382,15 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   asked.count = 0;
   if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
-  if (unpacks)
+  if (w->group > 0)
+    grouped_product(w, input, m, first_block, last_block, p, prefetch, tiles, amx);
+  else if (unpacks)
     unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel,
                      prefetch ? (const int8_t *)next : NULL, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
-    float *tile = tiles + (is_adding || unpacks ? (first - first_row) * PANEL : 0);
+    float *tile = tiles + (is_adding || unpacks || w->group > 0 ? (first - first_row) * PANEL : 0);
     const long turn = block - first_block, turns = last_block - first_block;
     const int asked_from = (int)(asked.count * turn / turns);
     Prefetch ahead = {{next, next + part}, asked.spans + asked_from,
@@ -292,10 +399,10 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       ahead.now = *ahead.later++;
       ahead.num_later--;
     }
-    if (w->scales == NULL)
+    if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
-    else if (!unpacks)
+    else if (!unpacks && w->group == 0)
       integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
     if (w->scales != NULL) scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows,
                                       tile);
@@ -311,6 +418,28 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
  * draft heads unpack.) */
 static int needs_integers(const Weight *w) {
   return w->scales != NULL && uses_integers(w->is_bf16);
+}
+
+/* Bytes of memory for what such a product needs to know of its rows beside themselves. */
+static long prepared_bytes(const Weight *w, long rows) {
+  if (needs_integers(w)) return integers_bytes(rows, w->in_features);
+  return w->has_offsets ? rows * groups_along(w->in_features, w->group) * 4 : 0;
+}
+
+/* This thread's share of preparing x [rows, k] in such memory; used after the next barrier. */
+static Input prepare_share(const Weight *w, const void *x, void *memory, long rows,
+                           Integers *integers, const Member *me) {
+  const long k = w->in_features;
+  Input input = {x, NULL, NULL};
+  if (needs_integers(w)) {
+    *integers = integers_in(memory, rows, k);
+    integers_share(x, integers, rows, k, me);
+    input.integers = integers;
+  } else if (w->has_offsets) {
+    sums_share(x, w->is_bf16, rows, k, w->group, memory, me);
+    input.sums = memory;
+  }
+  return input;
 }
 
 /* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. What

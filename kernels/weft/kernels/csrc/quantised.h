@@ -206,38 +206,31 @@ INLINE void widen_pairs(const int8_t *pairs, __m512 *first, __m512 *second) {
   *second = _mm512_cvtepi32_ps(_mm512_and_si512(both, upper));
 }
 
-/* c[32] = a row of n numbers * a panel of words that `WIDEN(i, v, first, second)` widens to floats,
- * i being the word, v the half of its columns: `amx_row` without words in memory. */
-#define AMX_ROW_OF(WIDEN, n, a, sum)                                                             \
-  for (long at = 0; at < (n); at += 2 * AMX_DEPTH) {                                             \
-    ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];                                               \
-    const int words = split_pairs((a) + at, (n) - at, even, odd);                                \
-    __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};                                \
-    __m512 higher[2] = {lower[0], lower[0]};                                                     \
-    for (int i = 0; i < words; i++) {                                                            \
-      _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++) {                                      \
-        __m512 first, second;                                                                    \
-        WIDEN(at / 2 + i, v, &first, &second);                                                   \
-        lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[i]), lower[v]);                    \
-        higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[i]), higher[v]);                  \
-      }                                                                                          \
-    }                                                                                            \
-    for (int v = 0; v < 2; v++)                                                                  \
-      (sum)[v] = _mm512_add_ps((sum)[v], _mm512_add_ps(lower[v], higher[v]));                    \
-  }
-
-/* A row times an int8 panel, over `word_scale`: equal to the bit to the tile of its words. `next`:
- * the panel that is asked for meanwhile, or null. */
-static void amx_int8_row(const bf16 *a, long n, const int8_t *panel, const int8_t *next, float *c,
-                         Amx *amx) {
+/* part[32] = a row of n numbers times an int8 panel, over `word_scale`: equal to the bit to the tile
+ * of its words. `next`: the panel that is asked for meanwhile, or null. */
+static void amx_int8_row(const bf16 *a, long n, const int8_t *panel, const int8_t *next,
+                         float *part) {
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  flush_subnormals(amx);
-#define WIDEN(i, v, first, second)                                                               \
-  if (v == 0 && next != NULL) __builtin_prefetch(next + (i) * 2 * PANEL, 0, 2);                  \
-  widen_pairs(panel + (i) * 2 * PANEL + (v) * PANEL, first, second)
-  AMX_ROW_OF(WIDEN, n, a, sum)
-#undef WIDEN
-  for (int v = 0; v < 2; v++) _mm512_storeu_ps(c + v * 16, sum[v]);
+  for (long at = 0; at < n; at += 2 * AMX_DEPTH) {
+    ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+    const int words = split_pairs(a + at, n - at, even, odd);
+    __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
+    for (int i = 0; i < words; i++, panel += 2 * PANEL) {
+      if (next != NULL) {
+        __builtin_prefetch(next, 0, 2);
+        next += 2 * PANEL;
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        __m512 first, second;
+        widen_pairs(panel + v * PANEL, &first, &second);
+        lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[i]), lower[v]);
+        higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[i]), higher[v]);
+      }
+    }
+    for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(part + v * 16, sum[v]);
 }
 #endif
 

@@ -1,0 +1,166 @@
+/* Weights of 4 or 8 bits whose scales, and offsets if they have any, belong to groups along K:
+ * a weight is scale * number + offset, where numbers of 4 bits are 0 to 15, or without offsets -8 to
+ * 7, kept as number + 8.
+ *
+ * Numbers of 4 bits lie in a panel [eights along K][2 halves of 16 columns]
+ * [16 columns][2][4 numbers], which are two words of 16 bits a column: number j of word p is at
+ * 8 i + 2 j + p of K. So a shift and a table make words of bfloat16 of them, exactly. Numbers of
+ * 8 bits lie as in quantised.h.
+ *
+ * Each group is multiplied by itself in the rows' type, by the kernels of tile.h and amx.h, and
+ * added with its scales in float32. The rows' sums over the group come in with the offsets. */
+#ifndef WEFT_GROUPED_H
+#define WEFT_GROUPED_H
+
+#include "amx.h"
+#include "quantised.h"
+#include "rows.h"
+#include "team.h"
+
+#define LARGEST_GROUP 256
+
+static long groups_along(long n, long group) { return (n + group - 1) / group; }
+static long eights_of(long n) { return (n + 7) / 8; }
+
+/* The sums over a row's groups, in a fixed order. */
+static void sum_groups(const void *x, int is_bf16, long offset, long n, long group, float *sums) {
+  for (long begin = 0, g = 0; begin < n; begin += group, g++) {
+    const long end = begin + group < n ? begin + group : n;
+    vf sum = {0};
+    for (long i = begin; i < end; i += VL) sum += load_some(x, is_bf16, offset + i, at_most(end - i, VL));
+    sums[g] = vf_sum(sum);
+  }
+}
+
+/* This thread's rows of x [rows, n]. */
+static void sums_share(const void *x, int is_bf16, long rows, long n, long group, float *sums,
+                       const Member *me) {
+  const Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++)
+    sum_groups(x, is_bf16, row * n, n, group, sums + row * groups_along(n, group));
+}
+
+/* VL scales or offsets. */
+INLINE vf load_scales(const void *scales, int is_half, long at) {
+  if (!is_half) return *(const vf *)((const float *)scales + at);
+#if VL == 16
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + at)));
+#elif VL == 8 && defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
+#else
+  vf out;
+  for (int i = 0; i < VL; i++) { /* Shifted into a float's place, times 2^112, is the same number. */
+    const uint32_t half = ((const uint16_t *)scales)[at + i];
+    union { uint32_t bits; float value; } u = {.bits = (half & 0x7fff) << 13};
+    u.value *= 0x1p112f;
+    u.bits |= (half & 0x8000) << 16;
+    out[i] = u.value;
+  }
+  return out;
+#endif
+}
+
+#if VL == 16 && defined(__AVX512BW__)
+/* What each 4 bits are in bfloat16, less `centre` (0 or 8); an index is taken modulo 32. */
+INLINE __m512i bf16_of_fours(int centre) {
+  ALIGNED static const uint16_t table[24] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, /* -8 to -1 */
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, /* 0 to 7 */
+      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170}; /* 8 to 15 */
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(table + 8 - centre)));
+}
+#endif
+
+/* Words of bfloat16 or float32 of some eights of a panel. `next`: see `unpack_pairs`. */
+static void unpack_fours(const int is_bf16, int centre, long eights, const uint32_t *panel,
+                         const uint32_t *next, uint32_t *words) {
+  for (long i = 0; i < eights; i++, panel += PANEL) {
+    if (next != NULL) {
+      __builtin_prefetch(next + i * PANEL, 0, 2);
+      __builtin_prefetch(next + i * PANEL + PANEL / 2, 0, 2);
+    }
+#if VL == 16 && defined(__AVX512BW__)
+    if (is_bf16) {
+      const __m512i table = bf16_of_fours(centre);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const __m512i fours = _mm512_loadu_si512(panel + v * 16);
+        uint32_t *to = words + 4 * i * PANEL + v * 16;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+          _mm512_storeu_si512(to + j * PANEL,
+                              _mm512_permutexvar_epi16(_mm512_srli_epi16(fours, 4 * j), table));
+      }
+      continue;
+    }
+#endif
+    for (int c = 0; c < PANEL; c += VL) {
+      const vu fours = *(const vu *)(panel + c);
+      for (int j = 0; j < 4; j++) {
+        const vf first = __builtin_convertvector((vi)(fours >> (4 * j) & 15u) - centre, vf);
+        const vf second = __builtin_convertvector((vi)(fours >> (4 * j + 16) & 15u) - centre, vf);
+        const long s = 4 * i + j;
+        if (is_bf16) {
+          *(vu *)(words + s * PANEL + c) = ((vu)first >> 16) | ((vu)second & 0xffff0000u);
+        } else {
+          *(vf *)(words + 2 * s * PANEL + c) = first;
+          *(vf *)(words + (2 * s + 1) * PANEL + c) = second;
+        }
+      }
+    }
+  }
+}
+
+/* tile[rows][32] (+)= scale * part + offset * sum of the row's group. `scales`: of the group, with
+ * the offsets behind them if there are sums. */
+INLINE void add_group(const int adds, int rows, const float *part, const void *scales, long at,
+                      int is_half, float factor, const float *sums, long sums_stride, float *tile) {
+  for (int c = 0; c < PANEL; c += VL) {
+    const vf scale = load_scales(scales, is_half, at + c) * factor;
+    const vf offset = sums == NULL ? (vf){0} : load_scales(scales, is_half, at + PANEL + c);
+    for (int r = 0; r < rows; r++) {
+      vf *to = (vf *)(tile + r * PANEL + c);
+      vf sum = vf_fma(*(const vf *)(part + r * PANEL + c), scale, adds ? *to : (vf){0});
+      if (sums != NULL) sum = vf_fma(vf_splat(sums[r * sums_stride]), offset, sum);
+      *to = sum;
+    }
+  }
+}
+
+#if HAS_AMX
+/* part[32] = n <= LARGEST_GROUP numbers of a row times a panel of 4 bits: equal to the bit to the
+ * tile of its words. */
+INLINE void amx_fours_row(int centre, const bf16 *a, long n, const uint32_t *panel,
+                          const uint32_t *next, float *part) {
+  const __m512i table = bf16_of_fours(centre), upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (long at = 0; at < n; at += 2 * AMX_DEPTH) {
+    ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+    split_pairs(a + at, n - at, even, odd);
+    __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
+    const int eights = at_most(eights_of(n - at), AMX_DEPTH / 4);
+    for (int i = 0; i < eights; i++, panel += PANEL) {
+      if (next != NULL) {
+        __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(next + PANEL / 2, 0, 2);
+        next += PANEL;
+      }
+      const __m512i fours[2] = {_mm512_loadu_si512(panel), _mm512_loadu_si512(panel + 16)};
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; v++) {
+          const __m512i pairs = _mm512_permutexvar_epi16(_mm512_srli_epi16(fours[v], 4 * j), table);
+          const __m512 first = (__m512)_mm512_slli_epi32(pairs, 16);
+          const __m512 second = (__m512)_mm512_and_si512(pairs, upper);
+          lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[4 * i + j]), lower[v]);
+          higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[4 * i + j]), higher[v]);
+        }
+    }
+    for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(part + v * 16, sum[v]);
+}
+#endif
+
+#endif
