@@ -111,55 +111,96 @@ static void unpack_fours(const int is_bf16, int centre, long eights, const uint3
   }
 }
 
-/* tile[rows][32] (+)= scale * part + offset * sum of the row's group. `scales`: of the group, with
- * the offsets behind them if there are sums. */
-INLINE void add_group(const int adds, int rows, const float *part, const void *scales, long at,
-                      int is_half, float factor, const float *sums, long sums_stride, float *tile) {
-  for (int c = 0; c < PANEL; c += VL) {
-    const vf scale = load_scales(scales, is_half, at + c) * factor;
-    const vf offset = sums == NULL ? (vf){0} : load_scales(scales, is_half, at + PANEL + c);
-    for (int r = 0; r < rows; r++) {
-      vf *to = (vf *)(tile + r * PANEL + c);
-      vf sum = vf_fma(*(const vf *)(part + r * PANEL + c), scale, adds ? *to : (vf){0});
-      if (sums != NULL) sum = vf_fma(vf_splat(sums[r * sums_stride]), offset, sum);
+/* A group's scales, and its offsets if it has any, of a panel's columns. */
+typedef struct {
+  vf scales[PANEL / VL], offsets[PANEL / VL];
+} GroupScales;
+
+INLINE GroupScales scales_of_group(const void *scales, int is_half, int has_offsets, float factor,
+                                   long at) {
+  GroupScales out;
+#pragma GCC unroll 8
+  for (int v = 0; v < PANEL / VL; v++) {
+    out.scales[v] = load_scales(scales, is_half, at + v * VL) * factor;
+    out.offsets[v] = (vf){0};
+    if (has_offsets) out.offsets[v] = load_scales(scales, is_half, at + PANEL + v * VL);
+  }
+  return out;
+}
+
+/* tile[rows][32] (+)= scale * part + offset * sum of the row's group; `sums`: null without offsets. */
+INLINE void add_group(const int adds, const int has_offsets, int rows, const float *part,
+                      const GroupScales *of, const float *sums, long sums_stride, float *tile) {
+  for (int r = 0; r < rows; r++, part += PANEL, tile += PANEL) {
+    const vf total = has_offsets ? vf_splat(sums[r * sums_stride]) : (vf){0};
+#pragma GCC unroll 8
+    for (int v = 0; v < PANEL / VL; v++) {
+      vf *to = (vf *)(tile + v * VL);
+      vf sum = vf_fma(*(const vf *)(part + v * VL), of->scales[v], adds ? *to : (vf){0});
+      if (has_offsets) sum = vf_fma(total, of->offsets[v], sum);
       *to = sum;
     }
   }
 }
 
 #if HAS_AMX
-/* part[32] = n <= LARGEST_GROUP numbers of a row times a panel of 4 bits: equal to the bit to the
- * tile of its words. */
-INLINE void amx_fours_row(int centre, const bf16 *a, long n, const uint32_t *panel,
-                          const uint32_t *next, float *part) {
-  const __m512i table = bf16_of_fours(centre), upper = _mm512_set1_epi32((int)0xffff0000u);
-  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (long at = 0; at < n; at += 2 * AMX_DEPTH) {
-    ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
-    split_pairs(a + at, n - at, even, odd);
-    __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
-    const int eights = at_most(eights_of(n - at), AMX_DEPTH / 4);
-    for (int i = 0; i < eights; i++, panel += PANEL) {
-      if (next != NULL) {
-        __builtin_prefetch(next, 0, 2);
-        __builtin_prefetch(next + PANEL / 2, 0, 2);
-        next += PANEL;
-      }
-      const __m512i fours[2] = {_mm512_loadu_si512(panel), _mm512_loadu_si512(panel + 16)};
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++)
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; v++) {
-          const __m512i pairs = _mm512_permutexvar_epi16(_mm512_srli_epi16(fours[v], 4 * j), table);
-          const __m512 first = (__m512)_mm512_slli_epi32(pairs, 16);
-          const __m512 second = (__m512)_mm512_and_si512(pairs, upper);
-          lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[4 * i + j]), lower[v]);
-          higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[4 * i + j]), higher[v]);
-        }
+/* sum[2] += 32 numbers of a row, apart by `split_pairs`, times eights of a panel of 4 bits. */
+INLINE void amx_fours_step(__m512i table, const float *even, const float *odd, int eights,
+                           const uint32_t *panel, long ahead, __m512 *sum) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
+  for (int i = 0; i < eights; i++, panel += PANEL) {
+    if (ahead > 0) {
+      __builtin_prefetch(panel + ahead, 0, 2);
+      __builtin_prefetch(panel + ahead + PANEL / 2, 0, 2);
     }
-    for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
+    const __m512i fours[2] = {_mm512_loadu_si512(panel), _mm512_loadu_si512(panel + 16)};
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const __m512i pairs = _mm512_permutexvar_epi16(_mm512_srli_epi16(fours[v], 4 * j), table);
+        const __m512 first = (__m512)_mm512_slli_epi32(pairs, 16);
+        const __m512 second = (__m512)_mm512_and_si512(pairs, upper);
+        lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[4 * i + j]), lower[v]);
+        higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[4 * i + j]), higher[v]);
+      }
   }
-  for (int v = 0; v < 2; v++) _mm512_storeu_ps(part + v * 16, sum[v]);
+  for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
+}
+
+/* A row of `n` numbers times a panel of 4 bits, group by group, its scales beginning at `at`: equal
+ * to the bit to the tiles of its words. `sums`: null without offsets. The panel `ahead` words behind
+ * is asked for meanwhile, if that is not 0. */
+INLINE void amx_fours_row(const int has_offsets, const int is_half, const bf16 *a, long n,
+                          long group, const uint32_t *panel, long ahead, const void *scales,
+                          long at, const float *sums, float *tile) {
+  const __m512i table = bf16_of_fours(has_offsets ? 0 : 8);
+  __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (long from = 0; from < n; from += group) {
+    const long end = from + group < n ? from + group : n;
+    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (long k = from; k < end; k += 2 * AMX_DEPTH, panel += AMX_DEPTH / 4 * PANEL) {
+      ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+      split_pairs(a + k, end - k, even, odd);
+      if (end - k >= 2 * AMX_DEPTH)
+        amx_fours_step(table, even, odd, AMX_DEPTH / 4, panel, ahead, sum);
+      else
+        amx_fours_step(table, even, odd, (int)eights_of(end - k), panel, ahead, sum);
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; v++) {
+      const __m512 scale = (__m512)load_scales(scales, is_half, at + v * 16);
+      total[v] = _mm512_fmadd_ps(sum[v], scale, total[v]);
+      if (has_offsets) {
+        const __m512 offset = (__m512)load_scales(scales, is_half, at + PANEL + v * 16);
+        total[v] = _mm512_fmadd_ps(_mm512_set1_ps(*sums), offset, total[v]);
+      }
+    }
+    at += has_offsets ? 2 * PANEL : PANEL;
+    if (has_offsets) sums++;
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(tile + v * 16, total[v]);
 }
 #endif
 

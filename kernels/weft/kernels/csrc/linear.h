@@ -304,6 +304,26 @@ typedef struct {
   const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
 
+#if HAS_AMX
+/* tile [32] = a single row of bfloat16 times panel p, whose weights of 4 bits lie in groups. */
+static void grouped_row(const Weight *w, Input input, long p, int asks, float *tile, Amx *amx) {
+  const bf16 *row = (const bf16 *)input.rows;
+  const long n = w->in_features, group = w->group, ahead = asks ? panel_words(w) : 0;
+  const long at = p * groups_along(n, group) * (w->has_offsets ? 2 : 1) * PANEL;
+  const uint32_t *panel = w->panels + p * panel_words(w);
+  const void *scales = w->group_scales;
+  flush_subnormals(amx);
+  if (w->has_offsets && w->is_half)
+    amx_fours_row(1, 1, row, n, group, panel, ahead, scales, at, input.sums, tile);
+  else if (w->has_offsets)
+    amx_fours_row(1, 0, row, n, group, panel, ahead, scales, at, input.sums, tile);
+  else if (w->is_half)
+    amx_fours_row(0, 1, row, n, group, panel, ahead, scales, at, NULL, tile);
+  else
+    amx_fours_row(0, 0, row, n, group, panel, ahead, scales, at, NULL, tile);
+}
+#endif
+
 /* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups. */
 static void grouped_product(const Weight *w, Input input, long m, long first_block, long last_block,
                             long p, int asks, float *tiles, Amx *amx) {
@@ -320,31 +340,19 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
     const long from = g * w->group, numbers = at_most(n - from, w->group);
     const uint32_t *at = panel + (w->bits == 4 ? from / 8 * PANEL : from / 2 * (PANEL / 2));
     const uint32_t *next = asks ? at + panel_words(w) : NULL;
-    const long scales_at = (p * groups + g) * step;
-    int is_row = 0;
-#if HAS_AMX
-    is_row = m == 1 && uses_amx(is_bf16);
-    if (is_row) {
-      const bf16 *row = (const bf16 *)input.rows + from;
-      flush_subnormals(amx);
-      if (w->bits == 4)
-        amx_fours_row(centre, row, numbers, at, next, part);
-      else
-        amx_int8_row(row, numbers, (const int8_t *)at, (const int8_t *)next, part);
-    }
-#endif
-    if (!is_row && w->bits == 4)
+    const GroupScales of_group = scales_of_group(w->group_scales, w->is_half, w->has_offsets, factor,
+                                                 (p * groups + g) * step);
+    if (w->bits == 4)
       unpack_fours(is_bf16, centre, eights_of(numbers), at, next, words);
-    else if (!is_row)
+    else
       unpack_pairs(is_bf16, (numbers + 1) / 2, (const int8_t *)at, (const int8_t *)next, words);
     for (long block = first_block; block < last_block; block++) {
       const long row = block_begin(w, m, block);
       const int rows = (int)(block_begin(w, m, block + 1) - row);
       const char *x = input.rows + row * stride + from * size;
       Prefetch none = {{NULL, NULL}, NULL, 0};
-      if (!is_row)
-        product(is_bf16, rows, numbers / per_word, is_bf16 && numbers % 2, x, stride, words, part,
-                &none, amx);
+      product(is_bf16, rows, numbers / per_word, is_bf16 && numbers % 2, x, stride, words, part,
+              &none, amx);
       const float *sums = NULL;
       if (w->has_offsets && input.sums != NULL) sums = input.sums + row * groups + g;
       if (w->has_offsets && input.sums == NULL) {
@@ -354,10 +362,14 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
       }
       const long sums_stride = input.sums != NULL ? groups : 1;
       float *tile = tiles + (row - first_row) * PANEL;
-      if (g > 0)
-        add_group(1, rows, part, w->group_scales, scales_at, w->is_half, factor, sums, sums_stride, tile);
+      if (sums == NULL && g > 0)
+        add_group(1, 0, rows, part, &of_group, NULL, 0, tile);
+      else if (sums == NULL)
+        add_group(0, 0, rows, part, &of_group, NULL, 0, tile);
+      else if (g > 0)
+        add_group(1, 1, rows, part, &of_group, sums, sums_stride, tile);
       else
-        add_group(0, rows, part, w->group_scales, scales_at, w->is_half, factor, sums, sums_stride, tile);
+        add_group(0, 1, rows, part, &of_group, sums, sums_stride, tile);
     }
   }
 }
@@ -382,6 +394,12 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   asked.count = 0;
   if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
+#if HAS_AMX
+  if (m == 1 && w->bits == 4 && w->group > 0 && uses_amx(w->is_bf16) &&
+      (input.sums != NULL || !w->has_offsets))
+    grouped_row(w, input, p, prefetch, tiles, amx);
+  else
+#endif
   if (w->group > 0)
     grouped_product(w, input, m, first_block, last_block, p, prefetch, tiles, amx);
   else if (unpacks)
