@@ -56,6 +56,9 @@ class NativeForm:
         return ctypes.addressof(self.struct)
 
 
+PackableMatrix: TypeAlias = torch.Tensor | QuantisedMatrix | IntGroups
+"""What is packed: floats, or a quantised matrix of any kind."""
+
 Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix | IntGroups
 """How a weight lies in memory. A `QuantisedMatrix` itself is for devices without an operation for
 its kind: it is turned into floats for each product.
@@ -97,7 +100,7 @@ class LinearWeight:
 
 
 def pack_linear(
-    weight: torch.Tensor | QuantisedMatrix | IntGroups,
+    weight: PackableMatrix,
     bias: torch.Tensor | None = None,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
@@ -117,7 +120,7 @@ def pack_linear(
 
 
 def pack_gate_up(
-    weight: torch.Tensor | QuantisedMatrix | IntGroups,
+    weight: PackableMatrix,
     bias: torch.Tensor | None = None,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
@@ -329,7 +332,7 @@ def linear_reference(
 
 
 def _pack(
-    weight: torch.Tensor | QuantisedMatrix | IntGroups,
+    weight: PackableMatrix,
     bias: torch.Tensor | None,
     arena: WeightArena | None,
     dtype: torch.dtype | None,
@@ -364,7 +367,7 @@ def _pack(
 
 def _pack_native(
     native: cpu.NativeCpu,
-    weight: torch.Tensor | QuantisedMatrix | IntGroups,
+    weight: PackableMatrix,
     bias: torch.Tensor | None,
     arena: WeightArena,
     dtype: torch.dtype,

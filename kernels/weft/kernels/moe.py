@@ -11,6 +11,7 @@ import torch
 from weft.kernels import cpu
 from weft.kernels.linear import (
     LinearWeight,
+    PackableMatrix,
     gate_up_silu,
     linear,
     pack_gate_up,
@@ -31,7 +32,6 @@ from weft.kernels.quantised import (
     Fp8Blocks,
     Fp8Channels,
     Fp8Experts,
-    QuantisedMatrix,
 )
 
 
@@ -85,7 +85,7 @@ class SparseMlpWeight:
 
 
 def pack_experts(
-    experts: Iterable[tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]],
+    experts: Iterable[tuple[PackableMatrix, PackableMatrix]],
     count: int,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
@@ -136,7 +136,7 @@ def pack_experts(
 
 
 def _on_gpu(
-    matrix: torch.Tensor | QuantisedMatrix, dtype: torch.dtype | None
+    matrix: PackableMatrix, dtype: torch.dtype | None
 ) -> torch.Tensor | Fp8Channels | Fp8Blocks:
     """What of an expert's matrix is stacked on a GPU."""
     if isinstance(matrix, torch.Tensor):
