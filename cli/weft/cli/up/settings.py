@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from weft.common.settings import LogLevel, Settings, is_loopback
 from weft.engine.base.config import DrafterName
+from weft.engine.checkpoint.quantization import ASKED_HELP, AskedFormat
 
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 
@@ -60,11 +61,7 @@ class UpSettings(Settings):
         description="number format of the weights; auto = what the machine computes fast; float16 "
         "needs a GPU",
     )
-    quantization: Literal["auto", "int8", "fp8"] = Field(
-        "auto",
-        description="number format of the products' weights; auto = what the checkpoint has; int8 "
-        "(on CPUs) and fp8 (for GPUs) = made at load from floats",
-    )
+    quantization: AskedFormat = Field("auto", description=ASKED_HELP)
     device: list[str] = Field(
         [],
         max_length=64,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
+from weft.engine.model.weights.schemes.int4 import IntScheme
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
+
+_SCHEMES = {"int8": Int8Scheme, "int4": IntScheme, "fp8": Fp8Scheme}
 
 
 def scheme_of(quantization: Quantization | None) -> Scheme:
     """The scheme that reads or makes a format; None: weights in floats."""
     if quantization is None:
         return PlainScheme()
-    if quantization.format == "fp8":
-        return Fp8Scheme(quantization)
-    return Int8Scheme(quantization)
+    if quantization.packing is not None:
+        return IntScheme(quantization)
+    return _SCHEMES[quantization.format](quantization)
