@@ -223,6 +223,7 @@ class NativeCpu:
         "draft_chain_width",
         "draft_entries",
         "draft_entries_width",
+        "group_ranges",
         "has_amx",
         "is_amx_refused",
         "layer_scratch_width",
@@ -240,6 +241,7 @@ class NativeCpu:
         "quantise_rows",
         "rms_norm",
         "rope_and_cache",
+        "round_groups",
         "silu_and_mul",
     )
 
@@ -268,6 +270,9 @@ class NativeCpu:
         self.quantise_rows = declare(
             "weft_quantise_rows", None, integer, pointer, long, long, pointer, pointer
         )
+        ranges = (integer, pointer, long, long, long, pointer, pointer)
+        self.group_ranges = declare("weft_group_ranges", None, *ranges)
+        self.round_groups = declare("weft_round_groups", None, *ranges, pointer)
         self.moe = declare("weft_moe", integer, pointer)
         self.rms_norm = declare("weft_rms_norm", None, *norm)
         self.silu_and_mul = declare(

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from weft.kernels import cpu
 
 LARGEST_GROUP = 256
 """Longest group that kernels take; longer ones are kept as several with the same scale."""
@@ -150,16 +151,49 @@ def quantise_groups(weight: torch.Tensor, group: int = SMALLEST_GROUP) -> IntGro
     Raises:
         ValueError: A number is not finite, or too large for a scale of float16.
     """
-    columns = weight.shape[1]
-    wide = F.pad(weight.float()[None], (0, -columns % group), mode="replicate")[0]
-    grouped = wide.unflatten(1, (-1, group))
-    lowest, highest = grouped.amin(2), grouped.amax(2)
-    scales = ((highest - lowest) / _HIGHEST).half()
-    offsets = lowest.half()
+    native, columns = cpu.native_cpu_for(weight), weight.shape[1]
+    weight = weight.contiguous()
+    lowest, highest = _ranges(weight, group, native)
+    scales, offsets = ((highest - lowest) / _HIGHEST).half(), lowest.half()
     if not bool((torch.isfinite(scales) & torch.isfinite(offsets)).all()):
         raise ValueError("a weight that is not finite cannot be quantised")
+    if native is None:
+        return pack_int_groups(_numbers(weight, group, scales, offsets), scales, offsets, group)
+    data = torch.empty((weight.shape[0], -(-columns // 2)), dtype=torch.uint8)
+    wide = scales.float(), offsets.float()
+    native.round_groups(*_described(weight, group), *(x.data_ptr() for x in (*wide, data)))
+    return IntGroups(data, scales, offsets, columns, group)
+
+
+def _ranges(
+    weight: torch.Tensor, group: int, native: cpu.NativeCpu | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest of each group, [N, groups] float32."""
+    if native is None:
+        grouped = _grouped(weight, group)
+        return grouped.amin(2), grouped.amax(2)
+    size = (weight.shape[0], -(-weight.shape[1] // group))
+    lowest, highest = torch.empty(size), torch.empty(size)
+    native.group_ranges(*_described(weight, group), lowest.data_ptr(), highest.data_ptr())
+    return lowest, highest
+
+
+def _numbers(
+    weight: torch.Tensor, group: int, scales: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """[N, K], 0 to 15; where all of a group are about the same, the offset says it all."""
     step = scales.float()[..., None]
-    # Where all are about the same, the offset says it all.
-    ratio = torch.where(step > 0, (grouped - offsets.float()[..., None]) / step, 0)
-    numbers = ratio.round_().clamp_(0, _HIGHEST).flatten(1)[:, :columns]
-    return pack_int_groups(numbers, scales, offsets, group)
+    ratio = (_grouped(weight, group) - offsets.float()[..., None]) / step
+    numbers = torch.where(step > 0, ratio, 0).add_(0.5).floor_().clamp_(0, _HIGHEST)
+    return numbers.flatten(1)[:, : weight.shape[1]]
+
+
+def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """[N, groups, group] float32; a row's last number fills up its last group."""
+    columns = weight.shape[1]
+    wide = F.pad(weight.float()[None], (0, -columns % group), mode="replicate")[0]
+    return wide.unflatten(1, (-1, group))
+
+
+def _described(weight: torch.Tensor, group: int) -> tuple[int, ...]:
+    return (weight.dtype == torch.bfloat16, weight.data_ptr(), *weight.shape, group)

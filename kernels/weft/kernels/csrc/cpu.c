@@ -72,6 +72,52 @@ void weft_quantise_rows(int is_bf16, const void *x, int64_t rows, int64_t n, int
     scales[r] = round_weights(x, is_bf16, r * n, n, out + r * n);
 }
 
+/* The smallest and the largest of each group of a row of x [rows, n], [rows, groups]; the largest is
+ * NaN where a number is not finite. */
+void weft_group_ranges(int is_bf16, const void *x, int64_t rows, int64_t n, int64_t group,
+                       float *lowest, float *highest) {
+  const long groups = groups_along(n, group);
+#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
+  for (int64_t r = 0; r < rows; r++)
+    for (long g = 0; g < groups; g++) {
+      const long end = at_most(n - g * group, (int)group);
+      vf least = vf_splat(INFINITY), most = -least, damage = {0};
+      for (long i = 0; i < end; i += VL) {
+        const int some = at_most(end - i, VL);
+        vf value = load_some(x, is_bf16, r * n + g * group + i, some);
+        for (int j = some; j < VL; j++) value[j] = value[0];
+        damage += value * 0.0f;
+        least = -vf_max(-least, -value);
+        most = vf_max(most, value);
+      }
+      lowest[r * groups + g] = -vf_highest(-least);
+      highest[r * groups + g] = vf_highest(most) + vf_sum(damage);
+    }
+}
+
+/* out [rows, n / 2 rounded up] = (x - offset) / scale of each group to the nearest of 0 to 15, as
+ * `pack_fours_panel` takes them; 0 where the scale is. */
+void weft_round_groups(int is_bf16, const void *x, int64_t rows, int64_t n, int64_t group,
+                       const float *scales, const float *offsets, uint8_t *out) {
+  const long groups = groups_along(n, group), bytes = (n + 1) / 2;
+#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
+  for (int64_t r = 0; r < rows; r++) {
+    memset(out + r * bytes, 0, (size_t)bytes);
+    for (long i = 0; i < n; i += VL) { /* A group is whole vectors. */
+      const int some = at_most(n - i, VL);
+      const long g = r * groups + i / group;
+      const float factor = scales[g] > 0 ? 1.0f / scales[g] : 0.0f;
+      const vf ratio = (load_some(x, is_bf16, r * n + i, some) - offsets[g]) * factor + 0.5f;
+      const vf high = vf_splat(15.0f), held = vf_select((vi)(ratio > high), high, ratio);
+      const vi whole = __builtin_convertvector(vf_max(held, (vf){0}), vi);
+      int32_t fours[VL];
+      memcpy(fours, &whole, sizeof fours);
+      for (int j = 0; j < some; j++)
+        out[r * bytes + (i + j) / 2] |= (uint8_t)(fours[j] << ((i + j) % 2 * 4));
+    }
+  }
+}
+
 /* A Status; `lora`, prepared, or null: its first group adds to the product in layer `layer`. */
 int weft_linear(const Weight *w, const void *x, int64_t rows, const void *residual, void *out,
                  int out_bf16, const Lora *lora, int64_t layer) {
