@@ -16,10 +16,13 @@ from pathlib import Path
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.digest import file_digest
 from weft.engine.checkpoint.files import Progress
+from weft.engine.checkpoint.gguf_folder import gguf_folder
 from weft.kernels.build import cache_folder
 
 DEMO_NAME = "demo"
 """Name of the demo model for `--model`."""
+DEMO_GGUF = "demo-gguf"
+"""Name of its file without conversion: its weights stay Q4_1."""
 DEMO_MODEL = "smollm2-135m-instruct"
 """Folder below the cache's models."""
 MANIFEST = "manifest.json"
@@ -42,18 +45,22 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model: `demo`, converted first if need be, or a path.
 
     Args:
-        model: `demo` or a Hugging Face directory.
+        model: `demo`, `demo-gguf`, a Hugging Face directory or a GGUF file.
         progress: Called with (bytes written, bytes in all) while the demo model is converted.
 
     Raises:
-        ModelError: There is no such directory, or the demo model cannot be converted.
+        ModelError: There is no such directory, the demo model cannot be converted, or the GGUF
+            file is damaged or not supported.
     """
     if model == DEMO_NAME:
         return convert_demo(progress)
-    path = Path(model).expanduser()
+    path = find_source() if model == DEMO_GGUF else Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
     if not (path / "config.json").is_file():
         raise ModelError(
-            f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json",
+            f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json or a "
+            "GGUF file",
             param="model",
         )
     return path.resolve()
