@@ -135,8 +135,8 @@ def pack_int_groups(
     if bits == 8:
         data = numbers.to(torch.int8).contiguous()
     else:
-        plus = numbers.to(torch.int16) + (_CENTRE if offsets is None else 0)
-        even = F.pad(plus.to(torch.uint8), (0, columns % 2))
+        plus = numbers.to(torch.int8) + (_CENTRE if offsets is None else 0)
+        even = F.pad(plus.view(torch.uint8), (0, columns % 2))
         data = (even[:, ::2] | even[:, 1::2] << 4).contiguous()
     return IntGroups(data, parts[0], parts[1] if len(parts) > 1 else None, columns, own)
 

@@ -103,7 +103,8 @@ def resolve_quantization(
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
         chosen = Quantization(format=asked, source="load", ignore=(ROUTERS,))  # type: ignore[arg-type]
-    if chosen is not None and chosen.format != "fp8" and device.partition(":")[0] != "cpu":
+    is_int = chosen is not None and chosen.format in ("int8", "int4")
+    if chosen is not None and is_int and device.partition(":")[0] != "cpu":
         raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
-from weft.engine.checkpoint.files import Progress, weight_files
+from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.interface import Model
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.weights import Weights
@@ -48,7 +50,8 @@ def load_model(
     is_fixed: bool = False,
     num_added_tokens: int = 0,
 ) -> LoadedModel:
-    """Loads a Hugging Face directory of config.json and safetensors files.
+    """Loads a Hugging Face directory of config.json and safetensors files, or what `resolve_model`
+    makes of a GGUF file.
 
     Tensors are read by mmap, fused and packed one projection at a time: beyond the packed model
     the memory needed is that of one fused projection and of one file's pages.
@@ -90,10 +93,10 @@ def load_model(
         return LoadedModel(
             model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
         )
-    with Checkpoint(
+    with open_checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
         model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
@@ -104,6 +107,26 @@ def load_model(
     return LoadedModel(
         model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
     )
+
+
+def open_checkpoint(
+    model_dir: Path,
+    progress: Progress | None = None,
+    unused: Callable[[str], bool] = lambda name: False,
+) -> Checkpoint | GgufFile:
+    """The weights of a model's directory, whatever files they are in.
+
+    Args:
+        model_dir: The directory.
+        progress: Called as tensors are read.
+        unused: Says which tensors of safetensors are known to have no part in inference.
+
+    Raises:
+        ModelError: The files are missing or malformed.
+    """
+    if weight_files(model_dir)[0].name == GGUF_FILE:
+        return GgufFile(model_dir, progress)
+    return Checkpoint(model_dir, progress, unused)
 
 
 _FIXED = "fixed-3"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
+from weft.engine.model.weights.schemes.gguf import GgufScheme
 from weft.engine.model.weights.schemes.int4 import IntScheme
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
 
-_SCHEMES = {"int8": Int8Scheme, "int4": IntScheme, "fp8": Fp8Scheme}
+_SCHEMES = {"int8": Int8Scheme, "int4": IntScheme, "fp8": Fp8Scheme, "gguf": GgufScheme}
 
 
 def scheme_of(quantization: Quantization | None) -> Scheme:
