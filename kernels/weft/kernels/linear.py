@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul_reference
+from weft.kernels.int_groups import IntGroups
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
-from weft.kernels.int_groups import IntGroups
 from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels, QuantisedMatrix
 
 _PANEL_ROWS = 32

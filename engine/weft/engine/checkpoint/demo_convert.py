@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +24,7 @@ from weft.engine.checkpoint.gguf_metadata import GgufMetadata, split_halves
 from weft.engine.checkpoint.gguf_tokenizer import tokenizer_files
 
 FloatArray = npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:

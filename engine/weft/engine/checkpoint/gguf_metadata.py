@@ -81,7 +81,8 @@ class GgufMetadata:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value; `default` if there is none."""
-        return self[key] if key in self else default
+        reader = self._readers.get(key)
+        return default if reader is None else reader()
 
     def own(self, key: str) -> Any:
         """A value below the architecture's name."""

@@ -65,7 +65,9 @@ class IntParts:
         return ((self.numbers.float() - self.zeros[:, order]) * self.scales[:, order]).to(dtype)
 
 
-def read_parts(name: str, shape: tuple[int, int], packing: IntPacking, weights: Weights) -> IntParts:
+def read_parts(
+    name: str, shape: tuple[int, int], packing: IntPacking, weights: Weights
+) -> IntParts:
     """Reads a projection of `shape` [N, K], whole.
 
     Raises:
@@ -131,7 +133,8 @@ def join_parts(
     ):
         return torch.cat([part.dequantised(group, dtype) for part in parts])
     numbers, scales, zeros = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("numbers", "scales", "zeros")
+        torch.cat([getattr(part, name) for part in parts])
+        for name in ("numbers", "scales", "zeros")
     )
     middle = 1 << (packing.bits - 1)
     is_centred = bool((zeros == middle).all())
