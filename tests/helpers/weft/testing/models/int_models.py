@@ -243,9 +243,7 @@ LAYOUTS = {
         is_symmetric=True,
     ),
     "compressed-tensors act order": Layout(
-        config=compressed_config(
-            strategy="group", group_size=32, symmetric=True, actorder="group"
-        ),
+        config=compressed_config(strategy="group", group_size=32, symmetric=True, actorder="group"),
         write=compressed_symmetric,
         is_symmetric=True,
         has_order=True,
