@@ -192,7 +192,7 @@ def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
     """[N, groups, group] float32; a row's last number fills up its last group."""
     columns = weight.shape[1]
     wide = F.pad(weight.float()[None], (0, -columns % group), mode="replicate")[0]
-    return wide.unflatten(1, (-1, group))
+    return wide.view(weight.shape[0], -1, group)
 
 
 def _described(weight: torch.Tensor, group: int) -> tuple[int, ...]:

@@ -144,6 +144,48 @@ INLINE void add_group(const int adds, const int has_offsets, int rows, const flo
 }
 
 #if HAS_AMX
+/* tile[16][32] (+)= 16 rows times two neighbouring groups of 32: `add_group` of one after the other,
+ * which reads and writes the tile once. The tiles' registers are set up for AMX_ROWS. */
+static void amx_two_groups(int adds, int has_offsets, const char *x, long stride,
+                           const uint32_t *words, const GroupScales *of, const float *sums,
+                           long sums_stride, float *tile) {
+  ALIGNED float part[2][AMX_DEPTH * PANEL];
+  const uint32_t *next = words + AMX_DEPTH * PANEL;
+  complete_writes();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(4, x, stride);
+  _tile_loadd(6, words, PANEL * 4);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, words + AMX_DEPTH, PANEL * 4);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(5, x + 64, stride);
+  _tile_loadd(6, next, PANEL * 4);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_loadd(7, next + AMX_DEPTH, PANEL * 4);
+  _tile_dpbf16ps(3, 5, 7);
+  _tile_stored(0, part[0], PANEL * 4);
+  _tile_stored(1, part[0] + AMX_DEPTH, PANEL * 4);
+  _tile_stored(2, part[1], PANEL * 4);
+  _tile_stored(3, part[1] + AMX_DEPTH, PANEL * 4);
+  for (int r = 0; r < AMX_DEPTH; r++, sums += sums_stride) {
+    const vf first = has_offsets ? vf_splat(sums[0]) : (vf){0};
+    const vf second = has_offsets ? vf_splat(sums[1]) : (vf){0};
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL / VL; v++) {
+      const long at = r * PANEL + v * VL;
+      vf sum = vf_fma(*(const vf *)(part[0] + at), of[0].scales[v],
+                      adds ? *(const vf *)(tile + at) : (vf){0});
+      if (has_offsets) sum = vf_fma(first, of[0].offsets[v], sum);
+      sum = vf_fma(*(const vf *)(part[1] + at), of[1].scales[v], sum);
+      if (has_offsets) sum = vf_fma(second, of[1].offsets[v], sum);
+      *(vf *)(tile + at) = sum;
+    }
+  }
+}
+
 /* sum[2] += 32 numbers of a row, apart by `split_pairs`, times eights of a panel of 4 bits. */
 INLINE void amx_fours_step(__m512i table, const float *even, const float *odd, int eights,
                            const uint32_t *panel, long ahead, __m512 *sum) {

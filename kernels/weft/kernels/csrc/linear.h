@@ -324,6 +324,42 @@ static void grouped_row(const Weight *w, Input input, long p, int asks, float *t
 }
 #endif
 
+#if HAS_AMX
+/* Whether groups g and g + 1 are multiplied by `two_groups_product`. A row's result is the same. */
+static int takes_two_groups(const Weight *w, Input input, long m, long first_block,
+                            long last_block, long g) {
+  const long rows = block_begin(w, m, last_block) - block_begin(w, m, first_block);
+  return uses_amx(w->is_bf16) && w->bits == 4 && w->group == 2 * AMX_DEPTH &&
+         rows % AMX_DEPTH == 0 && (g + 2) * w->group <= w->in_features &&
+         (input.sums != NULL || !w->has_offsets);
+}
+
+static void two_groups_product(const Weight *w, Input input, long m, long first_block,
+                               long last_block, long p, long g, int asks, uint32_t *words,
+                               float *tiles, Amx *amx) {
+  const long stride = w->in_features * 2, groups = groups_along(w->in_features, w->group);
+  const long step = (w->has_offsets ? 2 : 1) * PANEL, from = g * w->group;
+  const uint32_t *at = w->panels + p * panel_words(w) + from / 8 * PANEL;
+  GroupScales of[2];
+  for (int i = 0; i < 2; i++)
+    of[i] = scales_of_group(w->group_scales, w->is_half, w->has_offsets, 1.0f,
+                            (p * groups + g + i) * step);
+  unpack_fours(1, w->has_offsets ? 0 : 8, 2 * w->group / 8, at,
+               asks ? at + panel_words(w) : NULL, words);
+  set_up_amx(amx, AMX_ROWS);
+  const long first = block_begin(w, m, first_block), end = block_begin(w, m, last_block);
+  for (long row = first; row < end; row += AMX_DEPTH) {
+    const float *sums = w->has_offsets ? input.sums + row * groups + g : NULL;
+    const char *x = input.rows + row * stride + from * 2;
+    float *tile = tiles + (row - first) * PANEL;
+    if (w->has_offsets)
+      amx_two_groups(g > 0, 1, x, stride, words, of, sums, groups, tile);
+    else
+      amx_two_groups(g > 0, 0, x, stride, words, of, NULL, 0, tile);
+  }
+}
+#endif
+
 /* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups. */
 static void grouped_product(const Weight *w, Input input, long m, long first_block, long last_block,
                             long p, int asks, float *tiles, Amx *amx) {
@@ -337,6 +373,13 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
   float own_sums[MOST_TILE_ROWS];
   const int centre = w->has_offsets ? 0 : 8;
   for (long g = 0; g < groups; g++) {
+#if HAS_AMX
+    if (takes_two_groups(w, input, m, first_block, last_block, g)) {
+      two_groups_product(w, input, m, first_block, last_block, p, g, asks, words, tiles, amx);
+      g++;
+      continue;
+    }
+#endif
     const long from = g * w->group, numbers = at_most(n - from, w->group);
     const uint32_t *at = panel + (w->bits == 4 ? from / 8 * PANEL : from / 2 * (PANEL / 2));
     const uint32_t *next = asks ? at + panel_words(w) : NULL;

@@ -165,7 +165,7 @@ def _apart(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _awq(words: torch.Tensor) -> torch.Tensor:
-    apart = _apart(words, 4).unflatten(-1, (-1, 8))
+    apart = _apart(words, 4).view(*words.shape, 8)
     inverse = torch.tensor(_AWQ_ORDER, device=words.device).argsort()
     return apart[..., inverse].flatten(-2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
 from weft.engine.model.weights.schemes.gguf import GgufScheme
@@ -10,7 +12,12 @@ from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
 
-_SCHEMES = {"int8": Int8Scheme, "int4": IntScheme, "fp8": Fp8Scheme, "gguf": GgufScheme}
+_SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
+    "int8": Int8Scheme,
+    "int4": IntScheme,
+    "fp8": Fp8Scheme,
+    "gguf": GgufScheme,
+}
 
 
 def scheme_of(quantization: Quantization | None) -> Scheme:
