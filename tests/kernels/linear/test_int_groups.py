@@ -168,8 +168,8 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("header", "original", "replacement"),
     [
-        ("grouped.h", "if (has_offsets) sum = vf_fma", "if (0) sum = vf_fma"),
-        ("linear.h", "from / 8 * PANEL", "from / 16 * PANEL"),
+        ("grouped.h", "adds ? *to : (vf){0}", "(vf){0}"),
+        ("linear.h", "w->bits == 4 ? from / 8 * PANEL", "w->bits == 4 ? from / 16 * PANEL"),
     ],
 )
 def test_the_check_sees_what_is_left_out(
