@@ -6,8 +6,11 @@ are compared with those of the float32 weights computed in float32, over chats t
 itself continued: the mean Kullback-Leibler divergence in nats a token, and how often the most
 likely token is the same.
 
+With --llama llama.cpp takes part in the turns, with the same threads: a process of the Python that
+is named, which has llama-cpp-python, reads the demo model's own file (Q4_1).
+
     python bench/quantised.py
-    python bench/quantised.py --turns 9 --output bench/results
+    python bench/quantised.py --turns 9 --output bench/results --llama /venv/bin/python
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +33,7 @@ from rich.table import Table
 from serving.setup import describe_lines, describe_setup
 from tokenizers import Tokenizer
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.demo import DEMO_GGUF, DEMO_NAME, find_source
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.loop.llm import LLM
 from weft.engine.model.decoder_only import DecoderOnlyLM
@@ -37,13 +42,17 @@ from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
 from weft.kernels.attention import GroupStep
+from weft.kernels.linear import LinearWeight
 
 FORMATS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
-    "float32, int8": {"dtype": "float32", "quantization": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "bfloat16, int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "bfloat16, GGUF Q4_1": {"model": DEMO_GGUF, "dtype": "bfloat16"},
 }
+"""Settings of an engine; `model`: another one than the demo model."""
+LLAMA = "llama.cpp, GGUF Q4_1"
 BASE = "bfloat16"
 CHATS = Path(__file__).parent.parent / "scripts" / "draft_training" / "held_out.json"
 PAGE_SIZE = 16
@@ -66,19 +75,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--chats", type=int, default=16)
+    parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
     parser.add_argument("--output", type=Path, default=None, help="folder for a JSON file")
     arguments = parser.parse_args()
     setup = describe_setup(" / ".join(FORMATS), torch.get_num_threads())
     model_dir, console = resolve_model("demo"), Console(width=140)
     texts = continued_chats(model_dir, arguments.chats)
-    qualities = judge(model_dir, texts)
-    times = measure(model_dir, arguments.turns)
+    qualities = judge(texts)
+    times = measure(arguments.turns, arguments.llama)
     report(console, setup, qualities, times)
     if arguments.output is not None:
         path = arguments.output / f"quantised-{datetime.now(UTC):%Y%m%d}.json"
         rows = {
-            name: asdict(qualities[name]) | {"ms": {k: v[name] for k, v in times.items()}}
-            for name in FORMATS
+            name: (asdict(qualities[name]) if name in qualities else {})
+            | {"ms": {label: of[name] for label, of in times.items()}}
+            for name in next(iter(times.values()))
         }
         content = {"setup": setup, "tokens": sum(map(len, texts)), "formats": rows}
         path.write_text(json.dumps(content, indent=1) + "\n")
@@ -98,11 +109,18 @@ def continued_chats(model_dir: Path, count: int) -> list[list[int]]:
     return [prompt + s.token_ids for prompt, s in zip(prompts, samples, strict=True)]
 
 
-def judge(model_dir: Path, texts: Sequence[Sequence[int]]) -> dict[str, Quality]:
+def loaded(settings: dict[str, str]) -> tuple[Path, dict[str, str]]:
+    """The directory and the other settings of a format's model."""
+    others = {name: value for name, value in settings.items() if name != "model"}
+    return resolve_model(settings.get("model", DEMO_NAME)), others
+
+
+def judge(texts: Sequence[Sequence[int]]) -> dict[str, Quality]:
     """Every format's distance to float32, one model in memory at a time."""
     expected, qualities = [], {}
     for name, settings in FORMATS.items():
-        model = load_model(model_dir, **settings).model
+        model_dir, others = loaded(settings)
+        model = load_model(model_dir, **others).model
         assert isinstance(model, DecoderOnlyLM)
         found = [log_probabilities(model, text) for text in texts]
         expected = expected or found
@@ -141,42 +159,81 @@ def log_probabilities(model: DecoderOnlyLM, tokens: Sequence[int]) -> torch.Tens
 
 
 def product_bytes(model: DecoderOnlyLM) -> int:
-    """Memory of the products' numbers; scales are a thousandth of it."""
-    total = model.lm_head.weight.data.nbytes
+    """Memory of the products' numbers and scales."""
+    total = weight_bytes(model.lm_head.weight)
     for layer in model.model.layers:
         mixer, feed = layer.mixer, layer.feed
         assert isinstance(mixer, Attention)
         assert isinstance(feed, GatedMLP)
         parts = (mixer.qkv_proj, mixer.o_proj, feed.gate_up_proj, feed.down_proj)
-        total += sum(part.data.nbytes for part in parts)
+        total += sum(weight_bytes(part) for part in parts)
     return total
 
 
-def measure(model_dir: Path, turns: int) -> dict[str, dict[str, list[float]]]:
+def weight_bytes(weight: LinearWeight) -> int:
+    """Of one product."""
+    scales = weight.native.scales if weight.native is not None else None
+    return weight.data.nbytes + (0 if scales is None else scales.nbytes)
+
+
+class LlamaProcess:
+    """llama.cpp in a process of its own; it has done its work when it answers."""
+
+    def __init__(self, python: Path) -> None:
+        command = [str(python), str(Path(__file__).parent / "llama_process.py"), str(find_source())]
+        threads = str(torch.get_num_threads())
+        self._process = subprocess.Popen(
+            [*command, threads], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def took(self, prompts: list[list[int]], new: int) -> float:
+        """Seconds for the prompts and `new` greedy tokens of each."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def measure(turns: int, llama: Path | None) -> dict[str, dict[str, list[float]]]:
     """Milliseconds by workload and format, one entry a turn."""
     # Streams, tokens of each prompt and new ones; the prompts are part of the time.
     workloads = {"one stream, ms a token": (1, 16, 48), "16 streams, ms a step": (16, 16, 16)}
     workloads["prompt of 512 tokens, ms"] = (1, 512, 1)
     draw = random.Random(1)
     times: dict[str, dict[str, list[float]]] = {}
+    other = None if llama is None else LlamaProcess(llama)
     for label, (streams, prompt, new) in workloads.items():
-        times[label] = {name: [] for name in FORMATS}
-        engines = {
-            name: LLM(model_dir, prefix_cache=False, kv_memory_bytes=256 << 20, **settings)
-            for name, settings in FORMATS.items()
-        }
+        times[label] = {name: [] for name in (*FORMATS, *([] if other is None else [LLAMA]))}
+        engines = {}
+        for name, settings in FORMATS.items():
+            model_dir, others = loaded(settings)
+            engines[name] = LLM(model_dir, prefix_cache=False, kv_memory_bytes=256 << 20, **others)
         for turn in range(turns + 1):
-            for name, llm in engines.items():
-                prompts = [[draw.randrange(100, 40_000) for _ in range(prompt)]] * streams
-                begin = time.perf_counter()
-                samples = llm.generate(prompts, GREEDY, StopCriteria(max_tokens=new))
-                took = time.perf_counter() - begin
-                steps = max(len(sample.token_ids) for sample in samples)
+            prompts = [[draw.randrange(100, 40_000) for _ in range(prompt)]] * streams
+            took = {name: generation(llm, prompts, new) for name, llm in engines.items()}
+            if other is not None:
+                took[LLAMA] = other.took(prompts, new) / new
+            for name, seconds in took.items():
                 if turn > 0:  # The first one warms up.
-                    times[label][name].append(took / steps * 1e3)
+                    times[label][name].append(seconds * 1e3)
         for llm in engines.values():
             llm.close()
+    if other is not None:
+        other.close()
     return times
+
+
+def generation(llm: LLM, prompts: list[list[int]], new: int) -> float:
+    """Seconds a step of prompts and new tokens."""
+    begin = time.perf_counter()
+    samples = llm.generate(prompts, GREEDY, StopCriteria(max_tokens=new, ignore_eos=True))
+    took = time.perf_counter() - begin
+    return took / max(len(sample.token_ids) for sample in samples)
 
 
 def report(
@@ -189,7 +246,7 @@ def report(
     table = Table(title="formats of the demo model's weights")
     for column in ("format", "products, MB", "KL, nats", "same top", *times):
         table.add_column(column, justify="left" if column == "format" else "right")
-    for name, quality in qualities.items():
+    for name in next(iter(times.values())):
         cells = []
         for of in times.values():
             ratios = [base / own for base, own in zip(of[BASE], of[name], strict=True)]
@@ -197,10 +254,12 @@ def report(
                 f"{statistics.median(of[name]):.1f} ({min(of[name]):.1f}), "
                 f"{statistics.median(ratios):.2f}x"
             )
-        size = f"{quality.product_bytes / 1e6:.0f}"
-        table.add_row(
-            name, size, f"{quality.kl_nats:.1e}", f"{100 * quality.same_top:.1f} %", *cells
-        )
+        quality = qualities.get(name)
+        own = ("", "", "")
+        if quality is not None:
+            size, same = f"{quality.product_bytes / 1e6:.0f}", f"{100 * quality.same_top:.1f} %"
+            own = (size, f"{quality.kl_nats:.1e}", same)
+        table.add_row(name, *own, *cells)
     for line in describe_lines(setup):
         console.print(line)
     console.print(table)

@@ -35,6 +35,11 @@ class WeightStruct(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
         ("offset", ctypes.c_float),
+        ("group", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+        ("group_scales", ctypes.c_void_p),
+        ("has_offsets", ctypes.c_int32),
+        ("is_half", ctypes.c_int32),
     )
 
 
@@ -239,6 +244,7 @@ class NativeCpu:
         "draft_chain_width",
         "draft_entries",
         "draft_entries_width",
+        "group_ranges",
         "has_amx",
         "is_amx_refused",
         "layer_scratch_width",
@@ -248,6 +254,7 @@ class NativeCpu:
         "moe",
         "native_bf16",
         "pack",
+        "pack_groups",
         "packed_columns",
         "packed_words",
         "paged_attention",
@@ -255,6 +262,7 @@ class NativeCpu:
         "quantise_rows",
         "rms_norm",
         "rope_and_cache",
+        "round_groups",
         "silu_and_mul",
     )
 
@@ -276,6 +284,7 @@ class NativeCpu:
         )
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)
+        self.pack_groups = declare("weft_pack_groups", None, *[pointer] * 7)
         self.packed_words = declare("weft_packed_words", long, pointer)
         self.packed_columns = declare("weft_packed_columns", long, pointer)
         self.linear = declare(
@@ -285,6 +294,9 @@ class NativeCpu:
         self.quantise_rows = declare(
             "weft_quantise_rows", None, integer, pointer, long, long, pointer, pointer
         )
+        ranges = (integer, pointer, long, long, long, pointer, pointer)
+        self.group_ranges = declare("weft_group_ranges", None, *ranges)
+        self.round_groups = declare("weft_round_groups", None, *ranges, pointer)
         self.moe = declare("weft_moe", integer, pointer)
         self.rms_norm = declare("weft_rms_norm", None, *norm)
         self.silu_and_mul = declare(

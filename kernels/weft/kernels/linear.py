@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
 from weft.kernels.activation import SILU, Gating
+from weft.kernels.int_groups import IntGroups
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
@@ -46,7 +47,9 @@ class NativeForm:
     struct: cpu.WeightStruct
     """Describes `data`, scales and bias to the native operations."""
     scales: torch.Tensor | None = None
-    """Of quantised panels, float32 in panel order; None: the panels hold the layer's dtype."""
+    """Of quantised panels, float32 in panel order; None: the panels hold the layer's dtype. Of
+    groups [panels, groups, scales or scales and offsets, 32].
+    """
 
     @property
     def address(self) -> int:
@@ -54,7 +57,10 @@ class NativeForm:
         return ctypes.addressof(self.struct)
 
 
-Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix
+PackableMatrix: TypeAlias = torch.Tensor | QuantisedMatrix | IntGroups
+"""What is packed: floats, or a quantised matrix of any kind."""
+
+Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix | IntGroups
 """How a weight lies in memory. A `QuantisedMatrix` itself serves devices without an operation for
 its kind: each product converts it to floats.
 """
@@ -97,7 +103,7 @@ class LinearWeight:
 
 
 def pack_linear(
-    weight: torch.Tensor | QuantisedMatrix,
+    weight: PackableMatrix,
     bias: torch.Tensor | None = None,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
@@ -117,7 +123,7 @@ def pack_linear(
 
 
 def pack_gate_up(
-    weight: torch.Tensor | QuantisedMatrix,
+    weight: PackableMatrix,
     bias: torch.Tensor | None = None,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
@@ -277,6 +283,8 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             panels = data.view(-1, num_words, _PANEL_ROWS)
             words = panels[rows // _PANEL_ROWS, :, rows % _PANEL_ROWS].contiguous()
             return words.view(w.dtype)[:, : w.in_features].contiguous()
+        case NativeForm(_, struct, _) if struct.group:
+            return _native_group_rows(w.form, rows).dequantised(w.dtype)
         case NativeForm(data, _, torch.Tensor() as scales):
             # [panel of rows][pair of numbers][row of the panel][2], int8.
             num_pairs = -(-w.in_features // 2)
@@ -290,9 +298,30 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             return data.index_select(0, rows)
         case Int8Channels(data, scales):
             return Int8Channels(data[rows], scales[rows]).dequantised(w.dtype)
-        case Fp8Channels() | Fp8Blocks() as matrix:
+        case Fp8Channels() | Fp8Blocks() | IntGroups() as matrix:
             return matrix.dequantised_rows(rows, w.dtype)
     raise AssertionError(w.form)
+
+
+def _native_group_rows(form: NativeForm, rows: torch.Tensor) -> IntGroups:
+    """Rows of a weight whose numbers lie in groups, as `pack_fours_panel` and `pack_int8_panel`
+    of csrc/linear.h lay them out.
+    """
+    struct, scales = form.struct, form.scales
+    assert scales is not None
+    panel, place, columns = rows // _PANEL_ROWS, rows % _PANEL_ROWS, struct.in_features
+    if struct.bits == 4:
+        eights = form.data.view(torch.uint8).view(-1, -(-columns // 8), _PANEL_ROWS, 2, 2)
+        pairs = eights[panel, :, place]  # [rows, eights, word of 16 bits, byte]
+        numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(3)  # [.., word, 4]
+        ordered = numbers.transpose(2, 3).flatten(1)[:, : columns + columns % 2]
+        data = ordered[:, ::2] | ordered[:, 1::2] << 4
+    else:
+        pairs = form.data.view(torch.int8).view(-1, -(-columns // 2), _PANEL_ROWS, 2)
+        data = pairs[panel, :, place].flatten(1)[:, :columns].contiguous()
+    own = scales[panel, :, :, place]  # [rows, groups, kinds]
+    offsets = own[..., 1].contiguous() if struct.has_offsets else None
+    return IntGroups(data, own[..., 0].contiguous(), offsets, columns, struct.group)
 
 
 def linear_reference(
@@ -310,7 +339,7 @@ def linear_reference(
 
 
 def _pack(
-    weight: torch.Tensor | QuantisedMatrix,
+    weight: PackableMatrix,
     bias: torch.Tensor | None,
     arena: WeightArena | None,
     dtype: torch.dtype | None,
@@ -348,7 +377,7 @@ def _pack(
 
 def _pack_native(
     native: cpu.NativeCpu,
-    weight: torch.Tensor | QuantisedMatrix,
+    weight: PackableMatrix,
     bias: torch.Tensor | None,
     arena: WeightArena,
     dtype: torch.dtype,
@@ -357,6 +386,8 @@ def _pack_native(
     gating: Gating,
 ) -> LinearWeight:
     n, k = weight.shape
+    if isinstance(weight, IntGroups):
+        return _pack_groups(native, weight, bias, arena, dtype, gated=gated, gating=gating)
     scales = None
     if isinstance(weight, torch.Tensor):
         plain = weight.contiguous()
@@ -367,9 +398,7 @@ def _pack_native(
         in_features=k,
         is_bf16=dtype == torch.bfloat16,
         gated=gated,
-        alpha=gating.alpha,
-        limit=math.inf if gating.limit is None else gating.limit,
-        offset=gating.offset,
+        **_of_gating(gating),
     )
     address = ctypes.addressof(shape)
 
@@ -396,6 +425,60 @@ def _pack_native(
     )
     form = NativeForm(packed, shape, packed_scales)
     return LinearWeight(n, k, dtype, gated, form, packed_bias, gating=gating)
+
+
+def _pack_groups(
+    native: cpu.NativeCpu,
+    weight: IntGroups,
+    bias: torch.Tensor | None,
+    arena: WeightArena,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    gating: Gating,
+) -> LinearWeight:
+    n, k = weight.shape
+    kinds = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
+    plain_scales = torch.stack(kinds)
+    shape = cpu.WeightStruct(
+        out_features=n,
+        in_features=k,
+        is_bf16=dtype == torch.bfloat16,
+        gated=gated,
+        **_of_gating(gating),
+        group=weight.group,
+        bits=weight.bits,
+        has_offsets=weight.offsets is not None,
+        is_half=weight.scales.dtype == torch.float16,
+    )
+    address = ctypes.addressof(shape)
+    num_columns = native.packed_columns(address)
+    scales = plain_scales.new_empty(
+        (num_columns // _PANEL_ROWS, weight.scales.shape[1], len(kinds), _PANEL_ROWS)
+    )
+    packed = arena.take(native.packed_words(address), torch.int32)
+    shape.panels, shape.group_scales = packed.data_ptr(), scales.data_ptr()
+    packed_bias = None
+    if bias is not None:
+        bias, packed_bias = bias.contiguous(), torch.empty(num_columns, dtype=torch.float32)
+        shape.bias = packed_bias.data_ptr()
+    native.pack_groups(
+        address,
+        weight.data.data_ptr(),
+        packed.data_ptr(),
+        plain_scales.data_ptr(),
+        scales.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        shape.bias,
+    )
+    form = NativeForm(packed, shape, scales)
+    return LinearWeight(n, k, dtype, gated, form, packed_bias, gating=gating)
+
+
+def _of_gating(gating: Gating) -> dict[str, float]:
+    """Fields of `WeightStruct`."""
+    limit = math.inf if gating.limit is None else gating.limit
+    return {"alpha": gating.alpha, "limit": limit, "offset": gating.offset}
 
 
 def _linear_native(

@@ -12,6 +12,7 @@ from weft.kernels import cpu
 from weft.kernels.activation import SILU, Gating
 from weft.kernels.linear import (
     LinearWeight,
+    PackableMatrix,
     gate_up_silu,
     linear,
     pack_gate_up,
@@ -32,7 +33,6 @@ from weft.kernels.quantised import (
     Fp8Blocks,
     Fp8Channels,
     Fp8Experts,
-    QuantisedMatrix,
 )
 
 
@@ -128,7 +128,7 @@ class SparseMlpWeight:
 
 
 def pack_experts(
-    experts: Iterable[tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]],
+    experts: Iterable[tuple[PackableMatrix, PackableMatrix]],
     count: int,
     arena: WeightArena | None = None,
     dtype: torch.dtype | None = None,
@@ -195,7 +195,7 @@ def pack_experts(
 
 
 def _on_gpu(
-    matrix: torch.Tensor | QuantisedMatrix, dtype: torch.dtype | None
+    matrix: PackableMatrix, dtype: torch.dtype | None
 ) -> torch.Tensor | Fp8Channels | Fp8Blocks:
     """What of an expert's matrix is stacked on a GPU."""
     if isinstance(matrix, torch.Tensor):

@@ -144,9 +144,9 @@ WEIGHTS = ("config_groups", "group_0", "weights")
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq' is not supported"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
         ({"bits": 4}, "'' is not supported"),
-        (changed("format", value="pack-quantized"), "'pack-quantized' is not supported"),
+        (changed("format", value="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' is not supp"),
         (changed(*WEIGHTS, "num_bits", value=4), "weights.num_bits = 4"),
         (changed(*WEIGHTS, "strategy", value="group"), "weights.strategy = 'group'"),
         (changed(*WEIGHTS, "symmetric", value=False), "weights.symmetric = False"),

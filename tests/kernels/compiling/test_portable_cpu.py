@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from typing import Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
 from weft.kernels.build import load_native, loaded_openmp_library
+from weft.kernels.int_groups import pack_int_groups
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.lora import LoraAddition
 from weft.kernels.norm import rms_norm, rms_norm_reference
@@ -129,6 +131,20 @@ def test_int8_weights(dtype: torch.dtype) -> None:
         assert_near(whole, expected.to(dtype))
         for rows in (1, 2, 3, 4, 9):
             assert torch.equal(linear(x[:rows], packed, residual[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "has_offsets"), [(4, True), (4, False), (8, True)])
+def test_weights_in_groups(bits: Literal[4, 8], has_offsets: bool, dtype: torch.dtype) -> None:
+    numbers = torch.randint(0, 16, (33, 201)) - 8 * (not has_offsets)
+    scales, offsets = torch.rand(33, 7).half() / 40, torch.randn(33, 7).half() / 40
+    matrix = pack_int_groups(numbers, scales, offsets if has_offsets else None, 32, bits)
+    packed, wide = pack_linear(matrix, dtype=dtype), matrix.dequantised(torch.float32)
+    x = torch.randn(30, 201).to(dtype)
+    whole = linear(x, packed)
+    assert_near(whole, F.linear(x.float(), wide).to(dtype))
+    for rows in (1, 2, 3, 4, 9):
+        assert torch.equal(linear(x[:rows], packed), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from weft.common.settings import LogLevel, Settings, is_loopback
 from weft.engine.base.config import DrafterName
+from weft.engine.checkpoint.quantization import ASKED_HELP, AskedFormat
 
 KEYS_VARIABLE = "WEFT_GATEWAY_API_KEYS_FILE"
 
@@ -66,11 +67,7 @@ class UpSettings(Settings):
         description="what the models serve: text, embeddings, classes, or scores by the logits of "
         "yes and no; auto = what their files are for",
     )
-    quantization: Literal["auto", "int8", "fp8"] = Field(
-        "auto",
-        description="number format of the products' weights; auto = what the checkpoint has; int8 "
-        "(on CPUs) and fp8 (for GPUs) = made at load from floats",
-    )
+    quantization: AskedFormat = Field("auto", description=ASKED_HELP)
     device: list[str] = Field(
         [],
         max_length=64,

@@ -20,6 +20,8 @@ from weft.kernels.build import cache_folder
 
 DEMO_NAME = "demo"
 """Name of the demo model for `--model`."""
+DEMO_GGUF = "demo-gguf"
+"""Name of its file without conversion: its weights stay Q4_1."""
 DEMO_MODEL = "smollm2-135m-instruct"
 """Folder below the cache's models."""
 MANIFEST = "manifest.json"

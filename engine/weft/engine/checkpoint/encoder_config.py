@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.engine.checkpoint.config import ModelConfig, RopeConfig, num_labels
+from weft.engine.checkpoint.config import ModelConfig, num_labels
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.pooling import ActivationName
+from weft.engine.checkpoint.rope import RopeConfig
 
 _ACTIVATIONS: Mapping[str, ActivationName] = {
     "gelu": "gelu",

@@ -14,6 +14,8 @@ Progress = Callable[[int, int], None]
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _MAX_NAME_BYTES = 255
+GGUF_FILE = "model.gguf"
+"""The weights in a directory that was made for a GGUF file (`gguf_folder`)."""
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -22,6 +24,8 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     Raises:
         ModelError: There are none, or the index is malformed or names a missing file.
     """
+    if (model_dir / GGUF_FILE).exists():
+        return (model_dir / GGUF_FILE,)
     index = model_dir / _INDEX_FILE
     if index.exists():
         names = sorted(set(_weight_map(index).values()))
@@ -35,7 +39,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     else:
         raise ModelError(
             f"{model_dir} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}: "
-            "only safetensors checkpoints are read"
+            "only safetensors checkpoints and GGUF files are read"
         )
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.fields import Fields
@@ -20,9 +20,24 @@ from weft.engine.checkpoint.fp8_config import (
     read_fp8,
     read_fp8_compressed,
 )
+from weft.engine.checkpoint.int_config import (
+    INT_METHODS,
+    IntPacking,
+    read_packed,
+    read_packed_compressed,
+)
 
-AT_LOAD = ("int8", "fp8")
+AskedFormat = Literal["auto", "int8", "int4", "fp8"]
+"""What settings may ask for: what the checkpoint has, or a format to be made at load of floats."""
+AT_LOAD = tuple(name for name in get_args(AskedFormat) if name != "auto")
 """Formats that can be made at load from weights in floats."""
+ASKED_HELP = (
+    "number format of the products' weights; auto = what the checkpoint has; int8 and int4 (on "
+    "CPUs) and fp8 (for GPUs) = made at load from floats"
+)
+"""Describes such a setting."""
+GGUF = "gguf"
+"""`quant_method` of a directory made of a GGUF file."""
 ROUTERS = r"re:.*\.gate$"
 """Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
 _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
@@ -33,7 +48,7 @@ _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
 class Quantization:
     """The number format of a model's products."""
 
-    format: Literal["int8", "fp8", "mxfp4"]
+    format: Literal["int8", "int4", "fp8", "gguf", "mxfp4"]
     """Which scheme reads it (`weft.engine.model.weights.schemes`)."""
     source: Literal["checkpoint", "load"]
     """Whether the checkpoint has it, or it is made of floats at load."""
@@ -51,6 +66,9 @@ class Quantization:
     which round them less.
     """
 
+    packing: IntPacking | None = None
+    """How a checkpoint packs integers into words; None: it does not."""
+
     def ignores(self, module: str) -> bool:
         """Whether the weights of a module, by its full name, stay in floats."""
         if self.source == "load" and module.endswith(_OTHER_ROUTERS):
@@ -59,7 +77,10 @@ class Quantization:
 
     def fingerprint(self) -> bytes:
         """Canonical bytes of what changes hidden states, part of the model's digest."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        values = asdict(self)
+        if self.packing is None:
+            del values["packing"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def resolve_quantization(
@@ -85,10 +106,9 @@ def resolve_quantization(
     elif found is not None:
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
-        chosen = Quantization(
-            format="fp8" if asked == "fp8" else "int8", source="load", ignore=(ROUTERS,)
-        )
-    if chosen is not None and chosen.format == "int8" and device.partition(":")[0] != "cpu":
+        chosen = Quantization(format=asked, source="load", ignore=(ROUTERS,))  # type: ignore[arg-type]
+    is_int = chosen is not None and chosen.format in ("int8", "int4")
+    if chosen is not None and is_int and device.partition(":")[0] != "cpu":
         raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen
 
@@ -110,10 +130,22 @@ def read_quantization(fields: Fields) -> Quantization | None:
         found = read_fp8(section, method)
     elif method == "compressed-tensors" and is_fp8(section):
         found = read_fp8_compressed(section)
+    elif method in INT_METHODS:
+        packed = read_packed(section, method)
+        if not isinstance(packed, str):
+            return _packed(*packed)
+        found = packed
+    elif method == GGUF:
+        return Quantization(format="gguf", source="checkpoint")
+    elif method == "compressed-tensors" and section.text("format", "") == "pack-quantized":
+        packing = _compressed_packing(section)
+        if not isinstance(packing, str):
+            return _packed(packing, ignored_modules(section))
+        found = packing
     elif method == "compressed-tensors":
         found = _problem_of_compressed_tensors(section)
     else:
-        known = ", ".join(("compressed-tensors", "mxfp4", *FP8_METHODS))
+        known = ", ".join(("compressed-tensors", "mxfp4", *FP8_METHODS, *INT_METHODS))
         found = f"quant_method {method!r} is not supported ({known} are)"
     if isinstance(found, str) and found:
         raise fields.error("quantization_config", found)
@@ -130,11 +162,36 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return Quantization(format="int8", source="checkpoint", ignore=ignored_modules(section))
 
 
+def _packed(packing: IntPacking, ignore: tuple[str, ...]) -> Quantization:
+    name: Literal["int4", "int8"] = "int4" if packing.bits == 4 else "int8"
+    return Quantization(format=name, source="checkpoint", ignore=ignore, packing=packing)
+
+
+def _compressed_packing(section: Fields) -> IntPacking | str:
+    group = _group_of_compressed_tensors(section)
+    if isinstance(group, str):
+        return group
+    return read_packed_compressed(group.section("weights"))
+
+
 def _problem_of_compressed_tensors(section: Fields) -> str:
     """What of a configuration of compressed-tensors is not supported; empty: nothing."""
     layout = section.text("format", "")
     if layout != "int-quantized":
-        return f"format {layout!r} is not supported (int-quantized is)"
+        return f"format {layout!r} is not supported (int-quantized and pack-quantized are)"
+    group = _group_of_compressed_tensors(section)
+    if isinstance(group, str):
+        return group
+    wanted = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    weights = group.section("weights")
+    for name, value in wanted.items():
+        if weights.get(name) != value:
+            return f"weights.{name} = {weights.get(name)!r} is not supported, only {value!r}"
+    return ""
+
+
+def _group_of_compressed_tensors(section: Fields) -> Fields | str:
+    """The one group of a configuration; a text says what is not supported."""
     if section.text("quantization_status", "compressed") != "compressed":
         return "quantization_status must be compressed"
     for name in ("kv_cache_scheme", "transform_config"):
@@ -149,18 +206,13 @@ def _problem_of_compressed_tensors(section: Fields) -> str:
     group = groups.section(names[0])
     if group.get("targets") != ["Linear"]:
         return f"targets {group.get('targets')!r} are not supported, only ['Linear']"
-    wanted = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    weights = group.section("weights")
-    for name, value in wanted.items():
-        if weights.get(name) != value:
-            return f"weights.{name} = {weights.get(name)!r} is not supported, only {value!r}"
     if group.get("output_activations"):
         return "output_activations are not supported"
     activations = group.section("input_activations")
     # Rows are kept more exactly than their 8 bits; a fixed scale would be one more tensor a layer.
     if list(activations) and activations.get("dynamic") is not True:
         return "input_activations with fixed scales are not supported, only dynamic ones"
-    return ""
+    return group
 
 
 def _refused(problem: str) -> ConfigError:

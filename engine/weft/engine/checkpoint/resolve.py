@@ -6,34 +6,44 @@ from pathlib import Path
 
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint import hub, object_store
-from weft.engine.checkpoint.demo import DEMO_MODEL, DEMO_NAME, convert_demo
+from weft.engine.checkpoint.demo import (
+    DEMO_GGUF,
+    DEMO_MODEL,
+    DEMO_NAME,
+    convert_demo,
+    find_source,
+)
 from weft.engine.checkpoint.files import Progress
+from weft.engine.checkpoint.gguf_folder import gguf_folder
 
 
 def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model, made or downloaded first if need be.
 
     Args:
-        model: `demo`, a Hugging Face directory, a name on a hub (`organisation/name`, with
-            `@revision` or without; a directory of that name comes first), or the URL of a folder
-            in an object store.
+        model: `demo`, `demo-gguf` (its GGUF file), a Hugging Face directory, a GGUF file, a name on
+            a hub (`organisation/name`, with `@revision` or without; a directory of that name comes
+            first), or the URL of a folder in an object store.
         progress: Called with (bytes written, bytes in all) while the demo model is converted.
 
     Raises:
-        ModelError: There is no such model, or it cannot be converted or downloaded.
+        ModelError: There is no such model, it cannot be converted or downloaded, or a GGUF file is
+            damaged or not supported.
     """
     if model == DEMO_NAME:
         return convert_demo(progress)
     if object_store.is_url(model):
         return object_store.fetch(model)
-    path = Path(model).expanduser()
+    path = find_source() if model == DEMO_GGUF else Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
     if _is_model_folder(path):
         return path.resolve()
     name = hub.HubName.parse(model)
     if name is None or path.exists():
         raise ModelError(
             f"model: {model!r} is neither {DEMO_NAME!r} nor a directory with a config.json nor a "
-            "name on the hub (organisation/name[@revision]) nor a URL",
+            "GGUF file nor a name on the hub (organisation/name[@revision]) nor a URL",
             param="model",
         )
     return hub.pull(name)

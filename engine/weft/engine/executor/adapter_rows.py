@@ -36,7 +36,7 @@ from weft.engine.checkpoint.vocabularies import num_tokens
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights
-from weft.engine.model.weights.checkpoint import Checkpoint
+from weft.engine.model.loader import open_checkpoint
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
@@ -331,7 +331,7 @@ class LoraPool:
         model = self._model
         size = (model.vocab_size, model.hidden_size, model.num_added_tokens)
         try:
-            with Checkpoint(self._model_dir) as base:
+            with open_checkpoint(self._model_dir) as base:
                 weights = Weights(base, PlainScheme(), self._dtype, torch.device("cpu"))
                 if name == EMBED_TOKENS or not weights.has(f"{name}.weight"):
                     return weights.at("model").vocabulary(EMBED_TOKENS, *size)

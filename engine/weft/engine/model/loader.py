@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -14,13 +15,14 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.digest import model_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
-from weft.engine.checkpoint.files import Progress, weight_files
+from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.interface import Model, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
+from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, WithoutPrefix
 from weft.engine.model.weights.schemes.registry import scheme_of
@@ -68,7 +70,8 @@ def load_model(
     frees_windows: bool = False,
     task: str = "auto",
 ) -> LoadedModel:
-    """Loads a Hugging Face directory of config.json and safetensors files.
+    """Loads a Hugging Face directory of config.json and safetensors files, or what `resolve_model`
+    makes of a GGUF file.
 
     Tensors are read by mmap, fused and packed one projection at a time: beyond the packed model
     the memory needed is that of one fused projection and of one file's pages.
@@ -123,10 +126,10 @@ def load_model(
             pooling=pooling,
             heads=_heads(model, pooling, target, dummy=True),
         )
-    with Checkpoint(
+    with open_checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             for body, head in product(config.names.bodies, config.names.heads):
                 checkpoint.check_alike(f"{body}.embed_tokens.weight", f"{head}.weight")
         reader: CheckpointReader = checkpoint
@@ -134,7 +137,11 @@ def load_model(
             reader = WithoutPrefix(checkpoint, _BASE)
         model = build(config, Weights(reader, scheme, torch_dtype, target, arena=arena))
         checkpoint.finish()
-        left_out = [prefix for prefix in config.names.left_out if checkpoint.has_below(prefix)]
+        left_out = [
+            prefix
+            for prefix in config.names.left_out
+            if isinstance(checkpoint, Checkpoint) and checkpoint.has_below(prefix)
+        ]
     if left_out:
         logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))
     try:
@@ -174,6 +181,28 @@ def _for_task(config: ModelConfig, task: Task, model_dir: Path) -> ModelConfig:
 
 _BASE = "model."
 _EMBEDDING = f"{_BASE}embed_tokens.weight"
+
+
+def open_checkpoint(
+    model_dir: Path,
+    progress: Progress | None = None,
+    unused: Callable[[str], bool] = lambda name: False,
+) -> Checkpoint | GgufFile:
+    """The weights of a model's directory, whatever files they are in.
+
+    Args:
+        model_dir: The directory.
+        progress: Called as tensors are read.
+        unused: Says which tensors of safetensors are known to have no part in inference.
+
+    Raises:
+        ModelError: The files are missing or malformed.
+    """
+    if weight_files(model_dir)[0].name == GGUF_FILE:
+        return GgufFile(model_dir, progress)
+    return Checkpoint(model_dir, progress, unused)
+
+
 _FIXED = "fixed-3"
 """Raised with every change of the bits that operations of deterministic mode make on a GPU."""
 

@@ -107,6 +107,17 @@ INLINE void amx_steps(const int is_tall, long steps, const char *a, long a_strid
   }
 }
 
+/* The first and the second numbers of up to 16 pairs of bfloat16, of `left` > 0 numbers; returns the
+ * number of pairs. */
+INLINE int split_pairs(const void *a, long left, float *even, float *odd) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  const __mmask32 given = left < 32 ? ((uint32_t)1 << left) - 1 : 0xffffffffu;
+  const __m512i pairs = _mm512_maskz_loadu_epi16(given, a);
+  _mm512_store_si512(even, _mm512_slli_epi32(pairs, 16));
+  _mm512_store_si512(odd, _mm512_and_si512(pairs, upper));
+  return at_most((left + 1) / 2, AMX_DEPTH);
+}
+
 /* c[32] = a * panel by vectors, equal to the bit, as the instruction is specified: over 16 words the
  * first and the second of all pairs are summed apart, then added to each other and to the rest. A
  * single row waits for memory, and tiles that are mostly empty keep it waiting longer. */
@@ -117,11 +128,7 @@ static void amx_row(long bytes, const char *a, const uint32_t *b, float *c, Pref
   flush_subnormals(amx);
   for (; bytes > 0; bytes -= 64, a += 64) {
     ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
-    const __mmask32 given = bytes < 64 ? ((uint32_t)1 << bytes / 2) - 1 : 0xffffffffu;
-    const __m512i pairs = _mm512_maskz_loadu_epi16(given, a);
-    _mm512_store_si512(even, _mm512_slli_epi32(pairs, 16));
-    _mm512_store_si512(odd, _mm512_and_si512(pairs, upper));
-    const int words = at_most((bytes + 3) / 4, AMX_DEPTH);
+    const int words = split_pairs(a, bytes / 2, even, odd);
     __m512 first[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, second[2] = {first[0], first[0]};
     for (int i = 0; i < words; i++, b += PANEL) {
       if (i % 4 == 0) ask_ahead(ahead, 8);

@@ -49,12 +49,73 @@ void weft_pack(const Weight *w, const void *plain, void *packed, const void *bia
   if (scales != NULL) pack_scales(w, scales, packed_scales);
 }
 
+/* Weights in groups: `numbers` of 8 bits, or of 4 as `pack_fours_panel` takes them; `scales` as
+ * `pack_group_scales`. */
+void weft_pack_groups(const Weight *w, const void *numbers, void *packed, const void *scales,
+                      void *packed_scales, const void *bias, float *packed_bias) {
+#pragma omp parallel for schedule(static)
+  for (long p = 0; p < panels_of(w); p++) {
+    if (w->bits == 4)
+      pack_fours_panel(w, numbers, packed, p);
+    else
+      pack_int8_panel(w, numbers, packed, p);
+    pack_group_scales(w, scales, packed_scales, p);
+  }
+  if (bias != NULL) pack_bias(w, bias, packed_bias);
+}
+
 /* out [rows, n] = x rounded row by row, scales [rows]; see `round_weights`. */
 void weft_quantise_rows(int is_bf16, const void *x, int64_t rows, int64_t n, int8_t *out,
                         float *scales) {
 #pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
   for (int64_t r = 0; r < rows; r++)
     scales[r] = round_weights(x, is_bf16, r * n, n, out + r * n);
+}
+
+/* The smallest and the largest of each group of a row of x [rows, n], [rows, groups]; the largest is
+ * NaN where a number is not finite. */
+void weft_group_ranges(int is_bf16, const void *x, int64_t rows, int64_t n, int64_t group,
+                       float *lowest, float *highest) {
+  const long groups = groups_along(n, group);
+#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
+  for (int64_t r = 0; r < rows; r++)
+    for (long g = 0; g < groups; g++) {
+      const long end = at_most(n - g * group, (int)group);
+      vf least = vf_splat(INFINITY), most = -least, damage = {0};
+      for (long i = 0; i < end; i += VL) {
+        const int some = at_most(end - i, VL);
+        vf value = load_some(x, is_bf16, r * n + g * group + i, some);
+        for (int j = some; j < VL; j++) value[j] = value[0];
+        damage += value * 0.0f;
+        least = -vf_max(-least, -value);
+        most = vf_max(most, value);
+      }
+      lowest[r * groups + g] = -vf_highest(-least);
+      highest[r * groups + g] = vf_highest(most) + vf_sum(damage);
+    }
+}
+
+/* out [rows, n / 2 rounded up] = (x - offset) / scale of each group to the nearest of 0 to 15, as
+ * `pack_fours_panel` takes them; 0 where the scale is. */
+void weft_round_groups(int is_bf16, const void *x, int64_t rows, int64_t n, int64_t group,
+                       const float *scales, const float *offsets, uint8_t *out) {
+  const long groups = groups_along(n, group), bytes = (n + 1) / 2;
+#pragma omp parallel for schedule(static) if (rows * n > PARALLEL_WORK)
+  for (int64_t r = 0; r < rows; r++) {
+    memset(out + r * bytes, 0, (size_t)bytes);
+    for (long i = 0; i < n; i += VL) { /* A group is whole vectors. */
+      const int some = at_most(n - i, VL);
+      const long g = r * groups + i / group;
+      const float factor = scales[g] > 0 ? 1.0f / scales[g] : 0.0f;
+      const vf ratio = (load_some(x, is_bf16, r * n + i, some) - offsets[g]) * factor + 0.5f;
+      const vf high = vf_splat(15.0f), held = vf_select((vi)(ratio > high), high, ratio);
+      const vi whole = __builtin_convertvector(vf_max(held, (vf){0}), vi);
+      int32_t fours[VL];
+      memcpy(fours, &whole, sizeof fours);
+      for (int j = 0; j < some; j++)
+        out[r * bytes + (i + j) / 2] |= (uint8_t)(fours[j] << ((i + j) % 2 * 4));
+    }
+  }
 }
 
 /* A Status; `lora`, prepared, or null: its first group adds to the product in layer `layer`. */
@@ -68,17 +129,16 @@ int weft_linear(const Weight *w, const void *x, int64_t rows, const void *residu
   divide_work(ranges, threads, linear_units(w, rows));
   divide_work(shrink, threads, shrink_units(&add));
   Barrier barrier = {0};
-  const int has_integers = needs_integers(w);
-  void *scratch = has_integers ? malloc((size_t)integers_bytes(rows, w->in_features)) : NULL;
-  if (has_integers && scratch == NULL) return OUT_OF_MEMORY;
-  Integers integers = integers_in(scratch, rows, w->in_features);
-  const Input input = {x, has_integers ? &integers : NULL};
+  const long prepared = prepared_bytes(w, rows);
+  void *scratch = prepared > 0 ? malloc((size_t)prepared) : NULL;
+  if (prepared > 0 && scratch == NULL) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Member me = join_team(&barrier);
     if (adds(&add)) shrink_share(&add, w->is_bf16, x, shrink, threads, me.thread);
-    if (has_integers) integers_share(x, &integers, rows, w->in_features, &me);
-    if (adds(&add) || has_integers) wait_for_all(&me);
+    Integers integers;
+    const Input input = prepare_share(w, x, scratch, rows, &integers, &me);
+    if (adds(&add) || prepared > 0) wait_for_all(&me);
     linear_share(w, input, rows, target, add, ranges, threads, me.thread);
   }
   free(scratch);

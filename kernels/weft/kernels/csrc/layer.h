@@ -63,12 +63,12 @@ static const Weight *weight_of(const Layer *layer, Group group) {
                                : layer->down;
 }
 
-/* Elements a row of bfloat16 for the input of any product as integers. */
-static long integers_width(const Layer *layer) {
+/* Elements a row for what any product prepares of its input. */
+static long prepared_width(const Layer *layer) {
   long width = 0;
   for (Group group = 0; group < GROUPS; group++) {
     const Weight *w = weight_of(layer, group);
-    const long own = needs_integers(w) ? integers_bytes(1, w->in_features) / 2 : 0;
+    const long own = (prepared_bytes(w, 1) + 1) / 2;
     width = own > width ? own : width;
   }
   return width;
@@ -77,7 +77,7 @@ static long integers_width(const Layer *layer) {
 /* Elements a row of scratch: the normed row, qkv, q, attention's result, the activation. */
 static long layer_scratch_width(const Layer *layer, const Attention *a, long dim) {
   return layer->qkv->in_features + layer->qkv->out_features + 2 * a->heads * dim +
-         layer->gate_up->out_features / 2 + integers_width(layer);
+         layer->gate_up->out_features / 2 + prepared_width(layer);
 }
 
 /* How the work of one layer is divided; filled anew for each layer by one thread. */
@@ -100,11 +100,10 @@ static void divide_layer(const Layer *layer, long index, const Batch *batch, Div
   }
 }
 
-/* One product of the layer, x being complete; `scratch` is for x as integers. */
+/* One product of the layer, x being complete; `scratch` is for what is prepared of x. */
 static void product_share(const Layer *layer, Group group, const void *x, Target to,
                           const Batch *batch, long index, void *scratch, Division *d, Member *me) {
   const Weight *w = weight_of(layer, group);
-  Input input = {x, NULL};
   Integers integers;
   Addition add = addition_to(batch, group, index);
   if (adds(&add)) {
@@ -113,12 +112,8 @@ static void product_share(const Layer *layer, Group group, const void *x, Target
       add.next = &batch->lora->groups[(group + 1) % GROUPS];
     shrink_share(&add, w->is_bf16, x, d->shrink[group], d->threads, me->thread);
   }
-  if (needs_integers(w)) {
-    integers = integers_in(scratch, batch->rows, w->in_features);
-    integers_share(x, &integers, batch->rows, w->in_features, me);
-    input.integers = &integers;
-  }
-  if (adds(&add) || needs_integers(w)) wait_for_all(me);
+  const Input input = prepare_share(w, x, scratch, batch->rows, &integers, me);
+  if (adds(&add) || prepared_bytes(w, 1) > 0) wait_for_all(me);
   linear_share(w, input, batch->rows, to, add, d->products[group], d->threads, me->thread);
 }
 

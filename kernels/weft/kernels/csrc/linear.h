@@ -3,6 +3,7 @@
 #define WEFT_LINEAR_H
 
 #include "amx.h"
+#include "grouped.h"
 #include "lora_amx.h"
 #include "quantised.h"
 #include "team.h"
@@ -21,6 +22,12 @@ typedef struct {
   int32_t is_bf16;
   int32_t gated; /* panels alternate 16 columns of gate and of up, which `gated_values` makes one */
   float alpha, limit, offset; /* 1, infinity and 0: silu(gate) * up */
+  int32_t group; /* numbers along K with a scale of their own, a multiple of 32; 0: no groups */
+  int32_t bits;  /* of numbers in groups: 4 or 8 */
+  /* Of groups: [panels][groups][scales, or scales and offsets][32], float32 or float16. */
+  const void *group_scales;
+  int32_t has_offsets;
+  int32_t is_half;
 } Weight;
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
@@ -39,6 +46,8 @@ static long words_of(const Weight *w) {
 static long pairs_of(const Weight *w) { return (w->in_features + 1) / 2; }
 /* Words of 32 bits of one panel. */
 static long panel_words(const Weight *w) {
+  if (w->group > 0 && w->bits == 4) return eights_of(w->in_features) * PANEL;
+  if (w->group > 0) return pairs_of(w) * (PANEL / 2);
   return w->scales == NULL ? words_of(w) * PANEL : pairs_of(w) * (PANEL / 2);
 }
 static long columns_of(const Weight *w) { return w->gated ? w->out_features / 2 : w->out_features; }
@@ -100,6 +109,42 @@ static void pack_int8_panel(const Weight *w, const int8_t *plain, int8_t *packed
       }
     }
   }
+}
+
+/* The same of 4 bits, two in a byte and the first below: [out_features, in_features / 2 rounded
+ * up]. */
+static void pack_fours_panel(const Weight *w, const uint8_t *plain, uint32_t *packed, long p) {
+  const long n = w->in_features, stride = (n + 1) / 2;
+  uint32_t *panel = packed + p * panel_words(w);
+  for (long i = 0; i < eights_of(n); i++)
+    for (long c = 0; c < PANEL; c++) {
+      const long column = source_column(w, p, c);
+      uint32_t word = 0;
+      for (long k = 0; k < 8; k++) {
+        const long at = 8 * i + k;
+        uint32_t four = 8;
+        if (column >= 0 && at < n) four = plain[column * stride + at / 2] >> (at % 2 * 4) & 15;
+        word |= four << (k / 2 * 4 + k % 2 * 16);
+      }
+      panel[i * PANEL + c] = word;
+    }
+}
+
+/* Scales and offsets of groups, or scales alone: [1 or 2][out_features, groups] of 2 or 4 bytes. */
+static void pack_group_scales(const Weight *w, const char *plain, char *packed, long p) {
+  const long groups = groups_along(w->in_features, w->group), size = w->is_half ? 2 : 4;
+  const long kinds = w->has_offsets ? 2 : 1;
+  for (long g = 0; g < groups; g++)
+    for (long kind = 0; kind < kinds; kind++)
+      for (long c = 0; c < PANEL; c++) {
+        const long column = source_column(w, p, c);
+        char *to = packed + (((p * groups + g) * kinds + kind) * PANEL + c) * size;
+        const char *from = plain + ((kind * w->out_features + column) * groups + g) * size;
+        if (column < 0)
+          memset(to, 0, (size_t)size);
+        else
+          memcpy(to, from, (size_t)size);
+      }
 }
 
 static void pack_scales(const Weight *w, const float *plain, float *packed) {
@@ -224,29 +269,39 @@ static void product_added(int is_bf16, int rows, long steps, int odd, const char
 
 /* tiles [rows first .. end - 1][32] = rows of x times an int8 panel, unpacked part by part. */
 static void unpacked_product(const Weight *w, const char *x, long m, long first_block,
-                             long last_block, const int8_t *panel, float *tiles, Amx *amx) {
+                             long last_block, const int8_t *panel, const int8_t *next,
+                             float *tiles, Amx *amx) {
+#if HAS_AMX
+  if (m == 1 && uses_amx(w->is_bf16)) {
+    flush_subnormals(amx);
+    amx_int8_row((const bf16 *)x, w->in_features, panel, next, tiles);
+    return;
+  }
+#endif
   const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1;
   const long stride = w->in_features * (is_bf16 ? 2 : 4), first_row = block_begin(w, m, first_block);
   ALIGNED uint32_t words[2 * UNPACK_PAIRS * PANEL];
   for (long from = 0; from < pairs_of(w); from += UNPACK_PAIRS) {
     const long pairs = at_most(pairs_of(w) - from, UNPACK_PAIRS);
     const long numbers = at_most(w->in_features - 2 * from, 2 * UNPACK_PAIRS);
+    const int8_t *part = panel + 2 * from * PANEL;
+    const int8_t *asked = next == NULL ? NULL : next + 2 * from * PANEL;
     if (is_bf16)
-      unpack_pairs(1, pairs, panel + 2 * from * PANEL, words);
+      unpack_pairs(1, pairs, part, asked, words);
     else
-      unpack_pairs(0, pairs, panel + 2 * from * PANEL, words);
+      unpack_pairs(0, pairs, part, asked, words);
     for (long block = first_block; block < last_block; block++) {
       const long row = block_begin(w, m, block);
       const int rows = (int)(block_begin(w, m, block + 1) - row);
       Prefetch none = {{NULL, NULL}, NULL, 0};
-      const char *part = x + row * stride + 2 * from * (is_bf16 ? 2 : 4);
+      const char *rows_at = x + row * stride + 2 * from * (is_bf16 ? 2 : 4);
       float *tile = tiles + (row - first_row) * PANEL;
       const long steps = numbers / per_word;
       const int odd = is_bf16 && numbers % 2;
       if (from == 0)
-        product(is_bf16, rows, steps, odd, part, stride, words, tile, &none, amx);
+        product(is_bf16, rows, steps, odd, rows_at, stride, words, tile, &none, amx);
       else
-        product_added(is_bf16, rows, steps, odd, part, stride, words, tile, &none, amx);
+        product_added(is_bf16, rows, steps, odd, rows_at, stride, words, tile, &none, amx);
     }
   }
 }
@@ -256,7 +311,121 @@ static void unpacked_product(const Weight *w, const char *x, long m, long first_
 typedef struct {
   const char *rows; /* [m, in_features] */
   const Integers *integers; /* or null */
+  const float *sums; /* [m, groups] over the groups of weights with offsets, or null: unknown */
 } Input;
+
+#if HAS_AMX
+/* tile [32] = a single row of bfloat16 times panel p, whose weights of 4 bits lie in groups. */
+static void grouped_row(const Weight *w, Input input, long p, int asks, float *tile, Amx *amx) {
+  const bf16 *row = (const bf16 *)input.rows;
+  const long n = w->in_features, group = w->group, ahead = asks ? panel_words(w) : 0;
+  const long at = p * groups_along(n, group) * (w->has_offsets ? 2 : 1) * PANEL;
+  const uint32_t *panel = w->panels + p * panel_words(w);
+  const void *scales = w->group_scales;
+  flush_subnormals(amx);
+  if (w->has_offsets && w->is_half)
+    amx_fours_row(1, 1, row, n, group, panel, ahead, scales, at, input.sums, tile);
+  else if (w->has_offsets)
+    amx_fours_row(1, 0, row, n, group, panel, ahead, scales, at, input.sums, tile);
+  else if (w->is_half)
+    amx_fours_row(0, 1, row, n, group, panel, ahead, scales, at, NULL, tile);
+  else
+    amx_fours_row(0, 0, row, n, group, panel, ahead, scales, at, NULL, tile);
+}
+#endif
+
+#if HAS_AMX
+/* Whether groups g and g + 1 are multiplied by `two_groups_product`. A row's result is the same. */
+static int takes_two_groups(const Weight *w, Input input, long m, long first_block,
+                            long last_block, long g) {
+  const long rows = block_begin(w, m, last_block) - block_begin(w, m, first_block);
+  return uses_amx(w->is_bf16) && w->bits == 4 && w->group == 2 * AMX_DEPTH &&
+         rows % AMX_DEPTH == 0 && (g + 2) * w->group <= w->in_features &&
+         (input.sums != NULL || !w->has_offsets);
+}
+
+static void two_groups_product(const Weight *w, Input input, long m, long first_block,
+                               long last_block, long p, long g, int asks, uint32_t *words,
+                               float *tiles, Amx *amx) {
+  const long stride = w->in_features * 2, groups = groups_along(w->in_features, w->group);
+  const long step = (w->has_offsets ? 2 : 1) * PANEL, from = g * w->group;
+  const uint32_t *at = w->panels + p * panel_words(w) + from / 8 * PANEL;
+  GroupScales of[2];
+  for (int i = 0; i < 2; i++)
+    of[i] = scales_of_group(w->group_scales, w->is_half, w->has_offsets, 1.0f,
+                            (p * groups + g + i) * step);
+  unpack_fours(1, w->has_offsets ? 0 : 8, 2 * w->group / 8, at,
+               asks ? at + panel_words(w) : NULL, words);
+  set_up_amx(amx, AMX_ROWS);
+  const long first = block_begin(w, m, first_block), end = block_begin(w, m, last_block);
+  for (long row = first; row < end; row += AMX_DEPTH) {
+    const float *sums = w->has_offsets ? input.sums + row * groups + g : NULL;
+    const char *x = input.rows + row * stride + from * 2;
+    float *tile = tiles + (row - first) * PANEL;
+    if (w->has_offsets)
+      amx_two_groups(g > 0, 1, x, stride, words, of, sums, groups, tile);
+    else
+      amx_two_groups(g > 0, 0, x, stride, words, of, NULL, 0, tile);
+  }
+}
+#endif
+
+/* tiles [rows first .. end - 1][32] = rows of x times panel p, whose weights lie in groups. */
+static void grouped_product(const Weight *w, Input input, long m, long first_block, long last_block,
+                            long p, int asks, float *tiles, Amx *amx) {
+  const int is_bf16 = w->is_bf16, per_word = is_bf16 ? 2 : 1, size = is_bf16 ? 2 : 4;
+  const long n = w->in_features, stride = n * size, first_row = block_begin(w, m, first_block);
+  const long groups = groups_along(n, w->group), step = (w->has_offsets ? 2 : 1) * PANEL;
+  const uint32_t *panel = w->panels + p * panel_words(w);
+  const float factor = w->bits == 8 ? word_scale(is_bf16) : 1.0f;
+  ALIGNED uint32_t words[LARGEST_GROUP * PANEL];
+  ALIGNED float part[MOST_TILE_ROWS * PANEL];
+  float own_sums[MOST_TILE_ROWS];
+  const int centre = w->has_offsets ? 0 : 8;
+  for (long g = 0; g < groups; g++) {
+#if HAS_AMX
+    if (takes_two_groups(w, input, m, first_block, last_block, g)) {
+      two_groups_product(w, input, m, first_block, last_block, p, g, asks, words, tiles, amx);
+      g++;
+      continue;
+    }
+#endif
+    const long from = g * w->group, numbers = at_most(n - from, w->group);
+    const uint32_t *at = panel + (w->bits == 4 ? from / 8 * PANEL : from / 2 * (PANEL / 2));
+    const uint32_t *next = asks ? at + panel_words(w) : NULL;
+    const GroupScales of_group = scales_of_group(w->group_scales, w->is_half, w->has_offsets, factor,
+                                                 (p * groups + g) * step);
+    if (w->bits == 4)
+      unpack_fours(is_bf16, centre, eights_of(numbers), at, next, words);
+    else
+      unpack_pairs(is_bf16, (numbers + 1) / 2, (const int8_t *)at, (const int8_t *)next, words);
+    for (long block = first_block; block < last_block; block++) {
+      const long row = block_begin(w, m, block);
+      const int rows = (int)(block_begin(w, m, block + 1) - row);
+      const char *x = input.rows + row * stride + from * size;
+      Prefetch none = {{NULL, NULL}, NULL, 0};
+      product(is_bf16, rows, numbers / per_word, is_bf16 && numbers % 2, x, stride, words, part,
+              &none, amx);
+      const float *sums = NULL;
+      if (w->has_offsets && input.sums != NULL) sums = input.sums + row * groups + g;
+      if (w->has_offsets && input.sums == NULL) {
+        for (int r = 0; r < rows; r++)
+          sum_groups(x + r * stride, is_bf16, 0, numbers, w->group, own_sums + r);
+        sums = own_sums;
+      }
+      const long sums_stride = input.sums != NULL ? groups : 1;
+      float *tile = tiles + (row - first_row) * PANEL;
+      if (sums == NULL && g > 0)
+        add_group(1, 0, rows, part, &of_group, NULL, 0, tile);
+      else if (sums == NULL)
+        add_group(0, 0, rows, part, &of_group, NULL, 0, tile);
+      else if (g > 0)
+        add_group(1, 1, rows, part, &of_group, sums, sums_stride, tile);
+      else
+        add_group(0, 1, rows, part, &of_group, sums, sums_stride, tile);
+    }
+  }
+}
 
 /* `amx`: of this thread, to be released when it has done its share. */
 static void linear_unit(const Weight *w, Input input, long m, const Target *to,
@@ -278,12 +447,21 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
   asked.count = 0;
   if (is_adding) ask_for_additions(w, add, m, unit, &asked);
   ALIGNED float tiles[GROUP_BLOCKS * MOST_TILE_ROWS * PANEL];
-  if (unpacks)
-    unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel, tiles, amx);
+#if HAS_AMX
+  if (m == 1 && w->bits == 4 && w->group > 0 && uses_amx(w->is_bf16) &&
+      (input.sums != NULL || !w->has_offsets))
+    grouped_row(w, input, p, prefetch, tiles, amx);
+  else
+#endif
+  if (w->group > 0)
+    grouped_product(w, input, m, first_block, last_block, p, prefetch, tiles, amx);
+  else if (unpacks)
+    unpacked_product(w, x, m, first_block, last_block, (const int8_t *)panel,
+                     prefetch ? (const int8_t *)next : NULL, tiles, amx);
   for (long block = first_block; block < last_block; block++, next += part) {
     const long first = block_begin(w, m, block);
     const int rows = (int)(block_begin(w, m, block + 1) - first);
-    float *tile = tiles + (is_adding || unpacks ? (first - first_row) * PANEL : 0);
+    float *tile = tiles + (is_adding || unpacks || w->group > 0 ? (first - first_row) * PANEL : 0);
     const long turn = block - first_block, turns = last_block - first_block;
     const int asked_from = (int)(asked.count * turn / turns);
     Prefetch ahead = {{next, next + part}, asked.spans + asked_from,
@@ -292,12 +470,13 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
       ahead.now = *ahead.later++;
       ahead.num_later--;
     }
-    if (w->scales == NULL)
+    if (w->scales == NULL && w->group == 0)
       product(w->is_bf16, rows, words_of(w) - odd, odd, x + first * stride, stride, panel, tile,
               &ahead, amx);
-    else if (!unpacks)
+    else if (!unpacks && w->group == 0)
       integer_tile(rows, input.integers, first, pairs_of(w), (const int8_t *)panel, tile, &ahead);
-    if (w->scales != NULL) scale_tile(w->scales + p * PANEL, rows, tile);
+    if (w->scales != NULL) scale_tile(w->scales + p * PANEL, unpacks ? word_scale(w->is_bf16) : 1.0f, rows,
+                                      tile);
     if (!is_adding) finish_tile(w, to, tile, p, first, rows);
   }
   if (is_adding) {
@@ -310,6 +489,28 @@ static void linear_unit(const Weight *w, Input input, long m, const Target *to,
  * draft heads unpack.) */
 static int needs_integers(const Weight *w) {
   return w->scales != NULL && uses_integers(w->is_bf16);
+}
+
+/* Bytes of memory for what such a product needs to know of its rows beside themselves. */
+static long prepared_bytes(const Weight *w, long rows) {
+  if (needs_integers(w)) return integers_bytes(rows, w->in_features);
+  return w->has_offsets ? rows * groups_along(w->in_features, w->group) * 4 : 0;
+}
+
+/* This thread's share of preparing x [rows, k] in such memory; used after the next barrier. */
+static Input prepare_share(const Weight *w, const void *x, void *memory, long rows,
+                           Integers *integers, const Member *me) {
+  const long k = w->in_features;
+  Input input = {x, NULL, NULL};
+  if (needs_integers(w)) {
+    *integers = integers_in(memory, rows, k);
+    integers_share(x, integers, rows, k, me);
+    input.integers = integers;
+  } else if (w->has_offsets) {
+    sums_share(x, w->is_bf16, rows, k, w->group, memory, me);
+    input.sums = memory;
+  }
+  return input;
 }
 
 /* This thread's share of x [m, k] * weight; `ranges` divide `linear_units` among `threads`. What

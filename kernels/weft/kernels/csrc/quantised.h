@@ -197,8 +197,62 @@ static void integer_tile(int rows, const Integers *x, long row, long pairs, cons
 }
 #undef INTEGER_CASE
 
-/* Words of bfloat16 or float32 of some pairs of a panel. */
-static void unpack_pairs(const int is_bf16, long pairs, const int8_t *panel, uint32_t *words) {
+#if HAS_AMX
+/* The numbers of 16 columns' pairs, times 65,536: then neither needs a second shift. */
+INLINE void widen_pairs(const int8_t *pairs, __m512 *first, __m512 *second) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  const __m512i both = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)pairs));
+  *first = _mm512_cvtepi32_ps(_mm512_slli_epi32(both, 16));
+  *second = _mm512_cvtepi32_ps(_mm512_and_si512(both, upper));
+}
+
+/* part[32] = a row of n numbers times an int8 panel, over `word_scale`: equal to the bit to the tile
+ * of its words. `next`: the panel that is asked for meanwhile, or null. */
+static void amx_int8_row(const bf16 *a, long n, const int8_t *panel, const int8_t *next,
+                         float *part) {
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (long at = 0; at < n; at += 2 * AMX_DEPTH) {
+    ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+    const int words = split_pairs(a + at, n - at, even, odd);
+    __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
+    for (int i = 0; i < words; i++, panel += 2 * PANEL) {
+      if (next != NULL) {
+        __builtin_prefetch(next, 0, 2);
+        next += 2 * PANEL;
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        __m512 first, second;
+        widen_pairs(panel + v * PANEL, &first, &second);
+        lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[i]), lower[v]);
+        higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[i]), higher[v]);
+      }
+    }
+    for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(part + v * 16, sum[v]);
+}
+#endif
+
+/* What products with unpacked words are to be multiplied with. */
+INLINE float word_scale(int is_bf16) { return uses_amx(is_bf16) ? 0x1p-16f : 1.0f; }
+
+/* Words of bfloat16 or float32 of some pairs of a panel, over `word_scale`. `next`: the panel that
+ * is asked for meanwhile, or null. */
+static void unpack_pairs(const int is_bf16, long pairs, const int8_t *panel, const int8_t *next,
+                         uint32_t *words) {
+#if HAS_AMX
+  if (uses_amx(is_bf16)) {
+    for (long s = 0; s < 2 * pairs; s++) {
+      __m512 first, second;
+      if (s % 2 == 0 && next != NULL) __builtin_prefetch(next + s * 32, 0, 2);
+      widen_pairs(panel + s * 32, &first, &second);
+      const __m512i lower = _mm512_srli_epi32((__m512i)first, 16);
+      _mm512_storeu_si512(words + s * 16, _mm512_or_si512(lower, (__m512i)second));
+    }
+    return;
+  }
+#endif
   for (long s = 0; s < pairs; s++)
     for (int c = 0; c < PANEL; c += VL) {
       const vu both = __builtin_convertvector(*(const vh *)(panel + 2 * (s * PANEL + c)), vu);
@@ -213,11 +267,13 @@ static void unpack_pairs(const int is_bf16, long pairs, const int8_t *panel, uin
     }
 }
 
-/* tile[rows][32] *= the scales of a panel's columns. */
-static void scale_tile(const float *scales, int rows, float *tile) {
+/* tile[rows][32] *= factor * the scales of a panel's columns. */
+static void scale_tile(const float *scales, float factor, int rows, float *tile) {
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < PANEL; c += VL)
-      *(vf *)(tile + r * PANEL + c) *= *(const vf *)(scales + c);
+    for (int c = 0; c < PANEL; c += VL) {
+      vf *at = (vf *)(tile + r * PANEL + c);
+      *at = *at * factor * *(const vf *)(scales + c);
+    }
 }
 
 #endif

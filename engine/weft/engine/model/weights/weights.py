@@ -62,7 +62,8 @@ class Weights:
         self.shard = shard
         self.arena = arena or WeightArena()
         """Arena for the weights that are packed; one for the whole model."""
-        self._reader = reader
+        self.reader = reader
+        """Where parameters come from, by their full names."""
         self._scheme = scheme
         self._prefix = ""
 
@@ -78,11 +79,11 @@ class Weights:
 
     def has(self, name: str) -> bool:
         """Whether there is a parameter of this name."""
-        return self._reader.has(self._prefix + name)
+        return self.reader.has(self._prefix + name)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a parameter; None if there is none of this name, or any shape will do."""
-        return self._reader.shape_of(self._prefix + name)
+        return self.reader.shape_of(self._prefix + name)
 
     def linear(self, spec: LinearSpec) -> LinearWeight:
         """The projections of a product, packed as one."""
@@ -152,4 +153,4 @@ class Weights:
         return out
 
     def _read(self, part: TensorSlice, out: torch.Tensor) -> None:
-        self._reader.read_into(part._replace(name=self._prefix + part.name), out)
+        self.reader.read_into(part._replace(name=self._prefix + part.name), out)

@@ -9,6 +9,7 @@ from pydantic import Field
 from weft.common.settings import PageSettings
 from weft.engine.base.config import BOUNDS, EngineConfig, EvictionName, PolicyName, Role
 from weft.engine.base.gpus import resolve_device
+from weft.engine.checkpoint.quantization import ASKED_HELP, AskedFormat
 
 _CPU_SIZES = {"max_running_requests": 64, "max_step_tokens": 512, "prefill_chunk_tokens": 256}
 _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chunk_tokens": 4096}
@@ -49,11 +50,7 @@ class WorkerSettings(PageSettings):
         description="what the model serves: text, embeddings, classes, or scores by the logits of "
         "yes and no; auto = what its files are for",
     )
-    quantization: Literal["auto", "int8", "fp8"] = Field(
-        "auto",
-        description="number format of the products' weights; auto = what the checkpoint has; int8 "
-        "(on a CPU) and fp8 (for a GPU) = made at load from floats",
-    )
+    quantization: AskedFormat = Field("auto", description=ASKED_HELP)
     device: str = Field(
         "auto", description="torch device; auto = a GPU where one is usable, else the CPU"
     )

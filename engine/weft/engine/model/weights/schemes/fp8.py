@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.reader import TensorSlice
-from weft.engine.model.weights.schemes.plain import (
-    PlainScheme,
-    packed_experts,
-    read_bias,
-    read_experts,
-)
-from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
+from weft.engine.model.weights.schemes.base import QuantisedScheme, check_scales, listing
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
-from weft.kernels.moe import ExpertWeights
 from weft.kernels.quantised import (
     FP8,
     FP8_GROUP,
@@ -32,7 +23,7 @@ _NAN = 0x7F
 """Bits of a number that is none, but for its sign."""
 
 
-class Fp8Scheme:
+class Fp8Scheme(QuantisedScheme):
     """A `Scheme` of FP8 weights: the checkpoint's, or made of its floats, a scale for each row.
 
     Checkpoints have `weight` in e4m3 [rows, columns], and scales that it is multiplied with: of
@@ -40,41 +31,16 @@ class Fp8Scheme:
     The LM head and routers stay in floats.
     """
 
-    def __init__(self, quantization: Quantization) -> None:
-        self._quantization = quantization
-        self._plain = PlainScheme()
-
-    def fingerprint(self) -> bytes:
-        """See `Scheme.fingerprint`."""
-        return self._quantization.fingerprint()
-
-    def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
-        """See `Scheme.linear`."""
-        if self._ignores(weights, *spec.modules):
-            return self._plain.linear(spec, weights)
-        pack = pack_gate_up if spec.is_gated else pack_linear
-        matrix = self._matrix(spec, weights)
-        return pack(matrix, read_bias(spec, weights), weights.arena, weights.dtype)
-
-    def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
-        """See `Scheme.experts`."""
-        return packed_experts(self._experts(spec, weights), spec, weights)
-
-    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
-        """See `Scheme.head`."""
-        return self._plain.head(matrix, weights)
-
-    def _matrix(self, spec: LinearSpec, weights: Weights) -> Fp8Matrix:
-        if self._quantization.source == "load":
-            return _made(weights.read(spec.weights(weights.shard)), weights)
+    def matrix(self, spec: LinearSpec, weights: Weights) -> Fp8Matrix:
+        """See `QuantisedScheme.matrix`."""
         parts = spec.weights(weights.shard)
         data = weights.read(parts, dtype=FP8)
         if _has_nan(data):
-            raise ModelError(f"{_listing(spec, weights)}: a weight is not a number")
-        if self._quantization.has_input_scale:
+            raise ModelError(f"{listing(spec, weights)}: a weight is not a number")
+        if self.quantization.has_input_scale:
             for name in spec.modules:
                 self._one_scale(f"{name}.input_scale", weights)
-        if self._quantization.scales == "blocks":
+        if self.quantization.scales == "blocks":
             return self._blocks(spec, parts, data, weights)
         scales = torch.cat([self._row_scales(part, weights) for part in parts])
         return Fp8Channels(data, _checked(scales, spec, weights))
@@ -82,7 +48,7 @@ class Fp8Scheme:
     def _row_scales(self, part: TensorSlice, weights: Weights) -> torch.Tensor:
         """[rows of the part]: of a scale for the whole projection, the same for all."""
         name, rows = self._scale_name(part), part.shape[0]
-        if self._quantization.scales == "tensors":
+        if self.quantization.scales == "tensors":
             return self._one_scale(name, weights).expand(part.size[0])
         shape = weights.shape_of(name)
         whole = (rows,) if shape == (rows,) else (rows, 1)
@@ -139,54 +105,17 @@ class Fp8Scheme:
         return slice(begin // FP8_GROUP, -(-end // FP8_GROUP))
 
     def _scale_name(self, part: TensorSlice) -> str:
-        return f"{part.name.removesuffix('.weight')}.{self._quantization.scale_name}"
+        return f"{part.name.removesuffix('.weight')}.{self.quantization.scale_name}"
 
-    def _experts(
-        self, spec: ExpertSpec, weights: Weights
-    ) -> Iterator[tuple[torch.Tensor | Fp8Matrix, torch.Tensor | Fp8Matrix]]:
-        if self._quantization.source == "load":
-            for gate_up, down in read_experts(spec, weights):
-                yield _made(gate_up, weights), _made(down, weights)
-            return
-        for number in range(spec.num_experts):
-            expert = weights.at(number)
-            if self._ignores(expert, *spec.gate_up.names, *spec.down.names):
-                own = expert.shard
-                yield expert.read(spec.gate_up.weights(own)), expert.read(spec.down.weights(own))
-            else:
-                yield self._matrix(spec.gate_up, expert), self._matrix(spec.down, expert)
-
-    def _ignores(self, weights: Weights, *names: str) -> bool:
-        """Whether all of these modules stay in floats.
-
-        Raises:
-            ModelError: Some do, and they are one product.
-        """
-        ignored = [name for name in names if self._quantization.ignores(weights.full_name(name))]
-        if ignored and len(ignored) < len(names):
-            raise ModelError(
-                f"{', '.join(weights.full_name(name) for name in names)} are one product, of which "
-                f"quantization_config ignores only {', '.join(ignored)}"
-            )
-        return bool(ignored)
-
-
-def _made(matrix: torch.Tensor, weights: Weights) -> Fp8Channels:
-    try:
+    def made(self, matrix: torch.Tensor) -> Fp8Channels:
+        """See `QuantisedScheme.made`."""
         return quantise_fp8_channels(matrix)
-    except ValueError as error:
-        raise ModelError(f"{weights.full_name('')}: {error}") from error
 
 
 def _checked(scales: torch.Tensor, spec: LinearSpec, weights: Weights) -> torch.Tensor:
-    if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
-        raise ModelError(f"{_listing(spec, weights)}: a scale is negative or not finite")
+    check_scales(scales, spec, weights, "scale")
     return scales.contiguous()
 
 
 def _has_nan(data: torch.Tensor) -> bool:
     return bool(((data.view(torch.uint8) & _NAN) == _NAN).any())
-
-
-def _listing(spec: LinearSpec, weights: Weights) -> str:
-    return ", ".join(weights.full_name(name) for name in spec.modules)

@@ -8,9 +8,8 @@ import torch
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight, pack_gate_up, pack_linear
+from weft.kernels.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
 from weft.kernels.moe import ExpertWeights, pack_experts
-from weft.kernels.quantised import QuantisedMatrix
 
 
 class PlainScheme:
@@ -49,7 +48,7 @@ def read_bias(spec: LinearSpec, weights: Weights) -> torch.Tensor | None:
 
 
 def packed_experts(
-    experts: Iterable[tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]],
+    experts: Iterable[tuple[PackableMatrix, PackableMatrix]],
     spec: ExpertSpec,
     weights: Weights,
 ) -> ExpertWeights:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.engine.checkpoint.quantization import Quantization
 from weft.engine.model.weights.schemes.fp8 import Fp8Scheme
+from weft.engine.model.weights.schemes.gguf import GgufScheme
+from weft.engine.model.weights.schemes.int4 import IntScheme
 from weft.engine.model.weights.schemes.int8 import Int8Scheme
 from weft.engine.model.weights.schemes.mxfp4 import Mxfp4Scheme
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Scheme
+
+_SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
+    "int8": Int8Scheme,
+    "int4": IntScheme,
+    "fp8": Fp8Scheme,
+    "gguf": GgufScheme,
+    "mxfp4": Mxfp4Scheme,
+}
 
 
 def scheme_of(quantization: Quantization | None) -> Scheme:
     """The scheme that reads or makes a format; None: weights in floats."""
     if quantization is None:
         return PlainScheme()
-    if quantization.format == "fp8":
-        return Fp8Scheme(quantization)
-    if quantization.format == "mxfp4":
-        return Mxfp4Scheme(quantization)
-    return Int8Scheme(quantization)
+    if quantization.packing is not None:
+        return IntScheme(quantization)
+    return _SCHEMES[quantization.format](quantization)

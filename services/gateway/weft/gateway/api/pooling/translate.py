@@ -153,7 +153,7 @@ def _inputs(body: InputBody) -> tuple[Prompt, ...]:
     if isinstance(given, str):
         given = [given]
     if given and isinstance(given[0], int):
-        given = [given]  # type: ignore[list-item]
+        given = [given]
     specials = body.add_special_tokens is not False
     if not given:
         raise invalid("input", "is empty; give at least one text")

@@ -1,0 +1,136 @@
+"""What all schemes of quantised weights share: what stays in floats, fusing, experts, packing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.quantization import Quantization
+from weft.engine.model.weights.schemes.plain import (
+    PlainScheme,
+    packed_experts,
+    read_bias,
+    read_experts,
+)
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
+from weft.kernels.moe import ExpertWeights
+
+Matrix: TypeAlias = PackableMatrix
+"""A weight as it is packed: quantised, or floats of the model's dtype."""
+
+
+class QuantisedScheme(ABC):
+    """A `Scheme` that reads a format of checkpoints, or makes it of floats at load.
+
+    A format says how one product's matrix is read (`matrix`) and made (`made`).
+    """
+
+    def __init__(self, quantization: Quantization) -> None:
+        self.quantization = quantization
+        self.plain = PlainScheme()
+
+    @property
+    def is_made_at_load(self) -> bool:
+        """Whether the checkpoint has floats."""
+        return self.quantization.source == "load"
+
+    def fingerprint(self) -> bytes:
+        """See `Scheme.fingerprint`."""
+        return self.quantization.fingerprint()
+
+    def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
+        """See `Scheme.linear`."""
+        if self.ignores(spec, weights):
+            return self.plain.linear(spec, weights)
+        pack = pack_gate_up if spec.is_gated else pack_linear
+        matrix = self._matrix(spec, weights)
+        return pack(matrix, read_bias(spec, weights), weights.arena, weights.dtype)
+
+    def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:
+        """See `Scheme.experts`."""
+        return packed_experts(self._experts(spec, weights), spec, weights)
+
+    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
+        """See `Scheme.head`; here it stays in floats."""
+        return self.plain.head(matrix, weights)
+
+    @abstractmethod
+    def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
+        """Reads the shard of a product that the checkpoint has in this format.
+
+        Raises:
+            ModelError: A number or a scale is damaged; the message has its name.
+        """
+
+    @abstractmethod
+    def made(self, matrix: torch.Tensor) -> Matrix:
+        """Makes it of floats, [N, K].
+
+        Raises:
+            ValueError: A number is not finite.
+        """
+
+    def ignores(self, spec: LinearSpec, weights: Weights) -> bool:
+        """Whether a product stays in floats.
+
+        Raises:
+            ModelError: Only some of its projections do.
+        """
+        names = [name for name in spec.modules if self.ignores_name(name, weights)]
+        if names and len(names) < len(spec.modules):
+            raise ModelError(
+                f"{listing(spec, weights)} are one product, of which "
+                f"quantization_config ignores only {', '.join(names)}"
+            )
+        return bool(names)
+
+    def ignores_name(self, name: str, weights: Weights) -> bool:
+        """Whether a projection stays in floats."""
+        return self.quantization.ignores(weights.full_name(name))
+
+    def make(self, matrix: torch.Tensor, weights: Weights) -> Matrix:
+        """`made`, whose failure names the module.
+
+        Raises:
+            ModelError: A number is not finite.
+        """
+        try:
+            return self.made(matrix)
+        except ValueError as error:
+            raise ModelError(f"{weights.full_name('')}: {error}") from error
+
+    def _matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
+        if self.is_made_at_load:
+            return self.make(weights.read(spec.weights(weights.shard)), weights)
+        return self.matrix(spec, weights)
+
+    def _experts(self, spec: ExpertSpec, weights: Weights) -> Iterator[tuple[Matrix, Matrix]]:
+        if self.is_made_at_load:
+            for gate_up, down in read_experts(spec, weights):
+                yield self.make(gate_up, weights), self.make(down, weights)
+            return
+        for number in range(spec.num_experts):
+            expert = weights.at(number)
+            first, second = (
+                expert.read(part.weights(expert.shard))
+                if self.ignores(part, expert)
+                else self.matrix(part, expert)
+                for part in (spec.gate_up, spec.down)
+            )
+            yield first, second
+
+
+def listing(spec: LinearSpec, weights: Weights) -> str:
+    """The full names of a product's projections."""
+    return ", ".join(weights.full_name(name) for name in spec.modules)
+
+
+def check_scales(scales: torch.Tensor, spec: LinearSpec, weights: Weights, name: str) -> None:
+    """Raises ModelError if a scale is negative or not finite; `name`: what a scale is called."""
+    if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+        raise ModelError(f"{listing(spec, weights)}: a {name} is negative or not finite")

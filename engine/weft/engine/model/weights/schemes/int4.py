@@ -1,0 +1,79 @@
+"""Products with integers in groups: packed by checkpoints, or of 4 bits made at load."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.base.errors import ModelError
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.schemes.base import Matrix, QuantisedScheme, listing
+from weft.engine.model.weights.schemes.int_layouts import IntParts, join_parts, read_parts
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.int_groups import IntGroups, quantise_groups
+from weft.kernels.linear import LinearWeight, pack_linear
+from weft.kernels.quantised import quantise_channels
+
+
+class IntScheme(QuantisedScheme):
+    """A `Scheme` of integers of 4 or 8 bits with a scale for each group along a row.
+
+    Checkpoints have them as `int_layouts` says. Of floats groups of 32 are rounded to 4 bits by
+    themselves, and the LM head to 8 bits.
+    """
+
+    def head(self, matrix: torch.Tensor, weights: Weights) -> LinearWeight:
+        """See `Scheme.head`; checkpoints leave it in floats."""
+        if not self.is_made_at_load:
+            return super().head(matrix, weights)
+        try:
+            return pack_linear(quantise_channels(matrix), None, weights.arena, weights.dtype)
+        except ValueError as error:
+            raise ModelError(f"{weights.full_name('lm_head')}: {error}") from error
+
+    def ignores_name(self, name: str, weights: Weights) -> bool:
+        """See `QuantisedScheme.ignores_name`: also what has a weight that is not packed."""
+        if super().ignores_name(name, weights):
+            return True
+        packing = self.quantization.packing
+        if packing is None or packing.layout == "compressed-tensors":
+            return False
+        return weights.has(f"{name}.weight") and not weights.has(f"{name}.qweight")
+
+    def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
+        """See `QuantisedScheme.matrix`."""
+        packing = self.quantization.packing
+        assert packing is not None
+        parts = []
+        for share in spec.weights(weights.shard):
+            name = share.name.removesuffix(".weight")
+            whole = read_parts(name, (share.shape[0], share.shape[1]), packing, weights)
+            if not spec.bias:
+                _check_no_bias(f"{name}.bias", share.shape[0], weights)
+            parts.append(self._cut(whole, share, packing.group, spec, weights))
+        try:
+            return join_parts(parts, packing, weights.dtype)
+        except ValueError as error:
+            raise ModelError(f"{listing(spec, weights)}: {error}") from error
+
+    def made(self, matrix: torch.Tensor) -> IntGroups:
+        """See `QuantisedScheme.made`."""
+        return quantise_groups(matrix)
+
+    def _cut(
+        self, whole: IntParts, share: TensorSlice, group: int, spec: LinearSpec, weights: Weights
+    ) -> IntParts:
+        rows, columns = share.slices
+        assert isinstance(rows, slice)
+        assert isinstance(columns, slice)
+        try:
+            return whole.cut(rows, columns, group or share.shape[1])
+        except ValueError as error:
+            raise ModelError(f"{listing(spec, weights)}: {error}") from error
+
+
+def _check_no_bias(name: str, rows: int, weights: Weights) -> None:
+    """GPTQ's tools write zeros where a projection has no bias."""
+    if weights.shape_of(name) is None:
+        return
+    if bool(weights.tensor(TensorSlice(name, (rows,)), torch.float32).any()):
+        raise ModelError(f"{weights.full_name(name)} is not zero, but the model has no such bias")

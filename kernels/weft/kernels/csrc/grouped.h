@@ -1,0 +1,249 @@
+/* Weights of 4 or 8 bits whose scales, and offsets if they have any, belong to groups along K:
+ * a weight is scale * number + offset, where numbers of 4 bits are 0 to 15, or without offsets -8 to
+ * 7, kept as number + 8.
+ *
+ * Numbers of 4 bits lie in a panel [eights along K][2 halves of 16 columns]
+ * [16 columns][2][4 numbers], which are two words of 16 bits a column: number j of word p is at
+ * 8 i + 2 j + p of K. So a shift and a table make words of bfloat16 of them, exactly. Numbers of
+ * 8 bits lie as in quantised.h.
+ *
+ * Each group is multiplied by itself in the rows' type, by the kernels of tile.h and amx.h, and
+ * added with its scales in float32. The rows' sums over the group come in with the offsets. */
+#ifndef WEFT_GROUPED_H
+#define WEFT_GROUPED_H
+
+#include "amx.h"
+#include "quantised.h"
+#include "rows.h"
+#include "team.h"
+
+#define LARGEST_GROUP 256
+
+static long groups_along(long n, long group) { return (n + group - 1) / group; }
+static long eights_of(long n) { return (n + 7) / 8; }
+
+/* The sums over a row's groups, in a fixed order. */
+static void sum_groups(const void *x, int is_bf16, long offset, long n, long group, float *sums) {
+  for (long begin = 0, g = 0; begin < n; begin += group, g++) {
+    const long end = begin + group < n ? begin + group : n;
+    vf sum = {0};
+    for (long i = begin; i < end; i += VL) sum += load_some(x, is_bf16, offset + i, at_most(end - i, VL));
+    sums[g] = vf_sum(sum);
+  }
+}
+
+/* This thread's rows of x [rows, n]. */
+static void sums_share(const void *x, int is_bf16, long rows, long n, long group, float *sums,
+                       const Member *me) {
+  const Rows mine = rows_of(me, rows);
+  for (long row = mine.first; row < mine.last; row++)
+    sum_groups(x, is_bf16, row * n, n, group, sums + row * groups_along(n, group));
+}
+
+/* VL scales or offsets. */
+INLINE vf load_scales(const void *scales, int is_half, long at) {
+  if (!is_half) return *(const vf *)((const float *)scales + at);
+#if VL == 16
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + at)));
+#elif VL == 8 && defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
+#else
+  vf out;
+  for (int i = 0; i < VL; i++) { /* Shifted into a float's place, times 2^112, is the same number. */
+    const uint32_t half = ((const uint16_t *)scales)[at + i];
+    union { uint32_t bits; float value; } u = {.bits = (half & 0x7fff) << 13};
+    u.value *= 0x1p112f;
+    u.bits |= (half & 0x8000) << 16;
+    out[i] = u.value;
+  }
+  return out;
+#endif
+}
+
+#if VL == 16 && defined(__AVX512BW__)
+/* What each 4 bits are in bfloat16, less `centre` (0 or 8); an index is taken modulo 32. */
+INLINE __m512i bf16_of_fours(int centre) {
+  ALIGNED static const uint16_t table[24] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, /* -8 to -1 */
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, /* 0 to 7 */
+      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170}; /* 8 to 15 */
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(table + 8 - centre)));
+}
+#endif
+
+/* Words of bfloat16 or float32 of some eights of a panel. `next`: see `unpack_pairs`. */
+static void unpack_fours(const int is_bf16, int centre, long eights, const uint32_t *panel,
+                         const uint32_t *next, uint32_t *words) {
+  for (long i = 0; i < eights; i++, panel += PANEL) {
+    if (next != NULL) {
+      __builtin_prefetch(next + i * PANEL, 0, 2);
+      __builtin_prefetch(next + i * PANEL + PANEL / 2, 0, 2);
+    }
+#if VL == 16 && defined(__AVX512BW__)
+    if (is_bf16) {
+      const __m512i table = bf16_of_fours(centre);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const __m512i fours = _mm512_loadu_si512(panel + v * 16);
+        uint32_t *to = words + 4 * i * PANEL + v * 16;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+          _mm512_storeu_si512(to + j * PANEL,
+                              _mm512_permutexvar_epi16(_mm512_srli_epi16(fours, 4 * j), table));
+      }
+      continue;
+    }
+#endif
+    for (int c = 0; c < PANEL; c += VL) {
+      const vu fours = *(const vu *)(panel + c);
+      for (int j = 0; j < 4; j++) {
+        const vf first = __builtin_convertvector((vi)(fours >> (4 * j) & 15u) - centre, vf);
+        const vf second = __builtin_convertvector((vi)(fours >> (4 * j + 16) & 15u) - centre, vf);
+        const long s = 4 * i + j;
+        if (is_bf16) {
+          *(vu *)(words + s * PANEL + c) = ((vu)first >> 16) | ((vu)second & 0xffff0000u);
+        } else {
+          *(vf *)(words + 2 * s * PANEL + c) = first;
+          *(vf *)(words + (2 * s + 1) * PANEL + c) = second;
+        }
+      }
+    }
+  }
+}
+
+/* A group's scales, and its offsets if it has any, of a panel's columns. */
+typedef struct {
+  vf scales[PANEL / VL], offsets[PANEL / VL];
+} GroupScales;
+
+INLINE GroupScales scales_of_group(const void *scales, int is_half, int has_offsets, float factor,
+                                   long at) {
+  GroupScales out;
+#pragma GCC unroll 8
+  for (int v = 0; v < PANEL / VL; v++) {
+    out.scales[v] = load_scales(scales, is_half, at + v * VL) * factor;
+    out.offsets[v] = (vf){0};
+    if (has_offsets) out.offsets[v] = load_scales(scales, is_half, at + PANEL + v * VL);
+  }
+  return out;
+}
+
+/* tile[rows][32] (+)= scale * part + offset * sum of the row's group; `sums`: null without offsets. */
+INLINE void add_group(const int adds, const int has_offsets, int rows, const float *part,
+                      const GroupScales *of, const float *sums, long sums_stride, float *tile) {
+  for (int r = 0; r < rows; r++, part += PANEL, tile += PANEL) {
+    const vf total = has_offsets ? vf_splat(sums[r * sums_stride]) : (vf){0};
+#pragma GCC unroll 8
+    for (int v = 0; v < PANEL / VL; v++) {
+      vf *to = (vf *)(tile + v * VL);
+      vf sum = vf_fma(*(const vf *)(part + v * VL), of->scales[v], adds ? *to : (vf){0});
+      if (has_offsets) sum = vf_fma(total, of->offsets[v], sum);
+      *to = sum;
+    }
+  }
+}
+
+#if HAS_AMX
+/* tile[16][32] (+)= 16 rows times two neighbouring groups of 32: `add_group` of one after the other,
+ * which reads and writes the tile once. The tiles' registers are set up for AMX_ROWS. */
+static void amx_two_groups(int adds, int has_offsets, const char *x, long stride,
+                           const uint32_t *words, const GroupScales *of, const float *sums,
+                           long sums_stride, float *tile) {
+  ALIGNED float part[2][AMX_DEPTH * PANEL];
+  const uint32_t *next = words + AMX_DEPTH * PANEL;
+  complete_writes();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(4, x, stride);
+  _tile_loadd(6, words, PANEL * 4);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, words + AMX_DEPTH, PANEL * 4);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(5, x + 64, stride);
+  _tile_loadd(6, next, PANEL * 4);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_loadd(7, next + AMX_DEPTH, PANEL * 4);
+  _tile_dpbf16ps(3, 5, 7);
+  _tile_stored(0, part[0], PANEL * 4);
+  _tile_stored(1, part[0] + AMX_DEPTH, PANEL * 4);
+  _tile_stored(2, part[1], PANEL * 4);
+  _tile_stored(3, part[1] + AMX_DEPTH, PANEL * 4);
+  for (int r = 0; r < AMX_DEPTH; r++, sums += sums_stride) {
+    const vf first = has_offsets ? vf_splat(sums[0]) : (vf){0};
+    const vf second = has_offsets ? vf_splat(sums[1]) : (vf){0};
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL / VL; v++) {
+      const long at = r * PANEL + v * VL;
+      vf sum = vf_fma(*(const vf *)(part[0] + at), of[0].scales[v],
+                      adds ? *(const vf *)(tile + at) : (vf){0});
+      if (has_offsets) sum = vf_fma(first, of[0].offsets[v], sum);
+      sum = vf_fma(*(const vf *)(part[1] + at), of[1].scales[v], sum);
+      if (has_offsets) sum = vf_fma(second, of[1].offsets[v], sum);
+      *(vf *)(tile + at) = sum;
+    }
+  }
+}
+
+/* sum[2] += 32 numbers of a row, apart by `split_pairs`, times eights of a panel of 4 bits. */
+INLINE void amx_fours_step(__m512i table, const float *even, const float *odd, int eights,
+                           const uint32_t *panel, long ahead, __m512 *sum) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 lower[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, higher[2] = {lower[0], lower[0]};
+  for (int i = 0; i < eights; i++, panel += PANEL) {
+    if (ahead > 0) {
+      __builtin_prefetch(panel + ahead, 0, 2);
+      __builtin_prefetch(panel + ahead + PANEL / 2, 0, 2);
+    }
+    const __m512i fours[2] = {_mm512_loadu_si512(panel), _mm512_loadu_si512(panel + 16)};
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const __m512i pairs = _mm512_permutexvar_epi16(_mm512_srli_epi16(fours[v], 4 * j), table);
+        const __m512 first = (__m512)_mm512_slli_epi32(pairs, 16);
+        const __m512 second = (__m512)_mm512_and_si512(pairs, upper);
+        lower[v] = _mm512_fmadd_ps(first, _mm512_set1_ps(even[4 * i + j]), lower[v]);
+        higher[v] = _mm512_fmadd_ps(second, _mm512_set1_ps(odd[4 * i + j]), higher[v]);
+      }
+  }
+  for (int v = 0; v < 2; v++) sum[v] = _mm512_add_ps(sum[v], _mm512_add_ps(lower[v], higher[v]));
+}
+
+/* A row of `n` numbers times a panel of 4 bits, group by group, its scales beginning at `at`: equal
+ * to the bit to the tiles of its words. `sums`: null without offsets. The panel `ahead` words behind
+ * is asked for meanwhile, if that is not 0. */
+INLINE void amx_fours_row(const int has_offsets, const int is_half, const bf16 *a, long n,
+                          long group, const uint32_t *panel, long ahead, const void *scales,
+                          long at, const float *sums, float *tile) {
+  const __m512i table = bf16_of_fours(has_offsets ? 0 : 8);
+  __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (long from = 0; from < n; from += group) {
+    const long end = from + group < n ? from + group : n;
+    __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (long k = from; k < end; k += 2 * AMX_DEPTH, panel += AMX_DEPTH / 4 * PANEL) {
+      ALIGNED float even[AMX_DEPTH], odd[AMX_DEPTH];
+      split_pairs(a + k, end - k, even, odd);
+      if (end - k >= 2 * AMX_DEPTH)
+        amx_fours_step(table, even, odd, AMX_DEPTH / 4, panel, ahead, sum);
+      else
+        amx_fours_step(table, even, odd, (int)eights_of(end - k), panel, ahead, sum);
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; v++) {
+      const __m512 scale = (__m512)load_scales(scales, is_half, at + v * 16);
+      total[v] = _mm512_fmadd_ps(sum[v], scale, total[v]);
+      if (has_offsets) {
+        const __m512 offset = (__m512)load_scales(scales, is_half, at + PANEL + v * 16);
+        total[v] = _mm512_fmadd_ps(_mm512_set1_ps(*sums), offset, total[v]);
+      }
+    }
+    at += has_offsets ? 2 * PANEL : PANEL;
+    if (has_offsets) sums++;
+  }
+  for (int v = 0; v < 2; v++) _mm512_storeu_ps(tile + v * 16, total[v]);
+}
+#endif
+
+#endif

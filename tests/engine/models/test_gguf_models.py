@@ -1,0 +1,144 @@
+"""GGUF files against transformers on their numbers in floats."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint import demo
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.loader import LoadedModel, load_model
+from weft.kernels.linear import NativeForm
+from weft.testing.models.gguf_models import SIZES, gguf_models, source_tokenizer
+from weft.testing.models.paging import PagedDriver
+from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_models import make_tiny
+
+CASES = {
+    "Q4_0": ("llama", {"_proj.weight": "Q4_0", "embed_tokens.weight": "Q8_0"}),
+    "Q4_K and Q6_K": (
+        "llama",
+        {"v_proj.weight": "Q6_K", "_proj.weight": "Q4_K", "embed_tokens.weight": "Q6_K"},
+    ),
+    "Q4_1": ("qwen3", {"_proj.weight": "Q4_1", "embed_tokens.weight": "F16"}),
+    "Q8_0": ("qwen2", {"_proj.weight": "Q8_0", "embed_tokens.weight": "BF16"}),
+    "Q4_0, Q4_1 and Q8_0 in a product": (
+        "llama",
+        {"q_proj.weight": "Q4_0", "k_proj.weight": "Q4_1", "v_proj.weight": "Q8_0"},
+    ),
+    "Q4_0 and Q4_1 in a product": (
+        "llama",
+        {"q_proj.weight": "Q4_0", "k_proj.weight": "Q4_1", "v_proj.weight": "Q4_0"},
+    ),
+    "floats": ("llama", {"o_proj.weight": "F16", "_proj.weight": "BF16"}),
+}
+IN_EVERY_RUN = ("Q4_0", "Q4_K and Q6_K", "Q4_1", "Q8_0")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of the files goes here; what was compiled is found where it was."""
+    for module in ("gguf_folder",):
+        monkeypatch.setattr(
+            f"weft.engine.checkpoint.{module}.cache_folder", lambda: tmp_path / "cache"
+        )
+
+
+def make(kind: str, types: dict[str, str], tmp_path: Path, **fields: object) -> tuple[Path, Path]:
+    sizes = SIZES | fields
+    source = make_tiny(kind, tmp_path / "source", random.randrange(10**6), **sizes)
+    return gguf_models(source, tmp_path / "tiny.gguf", types)
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(demo.resolve_model(str(path)), "float32")
+
+
+def check_greedy(loaded: LoadedModel, floats: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = [random.randrange(3, 500) for _ in range(33)]
+    (tokens,) = PagedDriver(loaded.model, num_pages=64).greedy([prompt], 40)
+    reference = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0]
+    assert tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in IN_EVERY_RUN else pytest.mark.full) for n in CASES],
+)
+def test_types(name: str, tmp_path: Path) -> None:
+    kind, types = CASES[name]
+    path, floats = make(kind, types, tmp_path)
+    loaded = load(path)
+    assert loaded.weight_format == "gguf"
+    check_greedy(loaded, floats)
+
+
+def test_integers_stay_integers(tmp_path: Path) -> None:
+    path, _ = make("llama", CASES["Q4_0, Q4_1 and Q8_0 in a product"][1], tmp_path)
+    model = load(path).model
+    assert isinstance(model, DecoderOnlyLM)
+    mixer = model.model.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    form = mixer.qkv_proj.form
+    if isinstance(form, NativeForm):
+        assert (form.struct.bits, form.struct.group) == (8, 32)
+
+
+def test_a_head_of_its_own(tmp_path: Path) -> None:
+    types = {"_proj.weight": "Q4_0", "lm_head.weight": "Q8_0"}
+    path, floats = make("llama", types, tmp_path, tie_word_embeddings=False)
+    check_greedy(load(path), floats)
+
+
+def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
+    path, _ = make("llama", {}, tmp_path)
+    folder = demo.resolve_model(str(path))
+    assert folder.name == "tiny"
+    ours, theirs = Tokenizer.from_file(str(folder / "tokenizer.json")), source_tokenizer(path)
+    for text in ("def f(x):\n    return 12345 + x", "  Grüße, 世界! ", "a<|end|>b"):
+        ids = ours.encode(text).ids
+        assert ids == [0, *theirs.encode(text).ids]
+        assert ours.decode(ids[1:], skip_special_tokens=False) == text
+    assert demo.resolve_model(str(path)) == folder
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    path, _ = make("llama", {}, tmp_path)
+    content = path.read_bytes()
+    bad = tmp_path / "bad.gguf"
+    for data, problem in (
+        (b"nonsense" * 9, "is not a GGUF file"),
+        (content.replace(b"blk.1.ffn_up", b"blk.9.ffn_up"), r"lacks tensors: .*layers\.1\.mlp\.up"),
+        (content.replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"), r"unexpected tensor blk\.1\.ffn_xx"),
+        (content.replace(b"gpt-2", b"gpt-9"), "tokenizer.ggml.pre 'gpt-9' is not supported"),
+    ):
+        bad.write_bytes(data)
+        with pytest.raises(ModelError, match=problem):
+            load(bad)
+
+
+@pytest.mark.full
+def test_the_demo_models_own_file_has_the_demo_models_numbers() -> None:
+    folder = demo.resolve_model(demo.DEMO_GGUF)
+    prompt = [random.randrange(3, 40_000) for _ in range(20)]
+    texts = [
+        PagedDriver(load_model(one, "float32").model, num_pages=16).greedy([prompt], 12)
+        for one in (folder, demo.resolve_model(demo.DEMO_NAME))
+    ]
+    assert texts[0] == texts[1]

@@ -1,0 +1,185 @@
+"""Products with weights in groups of 4 and 8 bits against float64 on fresh random inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from weft.kernels import cpu
+from weft.kernels.int_groups import IntGroups, pack_int_groups, quantise_groups
+from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
+from weft.kernels.lora import LoraAddition
+from weft.kernels.moe import moe, pack_experts, route
+from weft.testing.kernels.kernel_checks import (
+    DTYPES,
+    assert_as_exact,
+    fresh_seed,
+    mutated_native_cpu,
+)
+from weft.testing.kernels.lora_cases import draw_slots, make_lora, segments_of
+
+SHAPES = [(5, 7, 32), (33, 200, 64), (100, 577, 32), (64, 512, 128), (70, 700, 10_000)]
+ROWS = [0, 1, 2, 5, 13, 33, 70]
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+        monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    elif cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    fresh_seed()
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def draw_matrix(
+    n: int, k: int, group: int, bits: Literal[4, 8] = 4, *, offsets: bool = True, half: bool = True
+) -> tuple[IntGroups, torch.Tensor]:
+    """A matrix that uses all numbers, with groups of very different size; and its floats."""
+    if bits == 8:
+        numbers = torch.randint(-128, 128, (n, k))
+    else:
+        numbers = torch.randint(0, 16, (n, k)) - (0 if offsets else 8)
+    groups = -(-k // group)
+    scales = torch.rand(n, groups).add(0.1) * 10.0 ** torch.randint(-2, 1, (n, groups)) / k**0.5
+    parts = [scales, torch.randn(n, groups) * scales]
+    parts = [part.half().float() if half else part for part in parts]
+    of_column = torch.arange(k) // group
+    wide = numbers * parts[0][:, of_column] + (parts[1][:, of_column] if offsets else 0)
+    matrix = pack_int_groups(numbers, parts[0], parts[1] if offsets else None, group, bits)
+    return matrix, wide
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_products_are_those_of_the_dequantised_weights(
+    n: int, k: int, group: int, dtype: torch.dtype
+) -> None:
+    kinds: list[tuple[Literal[4, 8], bool, bool]] = [
+        (4, True, True),
+        (4, False, False),
+        (8, True, False),
+        (8, False, True),
+    ]
+    for bits, offsets, half in kinds:
+        matrix, wide = draw_matrix(n, k, group, bits, offsets=offsets, half=half)
+        assert matrix.bits == bits
+        assert torch.equal(matrix.dequantised(torch.float32), wide)
+        assert (matrix.scales.dtype == torch.float16) == half
+        bias = draw(n, dtype=dtype)
+        packed = pack_linear(matrix, bias, dtype=dtype)
+        assert torch.equal(weight_rows(packed, torch.arange(n)), wide.to(dtype))
+        for rows in ROWS:
+            x, residual = draw(rows, k, dtype=dtype), draw(rows, n, dtype=dtype)
+            exact = x.double() @ wide.double().T + bias.double() + residual.double()
+            peer = (F.linear(x.float(), wide) + bias.float() + residual.float()).to(dtype)
+            terms = x.double().norm(dim=1, keepdim=True) * wide.double().norm(dim=1)
+            slack = 1e-6 * terms.max().item() if rows else 0.0
+            if cpu.native_cpu() is None and dtype == torch.bfloat16:
+                slack = 4e-3 * terms.max().item() if rows else 0.0  # Weights are rounded first.
+            assert_as_exact(linear(x, packed, residual), peer, exact, slack=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "offsets"), [(4, True), (4, False), (8, True)])
+def test_a_row_does_not_depend_on_the_others(
+    bits: Literal[4, 8], offsets: bool, dtype: torch.dtype
+) -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip(f"cc: {cpu.native_cpu_missing()}")
+    packed = pack_linear(draw_matrix(200, 713, 64, bits, offsets=offsets)[0], dtype=dtype)
+    x = draw(64, 713, dtype=dtype)
+    whole = linear(x, packed, out_dtype=torch.float32)
+    for rows in (1, 2, 3, 7, 12, 13, 25, 40):
+        assert torch.equal(linear(x[:rows], packed, out_dtype=torch.float32), whole[:rows])
+        assert torch.equal(linear(x[64 - rows :], packed, out_dtype=torch.float32), whole[-rows:])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_experts_and_adapters(dtype: torch.dtype) -> None:
+    count, hidden, inner, top_k = 5, 96, 44, 2
+    pairs = [(draw_matrix(2 * inner, hidden, 32), draw_matrix(hidden, inner, 32)) for _ in range(5)]
+    packed = pack_experts([(up[0], down[0]) for up, down in pairs], count, None, dtype)
+    x = draw(60, hidden, dtype=dtype)
+    routing = route(torch.randn(60, count), top_k, renormalise=True)
+    exact = torch.zeros(60, hidden, dtype=torch.float64)
+    for row in range(60):
+        for expert, share in zip(routing.ids[row], routing.weights[row], strict=True):
+            w13, w2 = (one[1].double() for one in pairs[expert])
+            gate, up = (w13 @ x[row].double()).chunk(2)
+            exact[row] += share.double() * (w2 @ (F.silu(gate) * up))
+    limit = 1e-5 if dtype == torch.float32 else 1.2e-2
+    assert (moe(x, routing, packed).double() - exact).norm() < limit * exact.norm()
+    alone = moe(x[:1], type(routing)(routing.ids[:1], routing.weights[:1]), packed)
+    assert (alone.double() - exact[:1]).norm() < limit * exact[:1].norm()
+    matrix, wide = pairs[0][0]
+    gate, up = (x.double() @ wide.double().T).chunk(2, dim=-1)
+    error = gate_up_silu(x, pack_gate_up(matrix, dtype=dtype)).double() - F.silu(gate) * up
+    assert error.norm() < limit * (F.silu(gate) * up).norm()
+    case, slots = make_lora(hidden, 2 * inner, [0, 8, 5], dtype), draw_slots(60, 3)
+    added = LoraAddition((case.packed().weights,), 0, segments_of(slots))
+    out = linear(x, pack_linear(matrix, dtype=dtype), lora=added)
+    expected = case.add(x.double() @ wide.double().T, x.double(), slots, 0)
+    assert (out.double() - expected).norm() < limit * expected.norm()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_to_four_bits(dtype: torch.dtype) -> None:
+    weight = (torch.randn(50, 300) * 10.0 ** torch.randint(-3, 3, (50, 1))).to(dtype)
+    weight[7], weight[8] = 0, 0.75
+    matrix, wide = quantise_groups(weight), weight.float()
+    error = F.pad((matrix.dequantised(torch.float32) - wide).abs(), (0, 20)).unflatten(1, (-1, 32))
+    grouped = F.pad(wide[None], (0, 20), mode="replicate")[0].unflatten(1, (-1, 32))
+    spread = (grouped.amax(2) - grouped.amin(2))[..., None]
+    # Half a step, and the rounding of scale and offset to float16.
+    assert (error <= spread / 30 + 1e-3 * grouped.abs().amax(2, keepdim=True) + 1e-6).all()
+    assert torch.equal(matrix.dequantised(torch.float32)[8], wide[8])
+    for bad in (float("nan"), float("inf")):
+        weight[3, 4] = bad
+        with pytest.raises(ValueError, match="finite"):
+            quantise_groups(weight)
+
+
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    numbers, scales = torch.zeros(4, 96), torch.ones(4, 6)
+    with pytest.raises(ValueError, match="groups of 16 are not supported"):
+        pack_int_groups(numbers, scales, None, 16)
+    with pytest.raises(ValueError, match="no matrix of 96 columns"):
+        pack_int_groups(numbers, scales, None, 32)
+    with pytest.raises(ValueError, match="not finite"):
+        pack_int_groups(numbers, scales / 0, None, 32)
+
+
+@pytest.mark.parametrize(
+    ("header", "original", "replacement"),
+    [
+        ("grouped.h", "adds ? *to : (vf){0}", "(vf){0}"),
+        ("linear.h", "w->bits == 4 ? from / 8 * PANEL", "w->bits == 4 ? from / 16 * PANEL"),
+    ],
+)
+def test_the_check_sees_what_is_left_out(
+    header: str, original: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.native_cpu() is None:
+        pytest.skip("needs native operations")
+    native = mutated_native_cpu(tmp_path, header, original, replacement)
+    monkeypatch.setattr(cpu, "native_cpu", lambda: native)
+    (matrix, wide), x = draw_matrix(64, 577, 32), draw(3, 577, dtype=torch.float32)
+    out = linear(x, pack_linear(matrix, dtype=torch.float32))
+    with pytest.raises(AssertionError, match="error"):
+        assert_as_exact(out, F.linear(x, wide), x.double() @ wide.double().T)
