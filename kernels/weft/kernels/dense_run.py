@@ -29,7 +29,7 @@ from weft.kernels.stream import Taps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """The parts of one layer. In a run all parts except windows have equal shapes."""
+    """The parts of one layer; all but the windows are of equal shape in a run."""
 
     input_norm: Norm
     qkv: LinearWeight

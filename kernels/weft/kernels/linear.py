@@ -54,8 +54,8 @@ class NativeForm:
 
 
 Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix
-"""How a weight lies in memory. A `QuantisedMatrix` itself serves devices without an operation for
-its kind: each product converts it to floats.
+"""How a weight lies in memory. A `QuantisedMatrix` itself is for devices without an operation for
+its kind: it is turned into floats for each product.
 """
 
 
@@ -75,7 +75,7 @@ class LinearWeight:
     bias: torch.Tensor | None
     """[out_features] of `dtype`, or float32 in panel order in the native form, or None."""
     is_fixed: bool = False
-    """Whether a row's result does not depend on the other rows on a GPU either."""
+    """A row's result does not depend on the other rows on a GPU either."""
 
     @property
     def data(self) -> torch.Tensor:

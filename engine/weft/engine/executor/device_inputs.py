@@ -52,7 +52,7 @@ class DeviceInputs:
         max_decode_rows: requests of the largest decode step with static inputs.
         known: last tokens, positions and drafts of each slot, as the device knows them.
         lora: adapters on the device; None: steps have none.
-        max_tokens: tokens of the largest step with static inputs.
+        max_tokens: of the largest step with static inputs.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DeviceInputs:
         return self._table
 
     def send_pages(self) -> None:
-        """Sends the changes of the host's page table without a step."""
+        """Sends the changes of the host's page table; steps do this by themselves."""
         changes = self._host_table.take_changes()
         if len(changes.indices):
             self._apply(*self._copies.send(changes))
@@ -314,9 +314,7 @@ class DeviceInputs:
         return given[1:].view(4, num_requests).unbind()
 
     def _few_changes(self) -> PageChanges:
-        """The new pages, if they fit into static inputs; more pages are sent by a copy of their
-        own.
-        """
+        """New pages that fit into static inputs; more are sent by themselves."""
         changes = self._host_table.take_changes()
         if len(changes.indices) <= _MAX_STATIC_CHANGES:
             return changes

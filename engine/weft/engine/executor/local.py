@@ -321,7 +321,7 @@ class LocalExecutor:
     def _scored(
         self, scored: Sequence[ScoredRows], arrays: StepArrays
     ) -> tuple[torch.Tensor, PromptScores]:
-        """Runs `_hidden` and begins the log-probabilities of these rows."""
+        """`_hidden`, and the log-probabilities of these rows, begun."""
         count = len(arrays.logits_rows)
         firsts = [int(arrays.cu_q_lens[one.request]) + one.first_row for one in scored]
         rows = np.concatenate(
@@ -445,7 +445,7 @@ def _rows_of(verifying: Verifying) -> torch.Tensor:
 
 
 def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocates zeros, on a CPU in huge pages, since attention reads at scattered addresses."""
+    """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
     if device.type == "cpu":
         return huge_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

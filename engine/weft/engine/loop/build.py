@@ -99,7 +99,7 @@ class EngineParts:
     drafter: Drafter | None = None
     """Proposes drafts; None: nothing is drafted."""
     gate: DraftGate | None = None
-    """Decides how many drafts are worthwhile; None without a drafter."""
+    """Decides how many drafts pay; None without a drafter."""
     token_s: float = UNKNOWN_STEP_S
     """Seconds for each token of a small step."""
     host: HostPriority = field(default_factory=HostPriority)

@@ -31,7 +31,7 @@ class Intake:
         vocab_size: token ids are below it.
         eos_token_ids: of the model.
         max_tokens: longest prompt plus output that the context and the pool allow.
-        adapter_parts: names of the projections that this engine lets adapters change.
+        adapter_parts: names of the projections that adapters may change here.
     """
 
     def __init__(
@@ -93,8 +93,7 @@ class Intake:
         wanted = submit.stop.max_tokens
         room = self._max_tokens - num_prompt
         if submit.prompt_logprobs is not None and wanted == 1:
-            # The last token is drawn and never computed, so it needs no position of the context.
-            room += 1
+            room += 1  # A token that is only drawn has no position: the prompt may fill them all.
         if room < 1:
             message = (
                 f"the prompt has {num_prompt} tokens; prompt and output may have "

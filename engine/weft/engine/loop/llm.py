@@ -35,7 +35,7 @@ class GeneratedSample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of all prompt tokens but the first."""
+    """Of all tokens of the prompt but the first."""
     finish_reason: str = ""
     timeline: Timeline | None = None
 

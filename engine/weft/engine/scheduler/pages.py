@@ -9,9 +9,9 @@ Positions of a request's tokens, and who holds their KV after `take` and `use_pa
 Only full pages are cached. The page in which a match ends belongs to others: it is copied into a
 page of the request's own, whose positions from `num_computed` on are written over.
 
-A request may be dropped while a step that has begun still reads and writes its pages. Until the
-newest step begun at that time has ended, no other request and no filler may get these pages; then
-they are released to `memory`.
+A request may be dropped while a step that has begun still reads and writes its pages. They are
+nobody's then, but they come back to `memory` with the end of the newest step begun at that time:
+before that no other request and no filler may get them.
 """
 
 from __future__ import annotations

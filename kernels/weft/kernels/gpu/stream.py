@@ -131,7 +131,7 @@ def can_fold(
 
 
 def _add_within(value: torch.Tensor, pending: Pending, tap: torch.Tensor | None) -> None:
-    """Adds to the stream within the product itself, for few rows."""
+    """Adds to the stream, of few rows, by the product itself."""
     assert not isinstance(pending, Combine)
     x, w, lora = pending.inner() if isinstance(pending, GatedSum) else pending
     add_product(value, x, w, lora, tap)

@@ -90,7 +90,7 @@ def prepare_number(
         out["multipleOf"] = _json(step)
     if is_merged or step * 10**decimals == 1:
         return out
-    # llguidance accepts 2.50 as a multiple of 0.25 but not 2.5, which it accepts for 0.5.
+    # llguidance takes 2.50 for a multiple of 0.25, but 2.5 for none: it is one of 0.5.
     multiples = {_common_multiple(step, Fraction(1, 10**count)) for count in range(1, decimals)}
     shorter = [one for one in sorted(multiples - {step}) if math.ceil(low / one) * one <= high]
     found = [out, *({**out, "multipleOf": _json(multiple)} for multiple in shorter)]

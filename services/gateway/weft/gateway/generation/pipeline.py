@@ -544,7 +544,7 @@ def _shown_ids(model: ModelCard, request: GenerateRequest) -> frozenset[int]:
 
 
 def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int:
-    """Most tokens that a request may use, by its own limits."""
+    """Most tokens that a request may come to, as far as it says."""
     given = request.stopping.max_tokens
     output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
     return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)

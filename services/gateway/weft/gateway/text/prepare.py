@@ -71,7 +71,7 @@ class Preparer:
             ContextTooLong: A prompt and its output do not fit the context.
         """
         if all(isinstance(prompt, TokenPrompt) for prompt in prompts):
-            # The work is too small for a thread, whose result would wait for a busy event loop.
+            # Nothing to do that a thread would be worth: its words would wait in a busy loop.
             tokenized = self._tokenize_all(model, prompts)
         else:
             tokenized = await self._in_thread(lambda: self._tokenize_all(model, tuple(prompts)))
@@ -139,7 +139,7 @@ class Preparer:
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
         context = self._context_tokens()
-        # The last token is drawn and never computed, so it needs no room.
+        # A token that is only drawn needs no room.
         room = context - len(ids) + stopping.is_score_alone
         max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
         if room < 1 or max_tokens > room:
