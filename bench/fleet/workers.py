@@ -39,7 +39,7 @@ class Job:
 
 
 class PageCache:
-    """Pages in memory. Least recently used ones are evicted first, ends of prompts before beginnings.
+    """Pages that a worker holds, least recently used ones evicted first, ends of prompts earlier.
 
     Args:
         max_pages: Most pages held.
