@@ -1,8 +1,9 @@
 """What drafting and verifying cost beside a decode step, by number of requests and of drafts.
 
-An engine runs a fixed number of drafts a step, in chains or in trees. A step's time is what its
-gate is told, drafting included, and of trees that their path is followed and its KV moved; drafting
-is timed around the drafter, on a GPU alone afterwards. What is accepted hardly matters to either.
+An engine runs a fixed number of drafts per step, in chains or in trees. A step's time is the one
+that the gate observes: it includes drafting and, with trees, following the accepted path and moving
+its KV. Drafting is also timed alone: around the drafter, on a GPU after the run. How many drafts
+are accepted hardly changes either time.
 The roof of a decode step on a GPU is the time to read the weights and the KV
 of its requests at the copy rate measured here; that of a draft, to read the head's weights.
 
@@ -53,7 +54,7 @@ from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 
 HEADS = {"smollm2-135m": DRAFT}
-"""Heads that exist; others get random weights."""
+"""Published draft heads by model; other models get heads of random weights."""
 PROMPT_TOKENS = 512
 DRAFT_VOCAB = 32_000
 NUM_SKIPPED = 3
@@ -70,7 +71,7 @@ class Cost:
     drafts: int | None
     """None: the engine has no head."""
     depth: int
-    """Levels of a tree; of a chain as many as drafts."""
+    """Levels of a tree; for a chain the number of drafts."""
     step_ms: float
     draft_ms: float
     """Time of all drafts of a step, measured alone on a GPU."""
@@ -83,7 +84,7 @@ class Cost:
 
 @dataclass
 class Watch:
-    """The gate and the drafter of an engine: fixed, and timed."""
+    """Gate and drafter of an engine, with a fixed number of drafts, and timed."""
 
     drafter: Drafter | None
     drafts: DraftShape
@@ -172,7 +173,7 @@ def measure(
     config: ModelConfig,
     rate: float | None,
 ) -> Cost | None:
-    """Runs random prompts with such drafts in each step; None if no step had all of them."""
+    """Runs random prompts with these drafts in each step; None if no step had all of them."""
     drafter = llm.engine.drafting.drafter
     assert isinstance(drafter, EagleDrafter)
     watch = Watch(drafter, drafts, batch)

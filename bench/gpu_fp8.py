@@ -49,7 +49,7 @@ ROTATING_BYTES = 200 << 20
 
 
 class Product(NamedTuple):
-    """A product of Llama-3.1-8B."""
+    """A matrix product of Llama-3.1-8B."""
 
     name: str
     n: int
@@ -119,19 +119,19 @@ class Error:
     scales: str
     way: str
     error: float
-    """Root mean square over that of the exact result."""
+    """Root mean square of the error, over that of the exact result."""
     peer_error: float
-    """Of the exact result rounded to bfloat16."""
+    """The same for the exact result rounded to bfloat16."""
 
     @property
     def is_close(self) -> bool:
-        """At most twice the peer's."""
+        """Whether the error is at most twice that of rounding to bfloat16."""
         return self.error <= 2 * self.peer_error
 
 
 @dataclass(slots=True)
 class Found:
-    """What the parts have found."""
+    """Results of all parts."""
 
     errors: list[Error] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Found:
 
 
 def matrices(product: Product, scales: str, count: int) -> list[Fp8Matrix]:
-    """Random weights."""
+    """Random weights of a product."""
     make = quantise_fp8_channels if scales == "channels" else quantise_fp8_blocks
     shape = (product.n, product.k)
     return [
@@ -164,7 +164,7 @@ def run_shape(
 
 
 def suits(shape: Shape, product: Product, scales: str) -> bool:
-    """Whether a kernel can be launched so."""
+    """Whether a kernel can be launched with this shape."""
     if scales == "blocks" and not isinstance(shape, SpreadShape):
         return shape.tile == FP8_GROUP and shape.columns <= FP8_GROUP
     return True
@@ -231,12 +231,12 @@ def rounded_rows(rows: Fp8Rows) -> torch.Tensor:
 
 
 def after(out: torch.Tensor, product: Product) -> torch.Tensor:
-    """What follows a product of torch's."""
+    """The activation that follows a product by torch."""
     return silu_and_mul(out) if product.is_gated else out
 
 
 def check_rows(found: Found) -> None:
-    """Rounded rows are those of torch."""
+    """Checks that our kernel rounds rows as torch does."""
     x = torch.randn(64, 14336, device="cuda", dtype=BF16)
     x[3] = 0
     rounded = quantise_rows(x, has_groups=False)
@@ -248,7 +248,7 @@ def check_rows(found: Found) -> None:
 
 
 class noted:
-    """Context whose failure is reported, and no more."""
+    """Context that reports a failure in its block, and lets the program go on."""
 
     def __init__(self, found: Found, what: str) -> None:
         self._found, self._what = found, what
@@ -394,7 +394,7 @@ def note_time(
     calls: Sequence[Callable[[], object]],
     rates: Rates,
 ) -> None:
-    """Times one way."""
+    """Times one way of computing a product."""
     size = 1 if scales else 2
     work = 2.0 * rows * product.n * product.k / (rates.flop_per_s * (2 if scales else 1))
     read = (
@@ -427,7 +427,7 @@ def _short(way: str) -> str:
 
 
 def release() -> None:
-    """Gives the memory of what went out of scope back."""
+    """Gives unused memory back to the device."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -545,7 +545,7 @@ def report_engine(found: Found) -> None:
 
 
 def main() -> None:
-    """Runs the parts, and prints one table of each."""
+    """Runs the parts, and prints a table for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     every = ("numerics", "kernels", "engine")
     parser.add_argument("--parts", nargs="+", choices=every, default=list(every))
@@ -582,7 +582,7 @@ def main() -> None:
         if part == "kernels":
             report_kernels(found)
         if arguments.out:
-            # After each: a time limit must not cost the parts before.
+            # Written after each part, so that a time limit does not lose earlier ones.
             write_json(arguments.out, setup, rates, found)
     report_engine(found)
     print(f"{len(found.failures)} failures")

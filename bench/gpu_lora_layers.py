@@ -43,7 +43,7 @@ KINDS = {
 
 
 def numbers(rows: int, columns: int) -> torch.Tensor:
-    """Random numbers, [rows, columns] bf16."""
+    """Random matrix, [rows, columns] bf16."""
     values = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     return values / columns**0.5
 
@@ -69,7 +69,7 @@ RUN = Run([make_layer(index) for index in range(LAYERS)])
 
 
 def adapters_of(rows: int, count: int, rank: int, *, are_sorted: bool) -> LoraStep:
-    """Rows take adapters in turns, or one after the other as prompts do."""
+    """Assigns adapters to rows: by turns, or in runs of rows as prompts have."""
     used = rank // 8
     groups: dict[str, list[LoraWeights]] = {}
     for depth, columns, column, group in KINDS.values():
@@ -94,7 +94,7 @@ def adapters_of(rows: int, count: int, rank: int, *, are_sorted: bool) -> LoraSt
 
 
 def step_of(rows: int, q_len: int, kv_len: int, lora: LoraStep | None) -> Step:
-    """Requests of `q_len` new rows each, which see `kv_len`."""
+    """A step of requests with `q_len` new rows each, which attend to `kv_len` tokens."""
     requests, pages = rows // q_len, -(-kv_len // 16)
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
     positions = torch.arange(kv_len - q_len, kv_len, device="cuda").repeat(requests)

@@ -80,7 +80,7 @@ def make_sampler(batch: int, vocab: int, kind: str, device: torch.device | None)
 
 
 def make_masks(batch: int, vocab: int) -> list[np.ndarray]:
-    """Masks as of constraints: each row may draw a tenth of the vocabulary."""
+    """Masks like those of constraints: each row may draw a tenth of the vocabulary."""
     allowed = np.random.default_rng(0).random((batch, -(-vocab // 32) * 32)) < 0.1
     allowed[:, vocab:] = False
     packed = np.packbits(allowed, axis=1, bitorder="little")
@@ -106,7 +106,7 @@ def wall_ms(call: Callable[[], object], turns: int) -> float:
 
 
 def on_device_ms(call: Callable[[], object], turns: int) -> float:
-    """Time on the device of launches that wait behind a long one."""
+    """Time on the device of launches that are enqueued behind a long one."""
     times = []
     ballast = torch.randn(4096, 4096, device="cuda")
     for _ in range(turns):

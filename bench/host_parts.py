@@ -1,9 +1,9 @@
 """Where the host's time of an engine's steps goes, part by part, with drafts and without.
 
-Each part is timed around its call, so the device's work is none of it unless the host waits for it
-(`end`). `other` is what lies between the parts: taking the inbox, commits, events. With drafts the
-gate is fixed, so that all steps are alike. With several requests of a stream, one behind another,
-turns whose step brings prompts are told apart from those whose step brings none.
+Each part is timed around its call, so a part contains work of the device only if the host waits for
+it (`end`). `other` is the time between the parts: taking the inbox, commits, events. With drafts
+the gate is fixed, so that all steps are alike. With several successive requests of a stream, turns
+whose step brings prompts are reported apart from others.
 
 With `--turns` the engine's own gate decides, as in service, and turns are told by what they begin:
 how many there are of each kind, and what share of the time they take.
@@ -50,12 +50,12 @@ NUM_SKIPPED = 10
 
 
 class Case(NamedTuple):
-    """What steps are made of."""
+    """What the steps of a run contain."""
 
     streams: int
-    """Requests at once."""
+    """Number of requests that run together."""
     drafts: int
-    """Drafts of each in a step."""
+    """Drafts of each request in a step."""
 
 
 class Parts:
@@ -184,18 +184,18 @@ def measure(
 
 
 class Turns(NamedTuple):
-    """Turns of one kind."""
+    """Times of the engine's turns of one kind."""
 
     kind: str
     number: int
     turn_us: float
-    """Median of the turn itself."""
+    """Median time of a turn, microseconds."""
     wait_us: float
-    """Median of its waits for the device."""
+    """Median time in which a turn waits for the device, microseconds."""
     share: float
-    """Of the time from each turn's begin to that of the next."""
+    """Share of all time that turns of this kind take, each until the next one begins."""
     mean_us: float
-    """Of that time."""
+    """Mean time from the begin of such a turn to that of the next one, microseconds."""
 
 
 def turns_by_kind(
@@ -244,7 +244,7 @@ def turns_by_kind(
 
 
 def kind_of(plan: Plan) -> str:
-    """What a step brings, in words."""
+    """Names the kind of a step."""
     if not len(plan):
         return "nothing"
     num_drafts = max((item.max_drafts for item in plan.verifies), default=0)
@@ -330,7 +330,7 @@ def main() -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers, by commas."""
+    """Parses whole numbers separated by commas."""
     return [int(number) for number in text.split(",")]
 
 

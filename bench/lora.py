@@ -52,13 +52,13 @@ from weft.engine.scheduler.plan import Plan
 GREEDY = SamplingParams(temperature=0.0)
 FIRST_TOKEN_PROMPT = 16
 FEW = 2
-"""Adapters on the device, where others are to be elsewhere."""
+"""Number of adapters on the device, where measurements need others elsewhere."""
 KNOWN = 4 * FEW
 """Number of adapters in all."""
 COMPARED = 8
 """Requests of a batch that are run alone as well."""
 WAITED_S, MAX_WAITED_S = 0.0002, 30.0
-"""Seconds between two checks whether an adapter is loaded, and in all."""
+"""Seconds between two checks whether an adapter is loaded, and the longest wait."""
 
 
 BETWEEN = ("none", "on the device", "from disk", "waited for")
@@ -66,18 +66,18 @@ BETWEEN = ("none", "on the device", "from disk", "waited for")
 
 
 class Checked(NamedTuple):
-    """First tokens of a batch beside those of the same request alone."""
+    """Counts of compared first tokens: of a batch, and of the same requests run alone."""
 
     equal: int = 0
     compared: int = 0
 
     def plus(self, *, is_equal: bool) -> Checked:
-        """Returns the counts with one more."""
+        """Returns the counts with one more comparison."""
         return Checked(self.equal + is_equal, self.compared + 1)
 
     @property
     def differing(self) -> float:
-        """Share of differing ones; 0 if none were compared."""
+        """Share of tokens that differ; 0 if none were compared."""
         return 1 - self.equal / self.compared if self.compared else 0.0
 
 
@@ -101,7 +101,7 @@ def prompts_of(
 
 
 def submit(name: str, prompt: list[int], tokens: int, adapter: bytes = b"") -> Submit:
-    """A greedy request of so many tokens."""
+    """A greedy request for `tokens` tokens."""
     return Submit(
         gateway=7,
         request_id=name,

@@ -23,7 +23,7 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
 model.
 """
 _SPREAD = 0.02
-"""Small enough that the text stays text."""
+"""Spread of the numbers: small enough that the model still writes text."""
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -33,12 +33,12 @@ def write_adapter(
     """Writes one adapter into a new folder.
 
     Args:
-        folder: To make.
-        model_dir: Of the model.
-        rank: Of each module.
-        seed: Of the numbers.
-        kind: Of `PROJECTIONS`.
-        device: That draws.
+        folder: Folder to create.
+        model_dir: The model's directory.
+        rank: Rank of each module.
+        seed: Seed of the random numbers.
+        kind: Kind of projections, a key of `PROJECTIONS`.
+        device: Device that draws the numbers.
     """
     config = json.loads((model_dir / "config.json").read_text())
     draw = torch.Generator(device).manual_seed(seed)
@@ -54,7 +54,7 @@ def write_adapter(
                 tensors[f"{name}.lora_{half}.weight"] = (_SPREAD * numbers).cpu()
     saved = {}
     if kind == "vocabulary":
-        # Of their own, not low-rank ones.
+        # Whole matrices of the adapter, not low-rank ones.
         saved = {"modules_to_save": ["embed_tokens", "lm_head"]}
         size = (config["vocab_size"], config["hidden_size"])
         for name in ("model.embed_tokens", "lm_head"):

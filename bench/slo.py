@@ -62,7 +62,7 @@ def flood(seconds: float, rate: float, seed: int) -> Iterator[Offer]:
 
 
 def capacity(setup: ServingSetup, targets: Targets, seconds: float, seed: int) -> float:
-    """Requests a second of which 95 % are in time when all are sent at once, by bisection."""
+    """Finds by bisection the rate (requests/s) at which 95 % are in time without the gate."""
     low, high = 1.0, 1000.0
     while high / low > 1.03:
         rate = (low * high) ** 0.5

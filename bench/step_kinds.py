@@ -13,16 +13,16 @@ from weft.engine.loop.engine import Engine
 from weft.engine.scheduler.plan import Plan, Run
 
 MOST_KINDS = 12
-"""In a table: those that took most of the time."""
+"""Rows of a table: the kinds that took most of the time."""
 
 
 class StepKind(NamedTuple):
-    """What steps are counted by."""
+    """Kind of a step."""
 
     size: int
-    """Size class of the number of requests that decode; 0: none does."""
+    """Size class of the number of decoding requests; 0: none."""
     num_drafts: int
-    """Most drafts of a request; 0: none has any."""
+    """Most drafts of a request; 0: there are no drafts."""
     beside: str
     """`prompts` of others in the same step, or `late`: begun before the drafts of the step before
     were known to be right; empty: neither."""
@@ -34,9 +34,9 @@ class StepCount:
 
     steps: int = 0
     seconds: float = 0.0
-    """From the end of the step before to that of each."""
+    """Sum of the times from the end of the previous step to the end of each."""
     tokens: int = 0
-    """That requests got."""
+    """Tokens that requests received."""
 
 
 StepCounts = dict[StepKind, StepCount]
@@ -46,7 +46,7 @@ class StepKinds:
     """Counts the steps of an engine from now on.
 
     Args:
-        engine: Running in this process.
+        engine: An engine that runs in this process.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -66,14 +66,14 @@ class StepKinds:
         count.tokens += len(plan.decodes) + verified
 
     def take(self) -> StepCounts:
-        """The counts since the last call, those that took most of the time first."""
+        """Returns the counts since the last call, kinds that took most of the time first."""
         counts = sorted(self._counts.items(), key=lambda entry: -entry[1].seconds)
         self._counts.clear()
         return dict(counts)
 
 
 def table_of_steps(title: str, counts: StepCounts) -> Table:
-    """The kinds of steps that took most of the time."""
+    """Formats the kinds of steps that took most of the time."""
     table = Table(title=title)
     columns = ("requests", "drafts", "beside", "steps", "of the time", "ms a step", "us a token")
     for column in columns:
@@ -90,5 +90,5 @@ def table_of_steps(title: str, counts: StepCounts) -> Table:
 
 
 def described_steps(counts: StepCounts) -> list[dict[str, Any]]:
-    """The same for a file, all of it."""
+    """Returns the counts of all kinds as values for JSON."""
     return [kind._asdict() | asdict(count) for kind, count in counts.items()]

@@ -1,7 +1,7 @@
 """Bandwidth of page writes between two processes: Weft's send agents beside raw NIXL calls.
 
-Both write the same scattered pages to the same pool in the same run, taking turns; what arrived is
-compared by digests. Run it as `python bench/transfer.py`, with `--json` for machines.
+Both write the same scattered pages to the same pool in the same run, by turns; digests of the
+arrived pages are compared. Run it as `python bench/transfer.py`, with `--json` for machines.
 """
 
 import argparse
@@ -42,15 +42,15 @@ class Row:
     raw: tuple[float, float, float]
     weft: tuple[float, float, float]
     ratio: float
-    """Median over the turns of weft / raw."""
+    """Weft's bandwidth over that of raw calls, the median of the turns."""
     best_ratio: float
-    """Best of weft / best of raw: what is left when other programs disturb both."""
+    """Weft's best bandwidth over the best of raw calls, which other programs disturb least."""
     copy: tuple[float, float, float]
-    """The same pages copied inside one process by one thread."""
+    """Bandwidth of copying the same pages in one process with one thread."""
     digest: tuple[float, float, float]
-    """Digests of the same pages, one thread."""
+    """Bandwidth of computing the pages' digests with one thread."""
     verified: bool
-    """Whether all writes of both arrived unchanged."""
+    """Whether all pages arrived unchanged, by both ways."""
 
 
 def owner(
@@ -113,7 +113,7 @@ def copy_pages(
     destination: NDArray[np.uint8],
     remote: NDArray[np.int32],
 ) -> None:
-    """The same pages by one thread in one process."""
+    """Copies the same pages with one thread in one process."""
     for source_page, page in zip(local.tolist(), remote.tolist(), strict=True):
         destination[page] = source[source_page]
 
@@ -144,12 +144,12 @@ class Owner:
         self.target: NixlTargetInfo = self._here.recv()
 
     def clear(self) -> None:
-        """Zeroes its pool and takes its notifications."""
+        """Zeroes the owner's pool and drops its notifications."""
         self._here.send("clear")
         self._here.recv()
 
     def digests(self, pages: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Digests of pages as they lie there."""
+        """Digests of pages in the owner's pool."""
         self._here.send(pages)
         return np.asarray(self._here.recv())
 

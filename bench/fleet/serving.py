@@ -1,7 +1,7 @@
 """Prefill and decode workers behind gateways that hold to latency targets, on a virtual clock.
 
 The gate, its forecasts, the queue of tenants, the policies, views and load estimates are the
-gateway's own classes. Made up are the workers, and the late way of their reports.
+gateway's own classes. The workers, and the delay of their reports, are made up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSetup:
-    """A mesh and what its gateways do."""
+    """Workers of a mesh, and settings of its gateways."""
 
     num_prefill: int = 4
     num_decode: int = 8
@@ -84,7 +84,7 @@ class TenantResult:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """A request that was sent."""
+    """A request that was sent to workers."""
 
     offer: Offer
     ask: AdmissionRequest
@@ -117,7 +117,7 @@ class _Gateway:
 
 
 class ServingSimulation:
-    """One run."""
+    """Simulates one run of offers."""
 
     def __init__(self, setup: ServingSetup) -> None:
         self._setup = setup
@@ -305,10 +305,10 @@ def merged(*streams: Iterable[Offer]) -> Iterable[Offer]:
 
 
 def shifted(offer: Offer, seconds: float) -> Offer:
-    """The same request, later."""
+    """The same request at a later time."""
     return offer._replace(arrival=offer.arrival._replace(time=offer.arrival.time + seconds))
 
 
 def without_targets(setup: ServingSetup) -> ServingSetup:
-    """The same mesh whose gateways send everything at once."""
+    """The same mesh with gateways that send every request at once."""
     return replace(setup, holds_to_targets=False)

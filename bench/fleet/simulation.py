@@ -1,7 +1,7 @@
 """Runs a trace through gateways with a routing policy, over simulated workers.
 
-The policies, the view, the load estimates and the page index are the gateway's own classes. What is
-made up: workers, and the way of reports and events to the gateways (both are late).
+The policies, the view, the load estimates and the page index are the gateway's own classes. The
+workers, and the delay of reports and events to the gateways, are made up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Setup:
     """A simulated fleet."""
 
     policy: str
-    """A policy's name; with ` approximate` behind it, without events."""
+    """A policy's name; followed by ` approximate` if it gets no events."""
     pool: str = "prefill"
     """Pool: prefill or decode."""
     num_workers: int = 64
@@ -52,7 +52,7 @@ class Setup:
     step_s: float = 0.010
     """Time of a decode worker's step without requests."""
     request_s: float = 0.0004
-    """Time that each of its requests adds."""
+    """Time that each request adds to a decode step."""
     seed: int = 0
     options: PolicyOptions = field(default_factory=lambda: PolicyOptions(request_tokens=512))
 
@@ -63,7 +63,7 @@ class Result:
 
     num_requests: int
     hit_rate: float
-    """Prompt tokens that the chosen worker held, of all."""
+    """Share of the prompt tokens that the chosen worker held."""
     oracle_hit_rate: float
     """Hit rate of a single unlimited cache without delay, in the same pages."""
     extra_tokens: float
@@ -135,7 +135,7 @@ class Simulation:
 
     Args:
         setup: The fleet.
-        watch: Told every choice: the request's number and the worker's.
+        watch: Called with every choice: the request's number and the worker's.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Simulation:
         num_tokens, load = len(arrival.tokens), gateway.loads[at]
         to_compute = num_tokens - choice.match_tokens
         if self._setup.pool == "decode":
-            to_compute = 0  # prefill workers do that
+            to_compute = 0  # Prefill workers compute the prompt.
         load.begin(num_tokens, to_compute)
         self._open += 1
         self._workers[at].submit(self._now, Job(arrival, which, at, self._now, to_compute))

@@ -55,7 +55,7 @@ class Arrival(NamedTuple):
     """One request of a trace."""
 
     time: float
-    """Seconds since its beginning."""
+    """Seconds since the trace began."""
     tokens: Sequence[int]
     """Tokens of the prompt."""
     pages: list[int]
@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
     num_output: int
     """Number of generated tokens."""
     key: str
-    """Conversation that it belongs to."""
+    """Conversation that the request belongs to."""
 
 
 def conversations(
@@ -79,16 +79,16 @@ def conversations(
     """Chats with shared system prompts, in order of arrival.
 
     System prompts are drawn by Zipf's law (exponent 1) and have 256 to 4,096 tokens; messages and
-    answers are log-normal (medians `message_tokens` and 150 tokens). Each turn's prompt is all that
-    was said.
+    answers are log-normal (medians `message_tokens` and 150 tokens). Each turn's prompt is the
+    whole conversation so far.
 
     Args:
-        num_requests: Length.
-        rate: Mean requests a second.
-        seed: Of everything.
-        num_systems: Different system prompts.
-        mean_turns: Of a conversation; geometric.
-        think_s: Mean pause between two turns; exponential.
+        num_requests: Number of requests.
+        rate: Mean requests per second.
+        seed: Seed of all random numbers.
+        num_systems: Number of different system prompts.
+        mean_turns: Mean turns of a conversation; geometric distribution.
+        think_s: Mean pause between two turns, seconds; exponential distribution.
         message_tokens: Median of what a turn adds to the prompt.
     """
     rng = random.Random(seed)
@@ -133,7 +133,7 @@ def request_log(path: Path) -> Iterator[Arrival]:
 
 
 def block_hashes(path: Path, speed: float = 1.0, block_tokens: int = 512) -> Iterator[Arrival]:
-    """A JSON line a request: timestamp (ms), input_length, output_length, hash_ids.
+    """Reads a JSON line per request: timestamp (ms), input_length, output_length, hash_ids.
 
     That is the form of the traces that the Mooncake project publishes.
 

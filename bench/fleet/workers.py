@@ -23,27 +23,27 @@ class Job:
     worker: int
     submitted_at: float
     expected: int
-    """Prompt tokens that its gateway took to be computed."""
+    """Prompt tokens that the gateway expected to be computed."""
     matched: int = 0
     """Prompt tokens that the worker really held."""
     computed: int = 0
-    """Prompt tokens that it did not hold, as far as it has looked."""
+    """Prompt tokens that the worker had to compute, of those looked up so far."""
     started_at: float = 0.0
     """Time at which its prompt is computed, which is that of its first token."""
     ended_at: float = 0.0
 
     @property
     def num_pages(self) -> int:
-        """Full pages of the prompt that somebody else may fill."""
+        """Number of full pages of the prompt that another worker may fill."""
         return (len(self.arrival.tokens) - 1) // PAGE_SIZE
 
 
 class PageCache:
-    """Least recently used pages go first, ends of prompts before what they continue.
+    """Pages that a worker holds, least recently used ones evicted first, ends of prompts earlier.
 
     Args:
-        max_pages: Bound.
-        tell: Told (stored, removed) after each change.
+        max_pages: Most pages held.
+        tell: Called with (stored, removed) after each change.
     """
 
     def __init__(self, max_pages: int, tell: Callable[[list[int], list[int]], None]) -> None:
@@ -89,13 +89,13 @@ class SimulatedWorker(Protocol):
 
 
 class PrefillWorker:
-    """Computes one prompt after the other at a fixed rate, but for what it holds.
+    """Computes prompts one by one at a fixed rate, without the pages that it holds.
 
     Args:
-        at: Calls later.
-        on_end: Told of every job that ended.
-        cache: Its own.
-        rate: Prompt tokens a second.
+        at: Calls a function at a later time.
+        on_end: Called with every job that ended.
+        cache: The worker's pages.
+        rate: Prompt tokens per second.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class DecodeWorker:
     the worker's count of steps has grown by its output.
 
     Args:
-        at: Calls later.
-        on_end: Told of every job that ended.
-        cache: Its own.
+        at: Calls a function at a later time.
+        on_end: Called with every job that ended.
+        cache: The worker's pages.
         step_s: Seconds of a step without requests.
         request_s: Seconds that each request adds.
     """
@@ -219,7 +219,7 @@ class DecodeWorker:
     def _end(self, now: float) -> None:
         self._advance(now)
         steps, _, job = heapq.heappop(self._ends)
-        self._steps = max(self._steps, steps)  # rounding must not hold it up
+        self._steps = max(self._steps, steps)  # Rounding must not stop the count.
         self.num_tokens -= len(job.arrival.tokens)
         num_pages = (len(job.arrival.tokens) + job.arrival.num_output - 1) // PAGE_SIZE
         self.cache.add(job.arrival.pages, min(num_pages, len(job.arrival.pages)))

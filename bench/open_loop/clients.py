@@ -1,4 +1,4 @@
-"""Client processes: each sends its share of the requests at their times, and keeps what comes."""
+"""Client processes: each sends its share of the requests on time, and records the answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from serving.rest_client import RestClient, messages
 from open_loop.workload import Turn, Visit, prompt_of
 
 LEAD_S = 2.0
-"""Time that processes get to start before the first request."""
+"""Time for the processes to start before the first request."""
 
 
 @dataclass(slots=True)
 class Target:
-    """A server, and how to talk to it."""
+    """A server, and how requests are made to it."""
 
     url: str
     """Base URL without /v1."""
@@ -41,21 +41,21 @@ class Outcome:
     """One request. Times are seconds since the start of the run."""
 
     due_s: float
-    """When it was to be sent."""
+    """Time at which the request was due."""
     sent_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     turn: int = 0
-    """Its number in its session, from 0."""
+    """The request's number in its session, from 0."""
     events_s: list[float] = field(default_factory=list)
     """Arrival of each event with tokens."""
     cached_tokens: int = 0
-    """Prompt tokens that the server says it had cached."""
+    """Prompt tokens that the server reports as cached."""
     error: str = ""
 
     @property
     def ttft_s(self) -> float:
-        """From the time at which it was due to the first token."""
+        """Time from when the request was due to its first token."""
         return self.events_s[0] - self.due_s
 
     @property
@@ -72,16 +72,16 @@ class Outcome:
 
 
 def run(visits: Sequence[Visit], target: Target, num_processes: int) -> list[Outcome]:
-    """Sends all of it; returns the outcomes, in no order.
+    """Sends all requests; returns their outcomes, in no order.
 
     Raises:
-        OSError: Nobody answers at the URL.
+        OSError: No server answers at the URL.
     """
     RestClient(target.url)
     context = multiprocessing.get_context("spawn")
     shares = [list(visits[index::num_processes]) for index in range(num_processes)]
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        # Every process has begun before the start is set.
+        # Makes every process start before the start time is set.
         list(pool.map(time.sleep, [0.2] * num_processes))
         start = time.monotonic() + LEAD_S
         found = pool.map(_run_share, shares, [target] * num_processes, [start] * num_processes)
@@ -100,7 +100,7 @@ def _run_share(visits: list[Visit], target: Target, start: float) -> list[Outcom
 
 
 class _Share:
-    """One process's part."""
+    """The requests of one process."""
 
     def __init__(self, client: RestClient, target: Target, start: float) -> None:
         self._client = client
@@ -109,7 +109,7 @@ class _Share:
         self._outcomes: list[Outcome] = []
 
     async def run(self, visits: Sequence[Visit]) -> list[Outcome]:
-        # What is sent first is made before: a burst must not wait for its own making.
+        # First requests are made in advance, so that a burst is not delayed by making prompts.
         firsts = [
             self._encode(prompt_of(visit.turns[0], self._target.vocabulary), visit.turns[0])
             for visit in visits

@@ -1,4 +1,4 @@
-"""What a run's requests say, as one row."""
+"""Summary of a run's requests, as one row of a table."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WIDTH = 150
 
 @dataclass(slots=True)
 class Goal:
-    """Targets of one request, which count together."""
+    """Latency targets of a request. It meets its goal if it meets both."""
 
     ttft_s: float
     itl_s: float
-    """99th percentile of the times between its events."""
+    """Target for the 99th percentile of the times between a request's events."""
 
     def is_met(self, outcome: Outcome) -> bool:
-        """Whether a request keeps to both."""
+        """Whether a request meets both targets."""
         is_early = not outcome.error and outcome.ttft_s <= self.ttft_s
         return is_early and percentile(outcome.gaps_s, 0.99, 0.0) <= self.itl_s
 
@@ -37,26 +37,26 @@ class Row:
     requests: int
     failed: int
     seconds: float
-    """From the first request due to the last answer."""
+    """Time from when the first request was due to the last answer, seconds."""
     requests_per_s: float
     tokens_per_s: float
-    """New ones."""
+    """Generated tokens per second."""
     prompt_tokens_per_s: float
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
     itl_p50: float
-    """Of the requests' mean times between tokens."""
+    """Median of the requests' mean times between tokens."""
     itl_p99: float
     gap_p50: float
-    """Of all times between events."""
+    """Median of all times between events."""
     gap_p99: float
     goodput_per_s: float
-    """Requests within the targets."""
+    """Requests per second that met their targets."""
     cached_share: float
-    """Of the prompt tokens, as the server says."""
+    """Share of the prompt tokens that the server reports as cached."""
     late_p99: float
-    """How much later than due requests were sent: what this tool could not do."""
+    """99th percentile of how late this tool sent requests."""
     errors: list[str]
 
 
@@ -99,7 +99,7 @@ def summarize(name: str, outcomes: Sequence[Outcome], goal: Goal) -> Row:
 
 
 def show(rows: Sequence[Row], goal: Goal) -> None:
-    """Prints one table; failures below it."""
+    """Prints a table, and failures below it."""
     table = Table(
         title=f"goodput: TTFT <= {1e3 * goal.ttft_s:g} ms, gaps p99 <= {1e3 * goal.itl_s:g}"
     )

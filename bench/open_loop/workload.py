@@ -1,4 +1,4 @@
-"""Requests and their times, made of numbers: each client process makes its own prompts of them."""
+"""Requests and their times as numbers, of which each client process makes its own prompts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FIRST_ID = 10
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request."""
+    """One request of a session."""
 
     seed: int
-    """Of its new tokens."""
+    """Seed of the request's new tokens."""
     new_tokens: int
-    """Prompt tokens behind the history."""
+    """Prompt tokens after the history."""
     output_tokens: int
     pause_s: float = 0.0
     """Time after the previous turn's end at which it is sent, in a session."""
@@ -25,10 +25,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One request, or the turns of one session, each sent when the one before is answered."""
+    """One request, or the turns of a session, each sent when the previous one is answered."""
 
     at_s: float
-    """When the first turn is sent, whatever else is under way; seconds from the start."""
+    """Time of the first turn, which waits for nothing; seconds from the start."""
     turns: tuple[Turn, ...]
 
 
@@ -36,10 +36,10 @@ def arrivals(rate: float, count: int, kind: str, rng: random.Random) -> Iterator
     """Times of arrival.
 
     Args:
-        rate: A second; without meaning for `burst`.
+        rate: Arrivals per second; not used for `burst`.
         count: Number of arrivals.
         kind: poisson, uniform, or burst (all at once).
-        rng: Draws them.
+        rng: Source of random numbers.
     """
     at_s = 0.0
     for _ in range(count):
@@ -56,10 +56,10 @@ def single_requests(
     """Requests without a common prefix.
 
     Args:
-        times_s: Of arrival.
+        times_s: Times of arrival.
         prompt: Least and most prompt tokens.
         output: Least and most new tokens.
-        rng: Draws lengths and seeds.
+        rng: Source of lengths and seeds.
     """
     return [
         Visit(
@@ -82,13 +82,13 @@ def sessions(
     """Sessions as agents have them: a long first prompt, then short additions and short answers.
 
     Args:
-        times_s: Of arrival of the sessions.
+        times_s: Times of arrival of the sessions.
         history: Least and most tokens of the first prompt.
-        turns: Of each session, the first included.
-        added: Least and most prompt tokens that each further turn adds behind the last answer.
+        turns: Turns of each session, the first included.
+        added: Least and most prompt tokens that each further turn adds after the last answer.
         output: Least and most new tokens.
         pause_s: Mean time between an answer and the next turn.
-        rng: Draws.
+        rng: Source of random numbers.
     """
     visits = []
     for at_s in times_s:

@@ -55,7 +55,13 @@ def member_text(member: griffe.Object | griffe.Alias, heading: str) -> list[str]
     """A class, function or constant of a module."""
     if member.is_class:
         lines = [f"{heading} {member.name}", "", *docstring(member)]
-        values = [one for one in member.members.values() if one.is_attribute and one.is_public]
+        if "__init__" in member.members:
+            lines += docstring(member.members["__init__"])
+        values = [
+            one
+            for one in member.members.values()
+            if one.is_attribute and one.is_public and (one.docstring or one.annotation)
+        ]
         for value in values:
             text = (inline(value.docstring.value) if value.docstring else "").strip()
             kind = f": `{value.annotation}`" if value.annotation else ""

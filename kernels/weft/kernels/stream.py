@@ -185,7 +185,7 @@ class Stream:
 
 
 def stream_of(hidden: torch.Tensor, taps: Taps | None) -> Stream:
-    """The stream through consecutive layers, in the form for the tensor's device.
+    """The stream through consecutive layers, in the form that is fast where it is.
 
     Args:
         hidden: [T, H], contiguous; on a GPU it is overwritten.

@@ -29,11 +29,11 @@ INVARIANTS = {
     6: "a restarted gateway is back at its hit rate",
 }
 _CONTENT_EVERY = 5
-"""Faults between two looks at the published pages."""
+"""Number of faults between two checks of the published pages."""
 _MAX_POSTPONED = 64
 _WORK_TIMEOUT_S, _LOOK_EVERY_S = 60.0, 0.05
 _PEACE_TIMEOUT_S = 300.0
-"""Limit of the phases without faults, which only a busy machine delays."""
+"""Longest duration of the phases without faults, which only a busy machine delays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ChaosPlan:
 
     seed: int
     num_faults: int | None
-    """Ends after so many faults have happened; None: after `minutes`."""
+    """Number of faults after which the run ends; None: it ends after `minutes`."""
     minutes: float | None
     num_clients: int
     max_prompt_tokens: int
@@ -115,7 +115,7 @@ async def run_chaos(
 async def run_on(
     mesh: ChaosMesh, plan: ChaosPlan, known: Known, tell: Callable[[str], None]
 ) -> ChaosResult:
-    """Runs a plan on a mesh that is there; afterwards it is whole again, unless invariants broke.
+    """Runs a plan on a running mesh; afterwards all services run again, unless invariants broke.
 
     Args:
         mesh: Started with the settings of `weft chaos`.
@@ -153,7 +153,7 @@ async def _speculated_steps(mesh: ChaosMesh) -> int:
 async def answers_in_peace(
     mesh: ChaosMesh, model: str, asks: Sequence[ChaosRequest]
 ) -> dict[int, Reply]:
-    """The answer to each ask, one request at a time and without a fault.
+    """Returns the answer to each ask, one request at a time and without a fault.
 
     Raises:
         MeshNotReady: A request failed.
@@ -197,7 +197,7 @@ async def _inject(
 
 
 async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
-    """Returns once a worker has requests, or after a while without."""
+    """Waits until a worker has requests, for a limited time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_WORK_TIMEOUT_S):
             while True:
@@ -208,7 +208,7 @@ async def _wait_for_work(mesh: ChaosMesh, name: str) -> None:
 
 
 def _next(schedule: Iterator[Planned], postponed: list[Planned], injector: Injector) -> Planned:
-    """The next fault whose target is there; those of services that come up again wait."""
+    """The next fault whose target runs; faults of services that restart are postponed."""
     for planned in postponed:
         if injector.can_hit(planned):
             postponed.remove(planned)

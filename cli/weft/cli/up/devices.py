@@ -20,7 +20,7 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
 
     Args:
         settings: As given.
-        num_gpus: Number of GPUs that workers can use.
+        num_gpus: That workers can use.
     """
     if settings.device not in ([], ["auto"]):
         return settings

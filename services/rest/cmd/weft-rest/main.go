@@ -36,16 +36,16 @@ const (
 	messageOverheadBytes = 64 << 10
 	// An answer with many samples and log-probabilities is large, but not larger than this.
 	maxAnswerBytes = 256 << 20
-	// A client that takes nothing for this long loses its connection.
+	// A client that reads nothing for this long loses its connection.
 	writeStall = 60 * time.Second
-	// A certificate that ends within this time is spoken of.
+	// The edge warns of a certificate that expires within this time.
 	renewBefore = 7 * 24 * time.Hour
 	renewLook   = time.Hour
 	// Spans that are not exported by then, after the last request, are lost.
 	flushTimeout = 1500 * time.Millisecond
-	// Requests that are given up have this long to tell their clients.
+	// Requests that are given up at the end have this long to send their clients an error.
 	lastWords = time.Second
-	// Signals that come sooner after the first are the same one: a service manager may send it to
+	// A signal within this time of the first counts as the same one: a service manager may send it to
 	// all processes, and the supervisor among them passes it on.
 	secondSignalAfter = time.Second
 )
@@ -118,8 +118,9 @@ func run(ctx context.Context, settings settings, logger *slog.Logger) error {
 	return serve(ctx, newServer(handler, logger), listener, settings.drainTimeout, logger)
 }
 
-// startTracing exports spans if an endpoint is set; the function it returns sends what is left.
-// Where only the environment asks for what cannot be done, the edge serves without.
+// startTracing exports spans if an endpoint is set; the function it returns sends the remaining
+// ones. If only the environment asks for an export that is not possible, the edge serves without
+// it.
 func startTracing(
 	ctx context.Context, settings settings, logger *slog.Logger,
 ) (*edge.Tracing, func(), error) {
@@ -182,8 +183,8 @@ func serve(
 	return drain(server, giveUp, drainTimeout, logger)
 }
 
-// drain lets running requests finish until shortly before drainTimeout ends. Those that have not
-// are then given up: their handlers tell the clients, where closing would just cut them off.
+// drain lets running requests finish until shortly before drainTimeout ends. The others are then
+// given up: their handlers send the clients an error, since closing would just cut them off.
 func drain(
 	server *http.Server,
 	giveUp context.CancelCauseFunc,
@@ -204,7 +205,7 @@ func drain(
 	return server.Close()
 }
 
-// shutdown takes no more requests and waits for the running ones.
+// shutdown accepts no more requests and waits for the running ones.
 func shutdown(server *http.Server, timeout time.Duration) error {
 	bounded, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
@@ -264,7 +265,7 @@ func serveMetrics(address string, registry *prometheus.Registry) (string, func()
 	return listener.Addr().String(), func() { _ = server.Close() }, nil
 }
 
-// writeReadyFile tells a supervisor, in one step, where this process listens.
+// writeReadyFile atomically writes the addresses that this process listens on, for a supervisor.
 func writeReadyFile(path, address, metricsAddress string) error {
 	if path == "" {
 		return nil

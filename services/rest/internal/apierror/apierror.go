@@ -22,8 +22,8 @@ import (
 var ErrDraining = status.Error(
 	codes.Unavailable, "the REST edge is shutting down; send the request again")
 
-// Reason is why a call with the request's context failed. Where the edge has ended that context,
-// err only says that the call was cancelled, as when the client goes.
+// Reason is why a call with the request's context failed. If the edge has ended that context, err
+// only says that the call was cancelled, as if the client had gone.
 func Reason(ctx context.Context, err error) error {
 	if IsDraining(ctx) {
 		return ErrDraining
@@ -59,11 +59,11 @@ func New(httpStatus int, code, message string) Error {
 	return Error{Status: httpStatus, Code: code, Message: message}
 }
 
-// From converts what a gRPC call or the router returned.
+// From converts an error of a gRPC call or of the router.
 //
 // ErrorInfo gives the code, `metadata.param` the field and `metadata.http_status` overrides the
 // status that the gRPC code maps to; RetryInfo gives RetryAfter. A failure without ErrorInfo was
-// made by the transport: texts of the 5xx ones are replaced.
+// made by the transport; the text of a 5xx one is replaced.
 func From(err error) Error {
 	var routing *runtime.HTTPStatusError
 	if errors.As(err, &routing) {
@@ -99,7 +99,7 @@ func From(err error) Error {
 	return failure
 }
 
-// fromTransport rewrites a failure that no gateway code made.
+// fromTransport rewrites a failure that the transport made, not a gateway.
 func (e *Error) fromTransport(grpcStatus *status.Status) {
 	tooLarge := grpcStatus.Code() == codes.ResourceExhausted &&
 		strings.Contains(strings.ToLower(grpcStatus.Message()), "larger than max")

@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// Shape is how failures are written on the paths of one API: the ErrorShape that its contract
-// declares. The zero value is OpenAI's.
+// Shape is the form of failures on the paths of one API: the ErrorShape that its contract declares.
+// The zero value is OpenAI's.
 type Shape struct {
 	// Body and Event are templates; the contract tells their placeholders. Empty: OpenAI's.
 	Body, Event string
@@ -25,12 +25,12 @@ type shaped struct {
 	requestID string
 }
 
-// WithShape puts the shape of a request's failures, and the id that they tell, into its context.
+// WithShape puts the shape of a request's failures, and the id that they show, into its context.
 func WithShape(ctx context.Context, shape Shape, requestID string) context.Context {
 	return context.WithValue(ctx, shapeKey{}, shaped{shape, requestID})
 }
 
-// For is the failure as the client of a request with this context reads it.
+// For converts a failure to the form for the client of a request with this context.
 func (e Error) For(ctx context.Context) Error {
 	e.shaped, _ = ctx.Value(shapeKey{}).(shaped)
 	return e

@@ -18,19 +18,20 @@ import (
 // draining is the reason of ErrorInfo with which a gateway refuses a call, whole, while it drains.
 const draining = "DRAINING"
 
-// pauses before a call that was refused by a gateway that drains is made again. News of the drain
-// may be behind the refusal, then the same gateway may be asked once more.
+// pauses before a call is repeated that a draining gateway has refused. The news of the drain may
+// arrive after the refusal, so the same gateway may be asked once more.
 var pauses = []time.Duration{0, 50 * time.Millisecond, 200 * time.Millisecond, time.Second}
 
 // notFound is the reason with which a gateway says that it has no request of an id. Another one may
 // have it.
 const notFound = "REQUEST_NOT_FOUND"
 
-// visits of each gateway before all of them count as asked: calls go round, and others come between.
+// visits of each gateway before all of them count as asked, since round robin also counts other
+// calls.
 const visits = 2
 
-// askUnary makes a call again when a gateway that drains has refused it, and one about a request
-// until a gateway has that request.
+// askUnary repeats a call that a draining gateway has refused. A call about a request goes from
+// gateway to gateway until one has that request.
 func askUnary(
 	ctx context.Context,
 	method string,
@@ -73,7 +74,7 @@ func askAll(ctx context.Context, invoke func(...grpc.CallOption) error) error {
 	}
 }
 
-// askStream opens a stream that is opened again while nothing has come but such a refusal.
+// askStream opens a stream that is opened again if a draining gateway refuses it.
 func askStream(
 	ctx context.Context,
 	description *grpc.StreamDesc,
@@ -95,7 +96,7 @@ func askStream(
 	return &stream{ClientStream: first, ctx: ctx, open: open}, nil
 }
 
-// stream is a call with one request. It keeps that until the answer begins.
+// stream is a call with one request, which it keeps until the answer begins.
 type stream struct {
 	grpc.ClientStream
 	ctx     context.Context // of the call, beyond the end of one stream
@@ -111,8 +112,8 @@ func (s *stream) SendMsg(message any) error {
 	return s.ClientStream.SendMsg(message)
 }
 
-// Header waits until the answer begins. Of a call that failed at once it has the trailer: gRPC
-// sends both as one.
+// Header waits until the answer begins. For a call that failed at once it returns the trailer,
+// since gRPC sends both as one.
 func (s *stream) Header() (metadata.MD, error) {
 	for attempt := 0; ; attempt++ {
 		header, err := s.ClientStream.Header()
@@ -128,7 +129,7 @@ func (s *stream) Header() (metadata.MD, error) {
 	}
 }
 
-// again opens the stream anew; false leaves all as it was.
+// again opens the stream anew; returns false, and changes nothing, if it cannot.
 func (s *stream) again(pause time.Duration) bool {
 	if !sleep(s.ctx, pause) {
 		return false
@@ -161,7 +162,7 @@ func isDraining(err error) bool {
 	return ok && reason == draining && status.Code(err) == codes.Unavailable
 }
 
-// isUnreached says that no gateway had a part in it.
+// isUnreached says whether the failure happened before any gateway was reached.
 func isUnreached(err error) bool {
 	_, ok := reasonOf(err)
 	return !ok && status.Code(err) == codes.Unavailable

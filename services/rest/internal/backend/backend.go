@@ -1,5 +1,5 @@
-// Package backend is the edge's connection to the gateways: it finds them, spreads calls over
-// those that are well, and asks another one when one that drains refuses a call.
+// Package backend is the edge's connection to the gateways. It finds them, spreads calls over the
+// healthy ones, and repeats a call at another one if a draining gateway refuses it.
 package backend
 
 import (
@@ -16,8 +16,9 @@ import (
 	"google.golang.org/grpc/resolver/dns"
 )
 
-// Gateways say NOT_SERVING under this name as soon as they drain. There is no retryPolicy: it would
-// repeat what a gateway has taken as well, when its connection breaks before the first byte.
+// Gateways say NOT_SERVING under this name as soon as they drain. There is no retryPolicy, since it
+// would also repeat calls that a gateway has accepted, if the connection breaks before the first
+// byte.
 const serviceConfig = `{
 	"loadBalancingConfig": [{"round_robin": {}}],
 	"healthCheckConfig": {"serviceName": "weft.v1.OpenAIService"}
@@ -50,7 +51,7 @@ func dial(
 		grpc.WithResolvers(finder),
 		grpc.WithTransportCredentials(gateway),
 		grpc.WithConnectParams(reconnect),
-		// A gateway whose host went silent is found while calls wait for it.
+		// Keepalive finds a gateway whose host went silent while calls wait for it.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
 		grpc.WithNoProxy(),
 		grpc.WithDisableServiceConfig(), // DNS has none

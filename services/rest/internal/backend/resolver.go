@@ -11,13 +11,13 @@ import (
 
 const (
 	scheme = "weft-gateways"
-	// Names are looked up again this often, so that gateways which join get calls though no
-	// connection to another one has ended.
+	// Names are resolved this often, so that new gateways get calls although no connection to another
+	// one has ended.
 	refreshInterval = 10 * time.Second
 )
 
 func init() {
-	// Below refreshInterval, or every second look would be put off.
+	// It is below refreshInterval, or every second lookup would be delayed.
 	dns.SetMinResolutionInterval(refreshInterval / 2)
 }
 
@@ -113,7 +113,7 @@ func (u *union) set(i int, endpoints []resolver.Endpoint) {
 	_ = u.parent.UpdateState(state)
 }
 
-// fail passes a failed look on while no other target has gateways: those stay.
+// fail reports a failed lookup only while no other target has gateways; found gateways stay.
 func (u *union) fail(err error) {
 	u.mutex.Lock()
 	defer u.mutex.Unlock()
@@ -135,7 +135,8 @@ type part struct {
 // UpdateState implements resolver.ClientConn.
 func (p part) UpdateState(state resolver.State) error {
 	p.all.set(p.index, state.Endpoints)
-	// A name without addresses is no error here: DNS would be asked ever more rarely, up to minutes.
+	// A name without addresses is no error here, or DNS would be asked less and less often, up to
+	// minutes.
 	return nil
 }
 

@@ -11,8 +11,8 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// While no gateway is well, a stream waits this long for one: one that restarts is often back, or
-// one that joined is met.
+// While no gateway is healthy, a stream waits this long for one: a restarting gateway may come
+// back, or a new one may be found.
 const patience = 5 * time.Second
 
 // errNoGateway ends the contexts of streams that have waited for that long.
@@ -21,8 +21,8 @@ var errNoGateway = errors.New("no gateway")
 // patienceKey is of the timer that ends a stream's context.
 type patienceKey struct{}
 
-// openSoon opens a stream that gives up when it waits too long for a gateway; none has looked at it
-// then.
+// openSoon opens a stream that gives up when it waits too long for a gateway; no gateway has seen
+// it then.
 func openSoon(
 	ctx context.Context, open func(context.Context) (grpc.ClientStream, error),
 ) (grpc.ClientStream, error) {
@@ -37,8 +37,8 @@ func openSoon(
 	return &impatient{ClientStream: opened, ctx: bounded}, nil
 }
 
-// impatient is a stream that says so when no gateway was found. gRPC only says that it was
-// cancelled, or how the connection ended on which it was first sent.
+// impatient is a stream whose error says that no gateway was found. gRPC's own error only says that
+// it was cancelled, or how its first connection ended.
 type impatient struct {
 	grpc.ClientStream
 	ctx context.Context
@@ -61,10 +61,10 @@ func orNoGateway(ctx context.Context, err error) error {
 	return status.Errorf(codes.Unavailable, "no gateway within %s: %v", patience, err)
 }
 
-// waits runs the timers of streams while they wait for a gateway. They do so when they are opened,
-// and again, within any of their methods, when a gateway leaves (GOAWAY) without having looked at
-// them: gRPC sends them to another one then. The state of the connection would not tell: a gateway
-// that leaves still answers what it has taken, however long that is.
+// waits runs the timers of streams while they wait for a gateway. A stream waits when it is opened,
+// and again, within any of its methods, when a gateway leaves (GOAWAY) without having seen it,
+// since gRPC then sends it to another one. The connection's state would not show this, since a
+// leaving gateway still answers the calls that it has accepted.
 type waits struct{}
 
 // HandleRPC implements stats.Handler.

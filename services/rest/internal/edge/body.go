@@ -17,8 +17,8 @@ import (
 const (
 	// A body must have arrived within this time.
 	bodyTimeout = 60 * time.Second
-	// Of a body that is too large this much is read and thrown away, so that a client which sends
-	// first and reads later sees the answer instead of a reset connection.
+	// This much of a body that is too large is read and discarded, so that a client that sends first
+	// and reads later gets the answer instead of a reset connection.
 	drainBytes = 64 << 20
 )
 
@@ -34,7 +34,7 @@ type limitedBody struct {
 
 func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *limitedBody {
 	controller := http.NewResponseController(w)
-	// Bodies only: a deadline left on the connection would end long streams.
+	// The deadline is for the body only: left on the connection, it would end long streams.
 	_ = controller.SetReadDeadline(time.Now().Add(bodyTimeout))
 	ctx := r.Context()
 	cut := make(chan struct{})
@@ -52,7 +52,7 @@ func newLimitedBody(w http.ResponseWriter, r *http.Request, maxBytes int64) *lim
 				answered = halfclose.Answering(ctx)
 			}
 		}),
-		// Of HTTP/2 there is nothing to set a deadline of behind the handler: it would panic.
+		// With HTTP/2 a deadline cannot be set after the handler: the call would panic.
 		ended: func() {
 			answered()
 			if !stop() {
@@ -81,7 +81,7 @@ func (b *limitedBody) Close() error {
 	return b.limited.Close()
 }
 
-// problem is the answer to a body that could not be read, if so.
+// problem is the answer to a body that could not be read; nil if it could.
 func (b *limitedBody) problem() (apierror.Error, bool) {
 	var limit *http.MaxBytesError
 	switch {

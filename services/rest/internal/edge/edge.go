@@ -34,9 +34,9 @@ type Config struct {
 	MaxBodyBytes int64
 	Logger       *slog.Logger
 	Metrics      *Metrics
-	// Streams are times of answers that are streams.
+	// Streams are the limits of streamed answers.
 	Streams forward.Limits
-	// Tracing may be nil: then a client's trace context passes on unchanged.
+	// Tracing may be nil; then a client's trace context is passed on unchanged.
 	Tracing *Tracing
 	// AllowedOrigins are the origins whose pages may send requests other than GET, and read answers,
 	// in a browser; "*": all.
@@ -84,7 +84,7 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 	return e.origins.allow(e), nil
 }
 
-// register adds the routes of every service that has some.
+// register adds the routes of every service that has any.
 func register(
 	ctx context.Context, mux *runtime.ServeMux, backend grpc.ClientConnInterface,
 ) error {
@@ -146,7 +146,7 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// takesInterim says whether an interim response may be sent, as `halfclose` does.
+// takesInterim says whether the client accepts an interim response, which `halfclose` sends.
 func takesInterim(r *http.Request) bool {
 	return r.ProtoMajor == 1 && r.ProtoMinor >= 1
 }
@@ -158,8 +158,8 @@ func trimSlashes(r *http.Request) {
 	}
 }
 
-// logStreamFailure also logs what the gateway said: the status that the client got tells nothing.
-// Failures of the client, as its going is one, are below 500.
+// logStreamFailure also logs the gateway's error, which the client's status does not show. Failures
+// of the client, such as its disconnect, are below 500.
 func (e *edge) logStreamFailure(r *http.Request, failure apierror.Error) {
 	if failure.Status < http.StatusInternalServerError {
 		return
@@ -190,7 +190,7 @@ func (e *edge) handleError(
 		return
 	}
 	forward.CopyHeader(ctx, w)
-	// Reading a body ends with the edge, and is then no failure of the client.
+	// When the edge shuts down, a body may be incomplete, which is then not the client's fault.
 	if body, ok := r.Body.(*limitedBody); ok && !apierror.IsDraining(r.Context()) {
 		if failure, failed := body.problem(); failed {
 			failure.For(r.Context()).Write(w)

@@ -21,7 +21,7 @@ func newRawMarshaler() *rawMarshaler {
 	}}}
 }
 
-// NewDecoder reads the whole body into HttpBody.data; what it means is the gateway's affair.
+// NewDecoder reads the whole body into HttpBody.data, which the gateway parses.
 func (m *rawMarshaler) NewDecoder(reader io.Reader) runtime.Decoder {
 	return runtime.DecoderFunc(func(target any) error {
 		body, ok := target.(*httpbody.HttpBody)

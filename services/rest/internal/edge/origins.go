@@ -8,12 +8,12 @@ import (
 	"weft.dev/weft/services/rest/internal/apierror"
 )
 
-// How long a browser may remember what it was told, in seconds: Chrome's longest time.
+// Seconds for which a browser may cache the answer to a preflight: Chrome's longest time.
 const originsMaxAge = 7200
 
-// origins are what pages in browsers may do, by the site that they are of.
+// origins says what pages in browsers may do, by their origin.
 type origins struct {
-	// cors is nil where no pages but the edge's own are allowed anything.
+	// cors is nil if only the edge's own pages are allowed.
 	cors       *cors.Cors
 	protection *http.CrossOriginProtection
 }
@@ -48,7 +48,7 @@ func (o origins) allow(next http.Handler) http.Handler {
 // whether it was one. Browsers ask for no permission to send a POST of plain text: it would have its
 // effect, although the page cannot read the answer.
 func (o origins) refuse(w http.ResponseWriter, r *http.Request) bool {
-	// Allowed origins may have wildcards, which the protection's own list does not know.
+	// Allowed origins may have wildcards, which the library's own list does not support.
 	if o.protection.Check(r) == nil || (o.cors != nil && o.cors.OriginAllowed(r)) {
 		return false
 	}

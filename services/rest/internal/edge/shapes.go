@@ -11,8 +11,8 @@ import (
 	"weft.dev/weft/services/rest/internal/apierror"
 )
 
-// shapes are the error shapes that services declare, by the fixed beginnings of their paths: also a
-// request that no route takes, or that ends before it is routed, gets its API's shape.
+// shapes are the error shapes that services declare, by the fixed beginnings of their paths. So a
+// request without a route, or one that ends before it is routed, also gets its API's shape.
 type shapes map[string]apierror.Shape
 
 func readShapes(file protoreflect.FileDescriptor) shapes {

@@ -14,7 +14,7 @@ import (
 	"weft.dev/weft/services/rest/internal/reqinfo"
 )
 
-// Probes come every few seconds, and tell nothing of requests.
+// Probes come every few seconds and are not traced.
 var untraced = map[string]bool{
 	"/healthz": true, "/health": true, "/readyz": true, "/ping": true, "/health_generate": true,
 	"/metrics": true,

@@ -8,15 +8,15 @@ import (
 	"time"
 )
 
-// A comment: clients of server-sent events pass over it.
+// A comment, which clients of server-sent events ignore.
 const waiting = ": waiting\n\n"
 
 // Limits are times of answers.
 type Limits struct {
-	// WriteStall: a client that takes nothing for this long loses its connection.
+	// WriteStall: a client that reads nothing for this long loses its connection.
 	WriteStall time.Duration
-	// CommentAfter: a stream of events in which nothing comes for this long gets a comment, so that
-	// nobody between takes it for dead; 0: never.
+	// CommentAfter: a stream of events without an event for this long gets a comment, so that no proxy
+	// takes it for dead; 0: never.
 	CommentAfter time.Duration
 }
 
@@ -40,7 +40,7 @@ func (l Limits) write(w http.ResponseWriter, data []byte) bool {
 	}
 	controller := http.NewResponseController(w)
 	flushed := controller.Flush() == nil
-	// Left there, it would end an HTTP/2 stream in a pause of that length.
+	// A deadline that is left would end an HTTP/2 stream in a pause of that length.
 	_ = controller.SetWriteDeadline(time.Time{})
 	return flushed
 }
@@ -52,8 +52,8 @@ func (l Limits) limitWrite(w http.ResponseWriter) {
 	}
 }
 
-// eventStream writes events of one answer, and comments from a timer. Its header is sent with the
-// first of either: until then the answer can still be another one.
+// eventStream writes the events of one answer, and comments from a timer. The header is sent with
+// the first of either; until then another answer can be sent instead.
 type eventStream struct {
 	w      http.ResponseWriter
 	limits Limits
@@ -70,7 +70,7 @@ func newEventStream(w http.ResponseWriter, limits Limits) *eventStream {
 	return &eventStream{w: w, limits: limits}
 }
 
-// begin says that events will come, and of which content type.
+// begin notes that events will come, and their content type.
 func (e *eventStream) begin(kind string) {
 	e.mutex.Lock()
 	defer e.mutex.Unlock()

@@ -24,8 +24,8 @@ import (
 const (
 	eventStreamType = "text/event-stream"
 	linesType       = "application/x-ndjson"
-	// announceKey is metadata in which a gateway that has taken a request tells the content type of
-	// its answer, before there is any of it.
+	// announceKey is the metadata in which a gateway that has accepted a request announces the content
+	// type of its answer, before the answer begins.
 	announceKey = "weft-content-type"
 )
 
@@ -98,7 +98,7 @@ func receiveBody(receive func() (proto.Message, error)) (*httpbody.HttpBody, err
 	return body, nil
 }
 
-// sendWhole writes nothing before the stream has ended well.
+// sendWhole writes nothing before the stream has ended without an error.
 func sendWhole(
 	w http.ResponseWriter,
 	limits Limits,
@@ -118,7 +118,8 @@ func sendWhole(
 	}
 	w.Header().Set("Content-Type", first.GetContentType())
 	w.Header().Set("Content-Length", strconv.Itoa(whole.Len()))
-	// It stays: what is buffered is sent when the handler has ended. The server clears it then.
+	// The deadline stays, since buffered data is sent after the handler has ended; then the server
+	// clears it.
 	limits.limitWrite(w)
 	_, _ = w.Write(whole.Bytes()) // a client that has gone needs no answer
 	return nil

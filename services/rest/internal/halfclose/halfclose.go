@@ -1,11 +1,11 @@
-// Package halfclose serves clients that shut down their sending side behind a request and wait for
-// the answer (RFC 9112, section 9.6). To net/http the end of what a client sends is the client's
+// Package halfclose serves clients that shut down their sending side after a request and wait for
+// the answer (RFC 9112, section 9.6). net/http takes the end of a client's input for the client's
 // end, and cancels the request.
 //
-// A client that is gone looks the same until something is sent to it. So the end of input is kept
-// from net/http while a request is answered, and where nothing of the answer was sent yet, an
-// interim response (100 Continue) asks: a client that is there passes over it, the host of one that
-// is gone resets the connection.
+// A client that has gone looks the same until something is sent to it. So this package hides the
+// end of input from net/http while a request is answered. If nothing of the answer was sent yet, it
+// sends an interim response (100 Continue): a client that is there ignores it, and the host of one
+// that has gone resets the connection.
 package halfclose
 
 import (
@@ -21,12 +21,13 @@ import (
 
 const (
 	interim = "HTTP/1.1 100 Continue\r\n\r\n"
-	// A connection whose client sends no more is looked at so often.
+	// Interval between checks of a connection whose client sends no more.
 	lookEvery = 20 * time.Millisecond
-	// While its answer has not begun, the client is asked so often whether it is there.
+	// Interval between interim responses while the answer has not begun.
 	askEvery = 5 * time.Second
-	// The end of input is kept for so long while a request arrives: net/http may read it before the
-	// handler has seen the end of the body. A body that ends early is told of after this time.
+	// The end of input is hidden for this long while a request arrives, since net/http may read it
+	// before the handler has seen the end of the body. A body that ends early is reported after this
+	// time.
 	arrivalGrace = time.Second
 )
 
@@ -61,7 +62,7 @@ func Follow(c net.Conn, state http.ConnState) {
 	}
 }
 
-// Answering says that a request of HTTP/1.1 was received whole. The function that it returns says
+// Answering notes that an HTTP/1.1 request was received whole. The function that it returns notes
 // that the answer is complete.
 func Answering(ctx context.Context) (done func()) {
 	own, ok := ctx.Value(connKey{}).(*conn)
@@ -114,8 +115,8 @@ func (c *conn) Read(p []byte) (int, error) {
 	}
 }
 
-// isReset says whether the client's host has refused what was sent. A read does not tell: the end of
-// input comes first.
+// isReset says whether the client's host has reset the connection. A read does not show this, since
+// it returns the end of input first.
 func (c *conn) isReset() bool {
 	inner, ok := c.Conn.(syscall.Conn)
 	if !ok {
@@ -132,7 +133,7 @@ func (c *conn) isReset() bool {
 	return err != nil || failure != 0
 }
 
-// waits is false when the client may be taken for gone, whose input has ended for some time.
+// waits is false when the input has ended some time ago, so that the client counts as gone.
 func (c *conn) waits(ended time.Duration) bool {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// Domain is below what certificates name services: the gateway is gateway.weft.internal.
+// Domain is the domain of services in certificates: the gateway is gateway.weft.internal.
 const Domain = "weft.internal"
 
 const lookEvery = time.Second
@@ -35,8 +35,8 @@ type stamp struct {
 	size     int64
 }
 
-// Identity is what the files held last. Files that do not fit together, as in the middle of a
-// rotation, are left alone until they do.
+// Identity has the content of the files as read last. While the files do not fit together, as in
+// the middle of a rotation, the previous content stays in use.
 type Identity struct {
 	files  Files
 	logger *slog.Logger
@@ -68,8 +68,8 @@ func (i *Identity) Client(service string) *tls.Config {
 		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
 			return i.get().certificate, nil
 		},
-		// The standard check knows one set of authorities for ever. VerifyConnection does the same
-		// check with the current set, and no connection comes about without it.
+		// The standard check keeps the authorities of its start. VerifyConnection does the same check
+		// with the current authorities, for every connection.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(state tls.ConnectionState) error {
 			return verify(state.PeerCertificates, i.get().authorities, name)
@@ -121,7 +121,7 @@ func look(files Files) (seen [3]stamp) {
 }
 
 func read(files Files) (material, error) {
-	// tls's errors tell what is wrong without what the files hold.
+	// Errors of the tls package do not quote the files.
 	certificate, err := tls.LoadX509KeyPair(files.Cert, files.Key)
 	if err != nil {
 		return material{}, fmt.Errorf("%s, %s: %w", files.Cert, files.Key, err)

@@ -24,22 +24,22 @@ import (
 
 const (
 	serviceName = "rest"
-	// A collector that is away fails every batch.
+	// Every batch fails while the collector is unreachable, so failures are logged this rarely.
 	repeatLog = time.Minute
 )
 
-// Endpoint is the collector that spans go to: the setting, else what the standard variables name;
-// empty = none.
+// Endpoint is the address of the collector: the setting, else that of the standard variables;
+// empty: none.
 func Endpoint(setting string, getenv func(string) string) string {
 	return firstOf(setting,
 		getenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"), getenv("OTEL_EXPORTER_OTLP_ENDPOINT"))
 }
 
-// NewProvider makes spans and exports them in batches from a bounded queue. When that is full new
-// spans are lost: nothing ever waits for the collector. Shutdown sends what is left.
+// NewProvider makes spans and exports them in batches from a bounded queue. When the queue is full,
+// new spans are lost, so that nothing waits for the collector. Shutdown sends the remaining spans.
 //
-// Where setting is empty the standard variables say where the collector is. sampleRatio is the
-// share of the traces begun here that are exported.
+// If setting is empty, the standard variables name the collector. sampleRatio is the share of the
+// traces begun here that are exported.
 func NewProvider(
 	ctx context.Context,
 	setting string,
@@ -101,8 +101,8 @@ func newExporter(
 	}
 }
 
-// describe says who makes the spans. What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say goes
-// before it.
+// describe names the source of the spans. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take
+// precedence.
 func describe(ctx context.Context) (*resource.Resource, error) {
 	var random [4]byte
 	_, _ = rand.Read(random[:]) // never fails: crypto/rand ends the program instead
@@ -117,7 +117,7 @@ func describe(ctx context.Context) (*resource.Resource, error) {
 	)
 }
 
-// rareLog logs failures of the export, not each of them.
+// rareLog logs some of the export's failures.
 type rareLog struct {
 	logger *slog.Logger
 	mutex  sync.Mutex

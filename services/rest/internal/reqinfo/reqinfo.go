@@ -12,7 +12,7 @@ import (
 
 // Info belongs to one request and is used by its handler goroutine alone.
 type Info struct {
-	// ID is told to the gateway and to the client.
+	// ID is sent to the gateway and to the client.
 	ID string
 	// Route is the matched path pattern; empty while nothing matched.
 	Route string
@@ -32,7 +32,7 @@ type contextKey struct{}
 
 var acceptable = regexp.MustCompile(`^[A-Za-z0-9._:-]{1,64}$`)
 
-// New keeps the client's request id when it is harmless, else makes one.
+// New keeps the client's request id if it is valid, else makes one.
 func New(clientID string) *Info {
 	if acceptable.MatchString(clientID) {
 		return &Info{ID: clientID}
