@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.gateway.fleet.worker import _layout
@@ -92,3 +93,13 @@ def test_the_gateway_finds_the_same_name(shape: Shape, draft: bytes, text: str) 
     info = worker_pb2.GetInfoResponse(planes=[plane], page_size=shape.page_size)
     assert _layout(info) == text
     assert _layout(worker_pb2.GetInfoResponse(page_size=shape.page_size)) == ""
+
+
+def test_the_gateway_finds_the_name_of_pages_of_one_part() -> None:
+    plane = PagedPlane(layers=3, heads=1, dim=576, dtype="bfloat16", parts=("latent",))
+    part = kv_pb2.PlanePart(name="latent", dim=576, dtype="bfloat16")
+    described = kv_pb2.Plane(name="target", layers=3, heads=1, parts=[part])
+    layout = CacheLayout.of_plane(plane, 16)
+    assert layout.page_bytes == 3 * 16 * 576 * 2
+    info = worker_pb2.GetInfoResponse(planes=[described], page_size=16)
+    assert _layout(info) == layout.describe()
