@@ -86,21 +86,43 @@ def step_work(
         attended: Positions, summed over the new tokens.
         kv_tokens: Positions whose K and V are read or written.
     """
-    hidden, dim = config.hidden_size, config.head_dim
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * hidden
-    used = read = 3.0 * hidden * config.intermediate_size
-    if config.moe is not None:
-        count, chosen = config.moe.num_experts, config.moe.num_experts_per_tok
-        expert = 3 * hidden * config.moe.intermediate_size
-        read = expert * count * (1 - (1 - chosen / count) ** tokens) + hidden * count
-        used = expert * chosen + hidden * count
-    head = config.vocab_size * hidden
-    layers = config.num_layers
-    kv = 2 * layers * config.num_kv_heads * dim * kv_tokens
-    flop = 2 * tokens * layers * (attention + used) + 2 * logits * head
-    flop += 4 * layers * config.num_heads * dim * attended
-    weights = layers * (attention + read) + (head if logits else 0)
-    return Work(ELEMENT_BYTES * (weights + kv), flop)
+    attention, kept, of_scores = _attention(config)
+    feeds = [_feed(config, layer, tokens) for layer in range(config.num_layers)]
+    read, used = (sum(part) for part in zip(*feeds, strict=True))
+    head, layers = config.vocab_size * config.hidden_size, config.num_layers
+    flop = 2 * tokens * (layers * attention + used) + 2 * logits * head
+    flop += 2 * layers * of_scores * attended
+    weights = layers * attention + read + (head if logits else 0)
+    return Work(ELEMENT_BYTES * (weights + layers * kept * kv_tokens), flop)
+
+
+def _attention(config: ModelConfig) -> tuple[float, float, float]:
+    """Weights of a layer's attention; what it keeps of a position; products of a row with it."""
+    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+    if config.latent is None:
+        weights = (2 * heads + 2 * config.num_kv_heads) * dim * hidden
+        return weights, 2 * config.num_kv_heads * dim, 2 * heads * dim
+    sizes = config.latent
+    kept = sizes.kv_rank + sizes.rope_dim
+    to_q = hidden * heads * dim
+    if sizes.q_rank is not None:
+        to_q = sizes.q_rank * (hidden + heads * dim)
+    absorbed = heads * (sizes.nope_dim + sizes.value_dim) * sizes.kv_rank
+    weights = to_q + hidden * kept + absorbed + heads * sizes.value_dim * hidden
+    return weights, kept, heads * (kept + sizes.kv_rank)
+
+
+def _feed(config: ModelConfig, layer: int, tokens: int) -> tuple[float, float]:
+    """Weights of a layer's feed-forward block that are read, and those that one row uses."""
+    hidden, moe = config.hidden_size, config.moe
+    if moe is None or not moe.is_sparse(layer):
+        dense = 3.0 * hidden * config.intermediate_size
+        return dense, dense
+    count, chosen = moe.num_experts, moe.num_experts_per_tok
+    expert = 3 * hidden * moe.intermediate_size
+    always = hidden * count + 3 * hidden * moe.shared_size
+    read = expert * count * (1 - (1 - chosen / count) ** tokens)
+    return read + always, expert * chosen + always
 
 
 def decode_work(config: ModelConfig, batch: int, context: float) -> Work:

@@ -114,6 +114,39 @@ def test_what_is_not_supported_is_named(
     assert caught.value.param == named.get(field, field)
 
 
+def test_numbers_as_published_files_have_them() -> None:
+    common = {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "vocab_size": 99, "max_position_embeddings": 32768,
+              "head_dim": 128}  # fmt: skip
+
+    def read(architecture: str, **fields: Any) -> ModelConfig:
+        return ModelConfig.from_dict({**common, "architectures": [architecture], **fields})
+
+    hunyuan = {"num_experts": 64, "intermediate_size": 3072, "moe_topk": [8, 8],
+               "moe_intermediate_size": [3072, 3072], "num_shared_expert": [1, 1]}  # fmt: skip
+    moe = read("HunYuanMoEV1ForCausalLM", **hunyuan).moe
+    assert moe is not None
+    assert (moe.num_experts_per_tok, moe.shared_size) == (8, 3072)
+    for name, value in (("moe_topk", [8, 4]), ("num_shared_expert", [2, 2])):
+        with pytest.raises(ModelError, match=name):
+            read("HunYuanMoEV1ForCausalLM", **hunyuan | {name: value})
+    minimax = read(
+        "MiniMaxM2ForCausalLM", intermediate_size=1536, num_local_experts=256, rotary_dim=64,
+        num_experts_per_tok=8, attn_type_list=[1, 1], use_mtp=True, num_mtp_modules=3,
+    )  # fmt: skip
+    assert (minimax.rope.partial, minimax.rope.theta) == (0.5, 5e6)
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096}  # fmt: skip
+    deepseek = read(
+        "DeepseekV3ForCausalLM",
+        **LATENT | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "num_key_value_heads": 8},
+        rope_scaling=yarn,
+        intermediate_size=128,
+    )  # fmt: skip
+    assert deepseek.decoder is not None
+    assert deepseek.decoder.layers[0].scale == pytest.approx(192**-0.5 * 1.3688879**2)
+
+
 def test_pages_of_latents_have_one_part(tmp_path: Path, seed: int) -> None:
     make_reference("deepseek_v3", tmp_path, seed, **LATENT)
     layout = load_model(tmp_path, "float32").model.kv_layout(16)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.gateway.fleet.worker import _layout
@@ -113,3 +114,13 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
         for name, layers in (("target", 1), ("window-21", 2))
     ]
     assert _layout(worker_pb2.GetInfoResponse(planes=planes, page_size=8)) == text
+
+
+def test_the_gateway_finds_the_name_of_pages_of_one_part() -> None:
+    plane = PagedPlane(layers=3, heads=1, dim=576, dtype="bfloat16", parts=("latent",))
+    part = kv_pb2.PlanePart(name="latent", dim=576, dtype="bfloat16")
+    described = kv_pb2.Plane(name="target", layers=3, heads=1, parts=[part])
+    layout = CacheLayout.of_plane(plane, 16)
+    assert layout.page_bytes == 3 * 16 * 576 * 2
+    info = worker_pb2.GetInfoResponse(planes=[described], page_size=16)
+    assert _layout(info) == layout.describe()

@@ -38,7 +38,7 @@ def read_fp8(section: Fields, method: str) -> Fp8Config | str:
     if method == "fbgemm_fp8":
         # `activation_scale_ub` bounds the scales of rows, which need no bound here.
         return Fp8Config("channels", "weight_scale", False, ignore)
-    if section.text("fmt", "e4m3") != "e4m3":
+    if section.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return f"fmt {section.get('fmt')!r} is not supported (e4m3 is)"
     if section.get("scale_fmt") not in (None, "float", "ue8m0"):
         return f"scale_fmt {section.get('scale_fmt')!r} is not supported"

@@ -76,13 +76,36 @@ def gpt_oss_experts(config: Fields) -> MoEConfig:
 
 
 def hunyuan_experts(config: Fields) -> MoEConfig:
-    """Hunyuan's: a shared expert of an expert's width."""
+    """Hunyuan's: a shared expert of an expert's width. Files list numbers by layer."""
+    width, count = config.positive("intermediate_size"), config.positive("num_experts")
+    for name, value in (
+        ("moe_intermediate_size", width),
+        ("num_shared_expert", 1),
+        ("use_mixed_mlp_moe", True),
+        ("moe_layer_num_skipped", 0),
+    ):
+        if name in config and _by_layer(config, name) != value:
+            raise config.error(name, f"only {value} is supported")
+    per_token = _by_layer(config, "moe_topk")
+    if not isinstance(per_token, int) or not 1 <= per_token <= count:
+        raise config.error("moe_topk", f"{per_token} of {count} experts")
     return MoEConfig(
-        **counts(config, "num_experts", "moe_topk"),
-        intermediate_size=config.positive("intermediate_size"),
+        num_experts=count,
+        num_experts_per_tok=per_token,
+        intermediate_size=width,
         norm_topk_prob=True,
-        shared_size=config.positive("intermediate_size"),
+        shared_size=width,
     )
+
+
+def _by_layer(config: Fields, name: str) -> Any:
+    """A value that all layers have, which may be listed by layer."""
+    value = config.get(name)
+    if not isinstance(value, list):
+        return value
+    if not value or any(other != value[0] for other in value):
+        raise config.error(name, "layers that differ are not supported")
+    return value[0]
 
 
 def ernie_experts(config: Fields) -> MoEConfig:
@@ -128,7 +151,7 @@ def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = 
     method = config.text("topk_method", "noaux_tc")
     if method != "noaux_tc":
         raise config.error("topk_method", f"{method!r} is not supported for this architecture")
-    _check_scoring(config, "sigmoid")
+    _check_scoring(config, "sigmoid", "noaux_tc")
     return _deepseek(
         config,
         num_dense,
@@ -167,8 +190,8 @@ def _dense_layers(config: Fields, default: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
-def _check_scoring(config: Fields, only: str) -> None:
-    if config.text("scoring_func", only) != only:
+def _check_scoring(config: Fields, only: str, *same: str) -> None:
+    if config.text("scoring_func", only) not in (only, *same):
         raise config.error("scoring_func", f"only {only} is supported for this architecture")
 
 
