@@ -40,8 +40,8 @@ def encoder_attention(
             at = torch.arange(length, device=q.device)
             mask = (at[:, None] - at[None, :]).abs() <= reach
         rows = _rows(firsts, length, q.device)
-        parts = (_sequences(x, rows, len(firsts), length) for x in (q, k, v))
-        mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+        own_q, own_k, own_v = (_sequences(x, rows, len(firsts), length) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask)
         out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:])
     return out
 
