@@ -6,7 +6,7 @@ tokenizer makes of them. The vectors are compared.
 
     python bench/embeddings.py                                    BERT-base's shape, float32
     python bench/embeddings.py --shape qwen3-0.6b --documents 64
-    python bench/embeddings.py --dtype bfloat16
+    python bench/embeddings.py --dtype bfloat16 --quantization int8
 
 Needs the package sentence-transformers.
 """
@@ -118,10 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--shape", choices=SHAPES, default="bert-base")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--quantization", choices=("auto", "int8"), default="auto")
     parser.add_argument("--documents", type=int, default=256, help="of the shortest; longer: fewer")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    table = Table(title=f"{args.shape}, {args.dtype}, {torch.get_num_threads()} threads")
+    told = f"{args.shape}, {args.dtype}, {torch.get_num_threads()} threads"
+    table = Table(title=told + (", Weft in int8" if args.quantization == "int8" else ""))
     columns = ("words", "documents", "sentence-transformers /s", "Weft /s", "ratio", "least cosine")
     for column in columns:
         table.add_column(column, justify="right")
@@ -132,7 +134,8 @@ def main() -> None:
         theirs = SentenceTransformer(
             folder, device="cpu", model_kwargs={"torch_dtype": getattr(torch, args.dtype)}
         )
-        with LLM(model_dir, dtype=args.dtype, prefix_cache=False) as llm:
+        settings = {"dtype": args.dtype, "quantization": args.quantization}
+        with LLM(model_dir, **settings, prefix_cache=False, max_running_requests=128) as llm:
 
             def embed(texts: Sequence[str]) -> list[Any]:
                 prompts = [one.ids for one in tokenizer.encode_batch(list(texts))]

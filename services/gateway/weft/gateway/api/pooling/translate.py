@@ -149,20 +149,21 @@ def _cut(body: PoolBody) -> int | None:
 
 
 def _inputs(body: InputBody) -> tuple[Prompt, ...]:
-    given = body.input
-    if isinstance(given, str):
-        given = [given]
-    if given and isinstance(given[0], int):
-        given = [given]
-    specials = body.add_special_tokens is not False
-    if not given:
+    given, specials = body.input, body.add_special_tokens is not False
+    if not given and not isinstance(given, str):
         raise invalid("input", "is empty; give at least one text")
-    return tuple(
-        TextPrompt(text=one, add_special_tokens=specials)
-        if isinstance(one, str)
-        else TokenPrompt(ids=tuple(one))  # type: ignore[arg-type]
-        for one in given
-    )
+    if isinstance(given, str):
+        return (TextPrompt(text=given, add_special_tokens=specials),)
+    many: list[Prompt] = []
+    ids: list[int] = []
+    for one in given:
+        if isinstance(one, int):
+            ids.append(one)
+        elif isinstance(one, str):
+            many.append(TextPrompt(text=one, add_special_tokens=specials))
+        else:
+            many.append(TokenPrompt(ids=tuple(one)))
+    return (TokenPrompt(ids=tuple(ids)),) if ids else tuple(many)
 
 
 def _request(
