@@ -9,6 +9,8 @@ likely token is the same.
 With --llama llama.cpp takes part in the turns, with the same threads: a process of the Python that
 is named, which has llama-cpp-python, reads the demo model's own file (Q4_1).
 
+On a machine that others use too, --processor-time measures the time that one thread computes.
+
     python bench/quantised.py
     python bench/quantised.py --turns 9 --output bench/results --llama /venv/bin/python
 """
@@ -21,7 +23,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,6 +55,7 @@ FORMATS: dict[str, dict[str, str]] = {
 }
 """Settings of an engine; `model`: another one than the demo model."""
 LLAMA = "llama.cpp, GGUF Q4_1"
+Clock = Callable[[], float]
 BASE = "bfloat16"
 CHATS = Path(__file__).parent.parent / "scripts" / "draft_training" / "held_out.json"
 PAGE_SIZE = 16
@@ -75,14 +78,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--chats", type=int, default=16)
+    parser.add_argument("--processor-time", action="store_true", help="of one thread")
     parser.add_argument("--llama", type=Path, help="a Python that has llama-cpp-python")
     parser.add_argument("--output", type=Path, default=None, help="folder for a JSON file")
     arguments = parser.parse_args()
+    if arguments.processor_time:
+        torch.set_num_threads(1)
+    clock = time.process_time if arguments.processor_time else time.perf_counter
     setup = describe_setup(" / ".join(FORMATS), torch.get_num_threads())
     model_dir, console = resolve_model("demo"), Console(width=140)
     texts = continued_chats(model_dir, arguments.chats)
     qualities = judge(texts)
-    times = measure(arguments.turns, arguments.llama)
+    times = measure(arguments.turns, arguments.llama, clock)
     report(console, setup, qualities, times)
     if arguments.output is not None:
         path = arguments.output / f"quantised-{datetime.now(UTC):%Y%m%d}.json"
@@ -179,11 +186,14 @@ def weight_bytes(weight: LinearWeight) -> int:
 class LlamaProcess:
     """llama.cpp in a process of its own; it has done its work when it answers."""
 
-    def __init__(self, python: Path) -> None:
+    def __init__(self, python: Path, clock: Clock) -> None:
         command = [str(python), str(Path(__file__).parent / "llama_process.py"), str(find_source())]
         threads = str(torch.get_num_threads())
         self._process = subprocess.Popen(
-            [*command, threads], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, threads, clock.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def took(self, prompts: list[list[int]], new: int) -> float:
@@ -199,14 +209,14 @@ class LlamaProcess:
         self._process.communicate()
 
 
-def measure(turns: int, llama: Path | None) -> dict[str, dict[str, list[float]]]:
+def measure(turns: int, llama: Path | None, clock: Clock) -> dict[str, dict[str, list[float]]]:
     """Milliseconds by workload and format, one entry a turn."""
     # Streams, tokens of each prompt and new ones; the prompts are part of the time.
     workloads = {"one stream, ms a token": (1, 16, 48), "16 streams, ms a step": (16, 16, 16)}
     workloads["prompt of 512 tokens, ms"] = (1, 512, 1)
     draw = random.Random(1)
     times: dict[str, dict[str, list[float]]] = {}
-    other = None if llama is None else LlamaProcess(llama)
+    other = None if llama is None else LlamaProcess(llama, clock)
     for label, (streams, prompt, new) in workloads.items():
         times[label] = {name: [] for name in (*FORMATS, *([] if other is None else [LLAMA]))}
         engines = {}
@@ -215,7 +225,7 @@ def measure(turns: int, llama: Path | None) -> dict[str, dict[str, list[float]]]
             engines[name] = LLM(model_dir, prefix_cache=False, kv_memory_bytes=256 << 20, **others)
         for turn in range(turns + 1):
             prompts = [[draw.randrange(100, 40_000) for _ in range(prompt)]] * streams
-            took = {name: generation(llm, prompts, new) for name, llm in engines.items()}
+            took = {name: generation(llm, prompts, new, clock) for name, llm in engines.items()}
             if other is not None:
                 took[LLAMA] = other.took(prompts, new) / new
             for name, seconds in took.items():
@@ -228,11 +238,11 @@ def measure(turns: int, llama: Path | None) -> dict[str, dict[str, list[float]]]
     return times
 
 
-def generation(llm: LLM, prompts: list[list[int]], new: int) -> float:
+def generation(llm: LLM, prompts: list[list[int]], new: int, clock: Clock) -> float:
     """Seconds a step of prompts and new tokens."""
-    begin = time.perf_counter()
+    begin = clock()
     samples = llm.generate(prompts, GREEDY, StopCriteria(max_tokens=new, ignore_eos=True))
-    took = time.perf_counter() - begin
+    took = clock() - begin
     return took / max(len(sample.token_ids) for sample in samples)
 
 

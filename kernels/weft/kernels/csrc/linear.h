@@ -395,6 +395,18 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
     const uint32_t *next = asks ? at + panel_words(w) : NULL;
     const GroupScales of_group = scales_of_group(w->group_scales, w->is_half, w->has_offsets, factor,
                                                  (p * groups + g) * step);
+#if HAS_AMX
+    if (m == 1 && w->bits == 8 && uses_amx(is_bf16) && (input.sums != NULL || !w->has_offsets)) {
+      const bf16 *row = (const bf16 *)input.rows + from;
+      flush_subnormals(amx);
+      amx_int8_row(row, numbers, (const int8_t *)at, (const int8_t *)next, part);
+      if (w->has_offsets)
+        add_group(g > 0, 1, 1, part, &of_group, input.sums + g, 1, tiles);
+      else
+        add_group(g > 0, 0, 1, part, &of_group, NULL, 0, tiles);
+      continue;
+    }
+#endif
     if (w->bits == 4)
       unpack_fours(is_bf16, centre, eights_of(numbers), at, next, words);
     else
