@@ -51,6 +51,15 @@ class Verifying(NamedTuple):
     """Number of rows."""
 
 
+class RankPool(NamedTuple):
+    """A pool that the ranks of an engine have together."""
+
+    whole: torch.Tensor
+    """Its pages, all heads."""
+    own: torch.Tensor
+    """This rank's heads of them."""
+
+
 class LocalExecutor:
     """Owns the KV pool and runs plans as forward passes.
 
@@ -69,6 +78,7 @@ class LocalExecutor:
         tree_rows: sizes of trees whose steps are captured, the first row included; none: drafts
             form no trees.
         on_capture: see `StepGraphs`.
+        pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
     """
 
     def __init__(
@@ -87,6 +97,7 @@ class LocalExecutor:
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
         on_capture: Progress = lambda done, total, what: None,
+        pool: RankPool | None = None,
     ) -> None:
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
@@ -96,10 +107,13 @@ class LocalExecutor:
         self.page_size = layout.page_size
         dtype = getattr(torch, layout.plane.dtype)
         try:
-            self.pool = _new_pool(layout.pool_shape(num_pages), dtype, device)
+            if pool is None:
+                whole = _new_pool(layout.pool_shape(num_pages), dtype, device)
+                pool = RankPool(whole, whole)
         except (RuntimeError, OSError) as error:
             size = num_pages * layout.page_bytes
             raise ConfigError(f"a KV pool of {size:,} bytes does not fit: {error}") from error
+        self.pool, self._own_pool = pool
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
@@ -180,6 +194,12 @@ class LocalExecutor:
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
         """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
         return None if self._inputs is None else PinnedRows(rows, self.pool)
+
+    def check(self) -> None:
+        """See `Executor.check`: there is nothing that could be lost."""
+
+    def close(self) -> None:
+        """See `Executor.close`."""
 
     def reset_slot(self, slot: int) -> None:
         """Clears the slot's page table row for its next request."""
@@ -318,7 +338,7 @@ class LocalExecutor:
             bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
-            return self._model.forward(self._batch(arrays), self.pool), None
+            return self._model.forward(self._batch(arrays), self._own_pool), None
 
     def _scored(
         self, scored: Sequence[ScoredRows], arrays: StepArrays
@@ -333,7 +353,7 @@ class LocalExecutor:
             batch = self._batch(arrays)
             more = torch.from_numpy(rows).to(self.device)
             batch.logits_rows = torch.cat([batch.logits_rows, more])
-            hidden = self._model.forward(batch, self.pool)
+            hidden = self._model.forward(batch, self._own_pool)
         slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
 
         def logits(first: int, end: int) -> torch.Tensor:

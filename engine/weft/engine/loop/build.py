@@ -17,6 +17,7 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.adapters.projections import projections_of
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device import (
@@ -34,6 +35,9 @@ from weft.engine.executor.drafts.build import (
     tree_rows,
 )
 from weft.engine.executor.graphs import Progress
+from weft.engine.executor.ranks.ranked import RankedExecutor
+from weft.engine.executor.ranks.share import peers_of, pool_of
+from weft.engine.executor.ranks.start import Ranks, device_of_rank, set_threads
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
@@ -55,6 +59,7 @@ from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.parallel.shards import check_divides, describe_shards, layout_of_rank
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
@@ -151,12 +156,21 @@ def load_parts(
     Raises:
         ModelError, ConfigError: the directory or the settings cannot be used.
     """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    set_threads(config)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
+    ranks = None
+    if config.tp > 1:
+        check_divides(ModelConfig.load(config.model_dir), config.tp)
+        ranks = Ranks(config, wake)
+        config = replace(config, device=device_of_rank(config, 0))
     device = find_device(config)
-    with _sizing_turn(config, device, progress):
-        return _load_parts(config, device, wake, progress)
+    try:
+        with _sizing_turn(config, device, progress):
+            return _load_parts(config, device, ranks, wake, progress)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
 
 
 def _sizing_turn(
@@ -175,19 +189,29 @@ def _sizing_turn(
 
 
 def _load_parts(
-    config: EngineConfig, device: torch.device, wake: Callable[[], None], progress: Progress
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    wake: Callable[[], None],
+    progress: Progress,
 ) -> EngineParts:
     """See `load_parts`."""
-    models = _load_models(config, device, progress)
+    models = _load_models(config, device, ranks, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     lora = _lora_pool(config, models, device)
-    pools = _size_pools(config, models, device, lora)
+    pools = _size_pools(config, models, device, lora, ranks)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
-    executor = _make_executor(config, models, pools, max_tokens, device, lora, progress)
+    executor = _make_executor(config, models, pools, max_tokens, device, lora, ranks, progress)
+    token_s = time_token(
+        executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
+    )
+    if ranks is not None:
+        ranks.ready()
+        executor.lead(ranks)
     draws_on, faults = sampling_device(vocab_size, device)
     # Before any thread beside this one may use the device: graphs are captured.
     drafter: Drafter | None
@@ -236,9 +260,7 @@ def _load_parts(
         adapters=AdapterManager(lora.limits, lora, wake, host) if lora is not None else None,
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
-        token_s=time_token(
-            executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
-        ),
+        token_s=token_s,
         host=host,
     )
 
@@ -256,7 +278,9 @@ def make_store(
     return StoreLink(config.page_size, parts.memory, num_held_pages, parts.transport, send, clock)
 
 
-def _load_models(config: EngineConfig, device: torch.device, progress: Progress) -> _Models:
+def _load_models(
+    config: EngineConfig, device: torch.device, ranks: Ranks | None, progress: Progress
+) -> _Models:
     """Loads the model, and the head or the model that drafts for it."""
     loaded = load_model(
         config.model_dir,
@@ -267,7 +291,10 @@ def _load_models(config: EngineConfig, device: torch.device, progress: Progress)
         dummy=config.dummy_weights,
         is_fixed=config.deterministic and device.type == "cuda",
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
+        peers=None if ranks is None else peers_of(ranks, device),
     )
+    if ranks is not None:
+        ranks.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
@@ -295,15 +322,24 @@ def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> L
 
 
 def _size_pools(
-    config: EngineConfig, models: _Models, device: torch.device, lora: LoraPool | None
+    config: EngineConfig,
+    models: _Models,
+    device: torch.device,
+    lora: LoraPool | None,
+    ranks: Ranks | None,
 ) -> _Pools:
-    """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free."""
-    draft, page_bytes = models.draft, models.layout.page_bytes
+    """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free, on the
+    rank that has the least.
+    """
+    draft, layout = models.draft, models.layout
+    if device.type == "cuda":
+        layout = layout_of_rank(layout, config.tp)
+    page_bytes = layout.page_bytes
     size, context = config.kv_memory_bytes, models.max_context_tokens
     if device.type == "cuda" and not config.num_pages and size is None:
         needs = measure_needs(
             models.loaded.model,
-            models.layout,
+            layout,
             models.loaded.config.num_embeddings,
             config.max_running_requests,
             config.max_step_tokens + config.decodes_beside,
@@ -318,7 +354,7 @@ def _size_pools(
         if draft is not None:
             needs = draft.added_to(needs, context, page_bytes, device)
         num_pages = pages_of(needs, page_bytes)
-        plan = [describe_pool(needs, num_pages, models.layout)]
+        plan = [describe_pool(needs, num_pages, layout)]
         num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
     else:
         size = DEFAULT_KV_BYTES if size is None else size
@@ -334,6 +370,9 @@ def _size_pools(
             check_pool_fits(num_pages * page_bytes + draft_bytes, device)
     if draft is not None:
         plan.append(draft.describe(num_draft_pages))
+    if ranks is not None:
+        num_pages = ranks.agree("pages", num_pages)
+        plan.append(describe_shards(models.loaded.config, ranks.pids, device))
     return _Pools(num_pages, num_draft_pages, plan)
 
 
@@ -344,12 +383,16 @@ def _make_executor(
     max_tokens: int,
     device: torch.device,
     lora: LoraPool | None,
+    ranks: Ranks | None,
     progress: Progress,
-) -> LocalExecutor:
+) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
-    return LocalExecutor(
+    layout, pool = models.layout, None
+    if ranks is not None:
+        layout, pool = pool_of(ranks, layout, pools.num_pages, device)
+    executor = RankedExecutor(
         models.loaded.model,
-        models.layout,
+        layout,
         pools.num_pages,
         config.max_running_requests,
         max_tokens,
@@ -361,7 +404,11 @@ def _make_executor(
         max_drafts=max_drafts(config),
         tree_rows=tree_rows(config),
         on_capture=progress,
+        pool=pool,
     )
+    if ranks is not None:
+        ranks.agree("pool")
+    return executor
 
 
 def _describe_engine(

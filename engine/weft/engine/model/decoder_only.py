@@ -125,4 +125,4 @@ def _build_stack(
                 mlp(config, index, layer.at("mlp")),
             )
         )
-    return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps))
+    return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps), weights.peers)

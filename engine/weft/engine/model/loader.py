@@ -16,9 +16,12 @@ from weft.engine.model.archs.registry import model_class
 from weft.engine.model.interface import Model
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.random_weights import RandomWeights
+from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.registry import scheme_of
+from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
+from weft.kernels.peers import Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,7 @@ def load_model(
     dummy: bool = False,
     is_fixed: bool = False,
     num_added_tokens: int = 0,
+    peers: Peers | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files.
 
@@ -64,6 +68,7 @@ def load_model(
             digest says so.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
         num_added_tokens: See `ModelConfig.num_added_tokens`.
+        peers: Ranks among which the products are divided; None: this process has them all.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
@@ -82,10 +87,13 @@ def load_model(
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
+    shard = Shard() if peers is None else Shard(peers.rank, peers.size)
+
+    def weights_of(reader: CheckpointReader) -> Weights:
+        return Weights(reader, scheme, torch_dtype, target, shard=shard, arena=arena, peers=peers)
+
     if dummy:
-        model = build(
-            config, Weights(RandomWeights(target), scheme, torch_dtype, target, arena=arena)
-        )
+        model = build(config, weights_of(RandomWeights(target)))
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
         return LoadedModel(
             model=model, config=config, digest=digest, dtype=dtype, weight_format=weight_format
@@ -95,7 +103,7 @@ def load_model(
     ) as checkpoint:
         if config.tie_word_embeddings:
             checkpoint.check_alike("model.embed_tokens.weight", "lm_head.weight")
-        model = build(config, Weights(checkpoint, scheme, torch_dtype, target, arena=arena))
+        model = build(config, weights_of(checkpoint))
         checkpoint.finish()
     try:
         digest = model_digest(config, computed, weight_files(model_dir), scheme.fingerprint())

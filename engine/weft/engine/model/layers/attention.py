@@ -83,7 +83,10 @@ class Attention:
         self.o_proj = o_proj
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.spec = spec._replace(is_fixed=qkv_proj.is_fixed)
+        # Of a rank: its share of the heads.
+        heads = o_proj.in_features // spec.dim
+        kv_heads = (qkv_proj.out_features // spec.dim - heads) // 2
+        self.spec = spec._replace(heads=heads, kv_heads=kv_heads, is_fixed=qkv_proj.is_fixed)
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`: on a GPU the layer's page group is settled."""

@@ -9,7 +9,6 @@ any other way. In DIR it leaves what helps to explain its stall or death.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -37,7 +36,8 @@ from weft.common.worker.frames import (
     parse_inbox,
 )
 from weft.engine.base import faults
-from weft.engine.base.errors import ConfigError, WeftError
+from weft.engine.base.errors import ConfigError, RanksLost, WeftError
+from weft.engine.base.processes import die_with_parent
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.outgoing import failure_of
@@ -45,7 +45,6 @@ from weft.engine.protocol.messages import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 20
 
 
@@ -131,14 +130,6 @@ class ServerLink:
             start = end
         del self._received[:start]
         return bodies
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent dies; exits if it is already dead."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def load(link: ServerLink) -> Engine:

@@ -1,0 +1,31 @@
+"""Ranks that hold shares of one model: what layers ask of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Peers(Protocol):
+    """All ranks of a tensor-parallel group, as one of them sees it.
+
+    Its calls are collective: every rank makes the same ones, in the same order and with the same
+    shapes.
+    """
+
+    rank: int
+    """0 to `size` - 1."""
+    size: int
+
+    def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + the sum of `partial` over all ranks, the same bits on each of them.
+
+        Args:
+            partial: [T, H] float32 or the dtype of `residual`, contiguous.
+            residual: [T, H], contiguous, equal on all ranks; not changed.
+
+        Returns:
+            [T, H], dtype of `residual`.
+        """
+        ...
