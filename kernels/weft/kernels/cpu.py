@@ -293,9 +293,7 @@ class NativeCpu:
         self.draft_chain_width = declare("weft_draft_chain_width", long, pointer, long)
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
         self.announce = declare("weft_announce", None, pointer, ctypes.c_uint32)
-        self.await_count = declare(
-            "weft_await", integer, pointer, ctypes.c_uint32, pointer, long
-        )
+        self.await_count = declare("weft_await", integer, pointer, ctypes.c_uint32, pointer, long)
         self.add_sum = declare(
             "weft_add_sum", integer, pointer, pointer, long, pointer, pointer, integer
         )

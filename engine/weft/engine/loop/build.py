@@ -35,9 +35,6 @@ from weft.engine.executor.drafts.build import (
     tree_rows,
 )
 from weft.engine.executor.graphs import Progress
-from weft.engine.executor.ranks.ranked import RankedExecutor
-from weft.engine.executor.ranks.share import peers_of, pool_of
-from weft.engine.executor.ranks.start import Ranks, device_of_rank, set_threads
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
@@ -47,6 +44,9 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     time_token,
 )
+from weft.engine.executor.ranks.ranked import RankedExecutor
+from weft.engine.executor.ranks.share import peers_of, pool_of
+from weft.engine.executor.ranks.start import Ranks, device_of_rank
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
@@ -156,7 +156,8 @@ def load_parts(
     Raises:
         ModelError, ConfigError: the directory or the settings cannot be used.
     """
-    set_threads(config)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     ranks = None
     if config.tp > 1:

@@ -34,9 +34,7 @@ class NcclPeers:
             "nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
         )
         # The communicator and its kernels are there before memory is measured.
-        self.add_sum(
-            torch.zeros((1, 8), device=device), torch.zeros((1, 8), device=device)
-        )
+        self.add_sum(torch.zeros((1, 8), device=device), torch.zeros((1, 8), device=device))
         torch.cuda.synchronize(device)
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

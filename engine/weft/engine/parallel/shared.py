@@ -212,5 +212,7 @@ class SharedGroup:
     def _lose(self, status: int, rank: int, what: str) -> None:
         if status == _STOPPED:
             raise RanksLost(f"{self.why()}, before {what}")
+        late = f"rank {rank} has not come to {what} within {self.limit_s:g} s"
+        self.why = lambda: late
         self.stop()
-        raise RanksLost(f"rank {rank} has not come to {what} within {self.limit_s:g} s")
+        raise RanksLost(late)

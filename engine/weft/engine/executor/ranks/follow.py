@@ -26,7 +26,7 @@ from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
 from weft.engine.executor.ranks.frames import Copies, Pages, Step, Tokens, decode
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import load_share, peers_of, pool_of
-from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank, set_threads
+from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
@@ -65,7 +65,8 @@ class Following:
 
 def load(config: EngineConfig, others: Following) -> LocalExecutor:
     """Loads this rank's share; the mirror image of what rank 0 does."""
-    set_threads(config)
+    assert config.num_threads is not None
+    torch.set_num_threads(config.num_threads)
     device = find_device(config)
     loaded = load_share(config, others, peers_of(others, device))
     layout = loaded.model.kv_layout(config.page_size)

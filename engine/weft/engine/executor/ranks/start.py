@@ -12,11 +12,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import ConfigError, RanksLost, error_class
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
 from weft.engine.parallel.segment import Segment
@@ -49,12 +49,15 @@ class Ranks:
     rank = 0
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
-        """Starts the processes, which load their shares at once.
+        """Starts the processes, which load their shares at once, and shares out the threads.
 
         Raises:
             ConfigError: There is no shared memory, or no native operation to wait in it.
         """
         self.size = config.tp
+        threads = max(1, (config.num_threads or torch.get_num_threads()) // config.tp)
+        torch.set_num_threads(threads)
+        config = replace(config, num_threads=threads)
         self._limit_s = config.rank_timeout_s
         self._wake = wake
         self._segment = Segment.create(segment_bytes(config.tp), "weft-ranks")
@@ -77,7 +80,7 @@ class Ranks:
 
     def _start(self, config: EngineConfig, rank: int) -> _Follower:
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads_of_rank(config))}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(config.num_threads)}
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
@@ -148,13 +151,13 @@ class Ranks:
         self._watcher.start()
 
     def check(self) -> None:
-        """Raises RanksLost if a rank has ended.
+        """Raises RanksLost if the group has ended.
 
         Raises:
             RanksLost: It says which, and how.
         """
-        if self._is_lost:
-            raise RanksLost(self._why)
+        if self.group.is_stopped:
+            raise RanksLost(self.group.why())
 
     def fail(self, why: str) -> None:
         """Ends all ranks, since this one has failed."""
@@ -222,11 +225,6 @@ class Ranks:
         return f"rank {follower.rank} (process {follower.process.pid}) ended by {how}"
 
 
-def threads_of_rank(config: EngineConfig) -> int:
-    """Compute threads of each rank on a CPU."""
-    return max(1, (config.num_threads or num_cores()) // config.tp)
-
-
 def device_of_rank(config: EngineConfig, rank: int) -> str:
     """The device of a rank: of a list the one at its place, else GPUs from the given one on."""
     devices = config.device.split(",")
@@ -238,11 +236,3 @@ def device_of_rank(config: EngineConfig, rank: int) -> str:
         return devices[rank].strip()
     kind, _, index = config.device.partition(":")
     return config.device if kind == "cpu" or config.tp == 1 else f"{kind}:{int(index or 0) + rank}"
-
-
-def set_threads(config: EngineConfig) -> None:
-    """Sets the compute threads of this rank."""
-    if config.tp > 1:
-        torch.set_num_threads(threads_of_rank(config))
-    elif config.num_threads:
-        torch.set_num_threads(config.num_threads)

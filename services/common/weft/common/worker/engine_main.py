@@ -36,7 +36,7 @@ from weft.common.worker.frames import (
     parse_inbox,
 )
 from weft.engine.base import faults
-from weft.engine.base.errors import ConfigError, RanksLost, WeftError
+from weft.engine.base.errors import ConfigError, Internal, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
         engine = load(link)
     except ServerGone:
         return 1
-    except (WeftError, MemoryError, RuntimeError) as error:
+    except (WeftError, MemoryError, RuntimeError, RanksLost) as error:
         known = error if isinstance(error, WeftError) else ConfigError(str(error))
         link.write(FromEngine(failure=failure_of(known)))
         return 1
@@ -207,6 +207,12 @@ def main(argv: list[str]) -> int:
     except ServerGone:
         engine.close()
         return 0
+    except RanksLost as lost:
+        logger.critical("the engine ends: %s", lost)
+        link.write(FromEngine(failure=failure_of(Internal(str(lost), stage="decode"))))
+        if black_box is not None:
+            black_box.failed()
+        return 1
     except Exception:
         logger.exception("the engine ends")
         if black_box is not None:
