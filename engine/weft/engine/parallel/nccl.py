@@ -7,6 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 """Of one collective: then torch's watchdog ends the process, and the group with it."""
@@ -29,7 +30,7 @@ class NcclPeers:
         self.rank = rank
         self.size = size
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        store = dist.FileStore(store_path, size)
+        store = FileStore(store_path, size)
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
         )

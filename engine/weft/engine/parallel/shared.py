@@ -164,7 +164,7 @@ class SharedGroup:
         while left:
             self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S)
             slot = self._ring[self._num_slots % _RING_SLOTS]
-            count, left = _SLOT_HEADER.unpack_from(slot)
+            count, left = _SLOT_HEADER.unpack(slot[: _SLOT_HEADER.size].tobytes())
             parts.append(slot[_SLOT_HEADER.size :][:count].tobytes())
             self._num_slots += 1
             self._native.announce(self._taken[self.rank], self._num_slots & 0xFFFFFFFF)

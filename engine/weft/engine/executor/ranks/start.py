@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from weft.engine.base.config import EngineConfig
@@ -181,7 +181,7 @@ class Ranks:
         self._followers = []
         self._folder.cleanup()
 
-    def _receive(self, follower: _Follower) -> dict[str, object]:
+    def _receive(self, follower: _Follower) -> dict[str, Any]:
         try:
             message, _ = follower.link.receive()
         except LinkClosed:
