@@ -139,6 +139,9 @@ class BatchStruct(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("scratch", ctypes.c_void_p),
         ("lora", ctypes.c_void_p),
+        ("peers", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("lost", ctypes.c_int32),
     )
 
 

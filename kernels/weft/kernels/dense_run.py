@@ -23,6 +23,7 @@ from weft.kernels.attention import (
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, NativeLora, check_addition, describe_lora
 from weft.kernels.norm import Norm
+from weft.kernels.peers import Peers
 from weft.kernels.rope import check_rope
 from weft.kernels.stream import Taps
 
@@ -101,6 +102,7 @@ class DenseRun:
         first: int,
         lora: LoraStep | None = None,
         taps: Taps | None = None,
+        peers: Peers | None = None,
     ) -> torch.Tensor:
         """Runs a step through all layers; stores K and V of every row in each.
 
@@ -112,6 +114,7 @@ class DenseRun:
             first: Index in the pool of the first of these layers.
             lora: The adapters of these T tokens, or None.
             taps: Gets what enters those of these layers that it names, or None.
+            peers: Ranks that have the other shares of these layers, or None.
 
         Returns:
             `hidden`.
@@ -134,6 +137,9 @@ class DenseRun:
                 f"at layers {first} to {first + count - 1} does not fit the step ({batch.rows} "
                 f"rows, {described.layers} layers)"
             )
+        if peers is not None:
+            partial = torch.empty(hidden.shape, dtype=torch.float32)
+            batch.peers, batch.partial = ctypes.addressof(peers.native()), partial.data_ptr()
         follower = None if taps is None else taps.follower_of(first, count)
         after = None if follower is None else follower.native()
         status = self._native.decoder_layers(
@@ -148,6 +154,8 @@ class DenseRun:
         )
         if status:
             cpu.check_status(status, "decoder_layers")
+        if peers is not None:
+            peers.check(batch.lost)
         if follower is not None and after is not None:
             follower.done()
         return hidden

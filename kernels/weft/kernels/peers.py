@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from weft.kernels import cpu
 
 
 class Peers(Protocol):
@@ -28,4 +29,12 @@ class Peers(Protocol):
         Returns:
             [T, H], dtype of `residual`.
         """
+        ...
+
+    def native(self) -> cpu.PeersStruct:
+        """The same for native operations, valid as long as this object lives; on a CPU."""
+        ...
+
+    def check(self, lost: int) -> None:
+        """Raises what a status other than 0 of `meet` (csrc/peers.h) stands for."""
         ...

@@ -112,7 +112,9 @@ def test_a_rank_that_is_late_at_every_step_changes_nothing(
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", pytest.param("fails", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "how", ["killed", "stopped", pytest.param("fails", marks=pytest.mark.full)]
+)
 def test_a_rank_that_is_lost_ends_the_engine_in_time(
     how: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,12 +31,13 @@ class Run:
 
     def __call__(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
         """Runs the layers; returns the step as they have prepared it for further runs."""
-        if self._dense is None or stream.peers is not None or not self._dense.fits(pool):
+        if self._dense is None or not self._dense.fits(pool):
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
         assert isinstance(first.mixer, Attention)
-        group = step.groups[first.mixer.group]
-        self._dense(hidden, step.positions, group, pool, first.number, step.lora, stream.taps)
+        group, number = step.groups[first.mixer.group], first.number
+        parts = (step.lora, stream.taps, stream.peers)
+        self._dense(hidden, step.positions, group, pool, number, *parts)
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:

@@ -8,6 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from weft.kernels import cpu
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 """Of one collective: then torch's watchdog ends the process, and the group with it."""
@@ -37,6 +38,13 @@ class NcclPeers:
         # The communicator and its kernels are there before memory is measured.
         self.add_sum(torch.zeros((1, 8), device=device), torch.zeros((1, 8), device=device))
         torch.cuda.synchronize(device)
+
+    def native(self) -> cpu.PeersStruct:
+        """See `Peers.native`: there is no native form."""
+        raise NotImplementedError
+
+    def check(self, lost: int) -> None:
+        """See `Peers.check`: torch's watchdog ends a process whose peers are lost."""
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """See `Peers.add_sum`; sums in the residual's dtype."""

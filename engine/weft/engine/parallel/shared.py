@@ -124,10 +124,22 @@ class SharedGroup:
             out.data_ptr(),
             residual.dtype == torch.bfloat16,
         )
-        if status:
-            number = self._struct.round - self._first_round + 1
-            self._lose(status, status - _LATE, f"sum {number} of step {self.num_frames}")
+        self.check(status)
         return out
+
+    def native(self) -> cpu.PeersStruct:
+        """See `Peers.native`."""
+        return self._struct
+
+    def check(self, lost: int) -> None:
+        """See `Peers.check`.
+
+        Raises:
+            RanksLost: A rank is gone, or has not come in time.
+        """
+        if lost:
+            number = self._struct.round - self._first_round + 1
+            self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
     def post(self, parts: Sequence[NDArray[np.uint8] | bytes]) -> None:
         """Sends a frame to all others; its parts lie one behind the other.

@@ -188,9 +188,9 @@ int weft_check_batch(const Batch *batch, const Pool *pool) {
 }
 
 /* A Status; `taps` and `after` may be null. What `after` writes goes on from the taps: these layers
- * must be all that it needs. */
+ * must be all that it needs. With other ranks, `lost` of the batch tells whether all of them came. */
 int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count,
-                        const Batch *batch, const Pool *pool, void *hidden, const Taps *taps,
+                        Batch *batch, const Pool *pool, void *hidden, const Taps *taps,
                         const DraftWrite *after) {
   Plan plan = {0};
   Status status = after == NULL ? FINE : check_entries(after->head, after->entries, pool);
