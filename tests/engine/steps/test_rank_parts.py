@@ -181,7 +181,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {"kind": "qwen3_moe", "sizes": (2048, 48, 32, 4, 768, 151936)},
     "Qwen3-235B-A22B": {"kind": "qwen3_moe", "sizes": (4096, 94, 64, 4, 1536, 151936)},
 }
-ROW = re.compile(r"\| (?P<name>[\w.-]+) \| (?P<cells>[\d., |-]+) \|")
+ROW = re.compile(r"\| (?P<name>[A-Z][\w.-]+) \| (?P<cells>[\d., |-]+) \|")
 
 
 def config_of(kind: str, sizes: tuple[int, ...]) -> ModelConfig:

@@ -154,5 +154,7 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
         LLM(folder, tp=2, enable_lora=True)
     with pytest.raises(ConfigError, match="drafter = eagle3"):
         LLM(folder, tp=2, drafter="eagle3", draft_dir=folder)
+    with pytest.raises(ConfigError, match="quantised"):
+        LLM(folder, tp=2, quantization="int8")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(folder, tp=2, deterministic=True)

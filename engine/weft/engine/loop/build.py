@@ -18,6 +18,7 @@ from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device import (
@@ -161,7 +162,13 @@ def load_parts(
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
     ranks = None
     if config.tp > 1:
-        check_divides(ModelConfig.load(config.model_dir), config.tp)
+        model = ModelConfig.load(config.model_dir)
+        check_divides(model, config.tp)
+        if resolve_quantization(config.quantization, model.quantization, config.device) is not None:
+            raise ConfigError(
+                f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",
+                param="tp",
+            )
         ranks = Ranks(config, wake)
         config = replace(config, device=device_of_rank(config, 0))
     device = find_device(config)
