@@ -176,6 +176,9 @@ class Judge:
             except ValueError:
                 continue
             budget = iter(range(MAX_ORDERS))
+            as_it_is = _consumed(matcher, json.dumps(value, ensure_ascii=False), budget)
+            if as_it_is is not None and as_it_is.is_accepting():
+                return reason
             ends = in_some_order(matcher, value, budget)
             if any(end.is_accepting() for end in ends):
                 return reason

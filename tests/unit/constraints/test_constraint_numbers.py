@@ -93,6 +93,25 @@ def test_numbers_within_random_bounds(merged: bool) -> None:
                 assert (exact / Fraction(repr(schema["multipleOf"]))).denominator == 1
 
 
+def test_decimals_between_random_bounds_are_all_allowed() -> None:
+    """The bounds with fewer decimals as well: 0.9 is below 1, 99.7 is below 99.75."""
+    fresh_seed()
+    rng = random.Random(random.random())
+    for _ in range(40):
+        low = Fraction(rng.randint(-200_000, 200_000), 10 ** rng.randint(0, 4))
+        high = low + Fraction(rng.randint(1, 300_000), 10 ** rng.randint(1, 4))
+        least, most = rng.choice([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+        schema = {"type": "number", least: float(low), most: float(high)}
+        texts = {repr(float(bound)) for bound in (low, high)}
+        for decimals in range(1, 6):
+            unit = Fraction(1, 10**decimals)
+            for bound in (low, high):
+                near = math.floor(bound / unit)
+                texts |= {repr(float((near + step) * unit)) for step in (-1, 0, 1, 2)}
+        # Whole numbers are written without decimals.
+        check(schema, sorted(text.removesuffix(".0") for text in texts if "e" not in text))
+
+
 def test_numbers_end_and_are_finite() -> None:
     fresh_seed()
     rng = random.Random(random.random())

@@ -62,6 +62,16 @@ COMBINED: list[Any] = [
     {"oneOf": [{**OBJECT, "additionalProperties": False}, {**BARE, "required": ["c"]}]},
     {"oneOf": [BARE, {**BARE, "properties": {"a": {"type": "integer"}}}]},
     {"oneOf": [{"const": 1}, {"enum": [2, "a"]}, {"type": "null"}]},
+    {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {**OBJECT["properties"], "k": {"type": "string", "pattern": pattern}},
+                "required": ["k"],
+            }
+            for pattern in ("^x$", "^(?:y|z)$")
+        ]
+    },
     {"oneOf": [{"type": "integer", "maximum": 0}, {"type": "integer", "minimum": 1}]},
     {**OBJECT, "dependentRequired": {"a": ["b"], "k": ["a"]}},
     {**OBJECT, "dependencies": {"b": ["k"]}, "$schema": DRAFT7},

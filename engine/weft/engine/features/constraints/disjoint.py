@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ _ANNOTATIONS = frozenset(
         *("writeOnly", "$id", "id", "$schema", "$anchor", "definitions", "$defs"),
     }
 )
+_SPELLED = re.compile(r"\^(?:(?P<one>[\w -]+)|\((?:\?:)?(?P<several>[\w -]+(?:\|[\w -]+)*)\))\$")
+"""Patterns of one or more strings: `^success$`, `^(fail|error)$`."""
 _BELOW = {"minLength": "maxLength", "minItems": "maxItems", "minProperties": "maxProperties"}
 _ABOVE = {least: most for most, least in _BELOW.items()}
 _OF_COUNT = {"Length": "string", "Items": "array", "Properties": "object"}
@@ -61,7 +64,7 @@ def are_disjoint(
         resolve: Follows references.
         around: Keywords beside both.
     """
-    first, second = resolve(first), resolve(second)
+    first, second = _plain(resolve(first)), _plain(resolve(second))
     if not isinstance(first, dict) or not isinstance(second, dict):
         return first is False or second is False
     for one, other in ((first, second), (second, first)):
@@ -87,6 +90,18 @@ def are_disjoint(
     if types[0] & types[1] != {"object"}:
         return False
     return _differ_in_a_property(first, second, resolve)
+
+
+def _plain(schema: Json) -> Json:
+    """The same schema, with an enum where a pattern spells all strings that it allows."""
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return schema
+    pattern = schema.get("pattern")
+    spelled = _SPELLED.fullmatch(pattern) if isinstance(pattern, str) else None
+    if spelled is None or "enum" in schema:
+        return schema
+    rest = {name: value for name, value in schema.items() if name != "pattern"}
+    return {**rest, "enum": (spelled["one"] or spelled["several"]).split("|")}
 
 
 def _differ_in_a_property(
@@ -142,7 +157,7 @@ def negated(schema: Json, resolve: Resolve) -> Json:
 
     What it allows is never valid under the given one; it may leave out some of what is not.
     """
-    schema = resolve(schema)
+    schema = _plain(resolve(schema))
     if isinstance(schema, bool):
         return not schema
     if not isinstance(schema, dict):

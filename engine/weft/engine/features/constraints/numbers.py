@@ -88,13 +88,32 @@ def prepare_number(
     out |= {"minimum": _json(low, -1), "maximum": _json(high, 1)}
     if given["multipleOf"] is not None or not (is_integer or is_merged):
         out["multipleOf"] = _json(step)
-    if is_merged or step * 10**decimals == 1:
-        return out
-    # llguidance takes 2.50 for a multiple of 0.25, but 2.5 for none: it is one of 0.5.
-    multiples = {_common_multiple(step, Fraction(1, 10**count)) for count in range(1, decimals)}
-    shorter = [one for one in sorted(multiples - {step}) if math.ceil(low / one) * one <= high]
-    found = [out, *({**out, "multipleOf": _json(multiple)} for multiple in shorter)]
-    return {"anyOf": found} if shorter else out
+    found: list[Json] = [out]
+    if cut := _cut_bounds(low, high, step, decimals):
+        found.append({"enum": [_json(value) for value in cut]})
+    if not is_merged and step * 10**decimals != 1:
+        # llguidance takes 2.50 for a multiple of 0.25, but 2.5 for none: it is one of 0.5.
+        multiples = {_common_multiple(step, Fraction(1, 10**count)) for count in range(1, decimals)}
+        shorter = [one for one in sorted(multiples - {step}) if math.ceil(low / one) * one <= high]
+        found += ({**out, "multipleOf": _json(multiple)} for multiple in shorter)
+    return {"anyOf": found} if len(found) > 1 else out
+
+
+def _cut_bounds(low: Fraction, high: Fraction, step: Fraction, decimals: int) -> list[Fraction]:
+    """The bounds with fewer decimals, as far as they are between the bounds and are multiples.
+
+    llguidance refuses them: between 0 and 99.75 it takes 99.6 and 99.70, but not 99.7.
+    """
+    cut = {
+        Fraction(math.trunc(bound * 10**count), 10**count)
+        for bound in (low, high)
+        for count in range(1, decimals)
+    }
+    return sorted(
+        value
+        for value in cut - {low, high}
+        if low <= value <= high and value.denominator != 1 and (value / step).denominator == 1
+    )
 
 
 def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
