@@ -112,6 +112,11 @@ def test_a_rank_that_is_late_at_every_step_changes_nothing(
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
+def generate_on_and_on(llm: LLM) -> None:
+    while True:
+        llm.generate(random_prompts((50, 20)), stop=StopCriteria(max_tokens=60))
+
+
 @pytest.mark.parametrize(
     "how", ["killed", "stopped", pytest.param("fails", marks=pytest.mark.full)]
 )
