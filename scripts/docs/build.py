@@ -33,7 +33,7 @@ GUIDES = (
     "CONTRIBUTING.md",
 )
 OPERATION = (
-    *("api", "dialects", "adapters", "operations", "routing", "targets"),
+    *("api", "dialects", "adapters", "operations", "parallel", "routing", "targets"),
     *("quantisation", "quantisation-fp8", "security", "observability", "metrics", "kubernetes"),
 )
 

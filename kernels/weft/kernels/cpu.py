@@ -139,6 +139,18 @@ class PagesStruct(ctypes.Structure):
     )
 
 
+class PeersStruct(ctypes.Structure):
+    """`Peers` of csrc/peers.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rank", "size")),
+        *((name, ctypes.c_void_p) for name in ("arrived", "stop", "slots")),
+        *((name, ctypes.c_int64) for name in ("slot_floats", "limit_ns")),
+        ("round", ctypes.c_uint32),
+        ("spins", ctypes.c_int32),
+    )
+
+
 class BatchStruct(ctypes.Structure):
     """`Batch` of csrc/layer.h."""
 
@@ -153,6 +165,9 @@ class BatchStruct(ctypes.Structure):
         ("lora", ctypes.c_void_p),
         ("further", ctypes.c_void_p),
         ("num_further", ctypes.c_int64),
+        ("peers", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("lost", ctypes.c_int32),
     )
 
 
@@ -238,6 +253,9 @@ class NativeCpu:
     """
 
     __slots__ = (
+        "add_sum",
+        "announce",
+        "await_count",
         "check_batch",
         "decoder_layers",
         "draft_chain",
@@ -313,6 +331,11 @@ class NativeCpu:
         self.draft_entries = declare("weft_draft_entries", integer, pointer, pointer)
         self.draft_chain_width = declare("weft_draft_chain_width", long, pointer, long)
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
+        self.announce = declare("weft_announce", None, pointer, ctypes.c_uint32)
+        self.await_count = declare("weft_await", integer, pointer, ctypes.c_uint32, pointer, long)
+        self.add_sum = declare(
+            "weft_add_sum", integer, pointer, pointer, long, pointer, pointer, integer
+        )
         self.native_bf16 = bool(declare("weft_native_bf16", integer)())
         """Whether bfloat16 products run in hardware (AVX512-BF16)."""
         amx = declare("weft_ask_for_amx", integer)()

@@ -23,6 +23,7 @@ from weft.kernels.attention import (
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, NativeLora, check_addition, describe_lora
 from weft.kernels.norm import Norm
+from weft.kernels.peers import Peers
 from weft.kernels.rope import check_rope
 from weft.kernels.stream import Taps
 
@@ -114,6 +115,7 @@ class DenseRun:
         lora: LoraStep | None = None,
         taps: Taps | None = None,
         further: Sequence[GroupStep] = (),
+        peers: Peers | None = None,
     ) -> torch.Tensor:
         """Runs a step through all layers; stores K and V of every row in each.
 
@@ -126,6 +128,7 @@ class DenseRun:
             lora: The adapters of these T tokens, or None.
             taps: Gets what enters those of these layers that it names, or None.
             further: As those of the other groups do, each with its pool.
+            peers: Ranks that have the other shares of these layers, or None.
 
         Returns:
             `hidden`.
@@ -154,6 +157,9 @@ class DenseRun:
                 f"at layers {first} to {first + count - 1} does not fit the step ({batch.rows} "
                 f"rows, {described.layers} layers)"
             )
+        if peers is not None:
+            partial = torch.empty(hidden.shape, dtype=torch.float32)
+            batch.peers, batch.partial = ctypes.addressof(peers.native()), partial.data_ptr()
         follower = None if taps is None else taps.follower_of(first, count)
         after = None if follower is None else follower.native()
         status = self._native.decoder_layers(
@@ -168,6 +174,8 @@ class DenseRun:
         )
         if status:
             cpu.check_status(status, "decoder_layers")
+        if peers is not None:
+            peers.check(batch.lost)
         if follower is not None and after is not None:
             follower.done()
         return hidden

@@ -17,6 +17,7 @@ from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import LoraAddition, LoraStep, addition_to, experts_addition
 from weft.kernels.moe import SparseMlpWeight, moe, route
 from weft.kernels.norm import AnyNorm
+from weft.kernels.peers import Peers
 
 
 class Normed:
@@ -47,6 +48,10 @@ class Sum(NamedTuple):
         """The sum with [T, H], which is not changed."""
         return linear(self.x, self.w, value, lora=self.lora)
 
+    def partial(self) -> torch.Tensor:
+        """[T, H] float32: this rank's part of the sum, where each has a part of x."""
+        return linear(self.x, self.w, out_dtype=torch.float32, lora=self.lora)
+
 
 class GatedSum(NamedTuple):
     """An addition down(silu(gate(x)) * up(x)), of which nothing is computed yet."""
@@ -67,6 +72,10 @@ class GatedSum(NamedTuple):
         """See `Sum.added_to`."""
         return self.inner().added_to(value)
 
+    def partial(self) -> torch.Tensor:
+        """See `Sum.partial`."""
+        return self.inner().partial()
+
 
 class Combine(NamedTuple):
     """An addition of routed experts, of which nothing is computed yet."""
@@ -84,10 +93,17 @@ class Combine(NamedTuple):
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """See `Sum.added_to`."""
+        return self._experts(value)
+
+    def partial(self) -> torch.Tensor:
+        """See `Sum.partial`; of the dtype of x, since that is how experts are added up."""
+        return self._experts(None)
+
+    def _experts(self, residual: torch.Tensor | None) -> torch.Tensor:
         w = self.w
         routing = route(self.router_logits(), w.top_k, renormalise=w.renormalise, form=w.form)
         to_experts = experts_addition(self.lora, self.layer)
-        return moe(self.x.value, routing, w.experts, value, to_experts)
+        return moe(self.x.value, routing, w.experts, residual, to_experts)
 
 
 class SharedCombine(NamedTuple):
@@ -132,11 +148,16 @@ class Stream:
     Args:
         value: [T, H].
         taps: Gets what enters some layers, or None.
+        peers: Ranks that have parts of what is added, which every addition sums up; the stream is
+            equal on all of them. None: this process computes all of it.
     """
 
-    def __init__(self, value: torch.Tensor, taps: Taps | None = None) -> None:
+    def __init__(
+        self, value: torch.Tensor, taps: Taps | None = None, peers: Peers | None = None
+    ) -> None:
         self._value = value
         self.taps = taps
+        self.peers = peers
 
     @property
     def rows(self) -> int:
@@ -161,7 +182,12 @@ class Stream:
 
     def add(self, pending: Pending) -> None:
         """Adds to the stream."""
-        self._value = pending.added_to(self._value)
+        if self.peers is None:
+            self._value = pending.added_to(self._value)
+        elif isinstance(pending, Sum | GatedSum | Combine):
+            self._value = self.peers.add_sum(pending.partial(), self._value)
+        else:
+            raise TypeError(f"{type(pending).__name__} is not divided among ranks")
 
     def computed(self, pending: Pending) -> torch.Tensor:
         """What an addition adds, [T, H], for what changes it before it is added."""
@@ -181,18 +207,19 @@ class Stream:
 
     def of_rows(self, rows: torch.Tensor) -> Stream:
         """A stream of some of the rows ([L] int64)."""
-        return Stream(self.settle().index_select(0, rows))
+        return Stream(self.settle().index_select(0, rows), peers=self.peers)
 
 
-def stream_of(hidden: torch.Tensor, taps: Taps | None) -> Stream:
+def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = None) -> Stream:
     """The stream through consecutive layers, in the form that is fast where it is.
 
     Args:
         hidden: [T, H], contiguous; on a GPU it is overwritten.
         taps: Gets what enters some of these layers, or None.
+        peers: See `Stream`.
     """
-    if not hidden.is_cuda:
-        return Stream(hidden, taps)
+    if not hidden.is_cuda or peers is not None:
+        return Stream(hidden, taps, peers)
     from weft.kernels.gpu import stream as gpu
 
     return gpu.GpuStream(hidden, taps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.cli.up.settings import UpSettings
+from weft.engine.base.errors import ConfigError
 
 GPUS_A_FILLER = 4
 """One GPU in this many prefills for the others; decode workers also prefill where that is
@@ -21,14 +22,32 @@ def with_devices(settings: UpSettings, num_gpus: int) -> UpSettings:
     Args:
         settings: As given.
         num_gpus: That workers can use.
+
+    Raises:
+        ConfigError: A worker of `tp` ranks needs more GPUs.
     """
+    tp = settings.tp
     if settings.device not in ([], ["auto"]):
-        return settings
+        if tp == 1 or "cpu" in settings.device:
+            return settings
+        return settings.model_copy(update={"device": _grouped(settings.device, tp)})
     if not num_gpus:
         return settings.model_copy(update={"device": ["cpu"]})
-    update: dict[str, object] = {"device": [f"cuda:{index}" for index in range(num_gpus)]}
+    devices = _grouped([f"cuda:{index}" for index in range(num_gpus)], tp)
+    update: dict[str, object] = {"device": devices}
     if not settings.model_fields_set & {"prefill", "decode"}:
-        each = max(1, num_gpus // len(settings.model))
+        each = max(1, len(devices) // len(settings.model))
         update["prefill"] = 0 if each == 1 else max(1, each // GPUS_A_FILLER)
         update["decode"] = max(1, each - max(1, each // GPUS_A_FILLER))
     return settings.model_copy(update=update)
+
+
+def _grouped(devices: list[str], tp: int) -> list[str]:
+    """The devices of each worker: `tp` GPUs, separated by commas."""
+    groups = [",".join(devices[at : at + tp]) for at in range(0, len(devices) - tp + 1, tp)]
+    if not groups:
+        raise ConfigError(
+            f"--tp {tp}: a worker takes {tp} GPUs, and there are {len(devices)}; lower --tp",
+            param="tp",
+        )
+    return groups

@@ -230,6 +230,7 @@ def _worker(
                 "host": WORKER_HOST,
                 "port": address.rpartition(":")[2],
                 "dtype": settings.dtype,
+                "tp": settings.tp if settings.tp > 1 else None,
                 "quantization": settings.quantization,
                 "task": settings.task,
                 "transport": settings.transport,

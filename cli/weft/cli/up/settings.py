@@ -75,6 +75,13 @@ class UpSettings(Settings):
         "cuda or cuda:N; workers on one GPU share its memory; empty or auto = all GPUs that are "
         "there, else the CPU",
     )
+    tp: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks of each worker, which share its weights and work; on GPUs a worker "
+        "takes as many",
+    )
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(

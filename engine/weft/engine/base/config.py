@@ -76,6 +76,8 @@ BOUNDS: Mapping[str, Bound] = {
     "fill_progress_timeout_s": Bound(gt=0),
     "staging_bytes": Bound(ge=1 << 12),
     "num_threads": Bound(ge=1, le=1024),
+    "tp": Bound(ge=1, le=64),
+    "rank_timeout_s": Bound(gt=0, le=3600),
     "session_pool_share": Bound(ge=0, le=1),
     "session_tenant_share": Bound(gt=0, le=1),
     "session_ttl_s": Bound(gt=0, le=7 * 86_400),
@@ -116,6 +118,13 @@ class EngineConfig:
     """Number format of the products' weights: auto (what the checkpoint has), or int8, made at load
     from floats."""
     device: str = "cpu"
+    """A torch device. With tp > 1 that of rank 0, whose followers take the next GPUs, or one a
+    rank, separated by commas."""
+    tp: int = 1
+    """Ranks, processes that hold a share of the weights and of the KV pool each: tensor
+    parallelism."""
+    rank_timeout_s: float = 10.0
+    """Seconds that a rank waits for another one in a step; then the engine ends."""
     page_size: int = 16
     """Token positions per page."""
     kv_memory_bytes: int | None = None
@@ -313,6 +322,7 @@ class EngineConfig:
         """Constraints between fields: name, whether it holds, and what must hold, in words."""
         chains = self.draft_width == 1
         return [
+            *self._relations_of_ranks(),
             (
                 "prefill_chunk_tokens",
                 self.prefill_chunk_tokens % self.page_size == 0,
@@ -351,6 +361,37 @@ class EngineConfig:
             ),
         ]
 
+    def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
+        """The same for what several ranks do not do yet."""
+        if self.tp == 1:
+            return []
+        needs = [
+            ("tp", not self.deterministic, "1 with deterministic: sums depend on it"),
+            ("tp", not self.enable_lora, "1 with LoRA adapters, which are not divided yet"),
+            ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
+            (
+                "tp",
+                self.drafter in ("none", "ngram"),
+                f"1 with drafter = {self.drafter}, whose head or model is not divided yet",
+            ),
+        ]
+        if self.is_on_gpu:
+            needs += [
+                ("cuda_graphs", not self.cuda_graphs, "off with tp > 1 on GPUs"),
+                (
+                    "tp",
+                    not self.ships_pages,
+                    "1 on GPUs for workers that exchange pages with others: give --transport data "
+                    f"and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}, and no KV store",
+                ),
+                (
+                    "tp",
+                    not self.host_cache_bytes and self.disk_cache_dir is None,
+                    "1 on GPUs with tiers (host_cache_bytes, disk_cache_dir)",
+                ),
+            ]
+        return needs
+
     @property
     def head_dir(self) -> Path | None:
         """Directory of the EAGLE head; None: there is none."""
@@ -385,6 +426,7 @@ class EngineConfig:
         """Why pages are kept behind sliding windows, in words; empty: they are freed."""
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
+            (self.tp > 1, "ranks divide one page group"),
             (
                 self.role == "prefill" or self.has_store or not self._never_fills,
                 "this worker may exchange pages with others",

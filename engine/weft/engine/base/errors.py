@@ -235,3 +235,11 @@ _BY_REASON: dict[str, type[WeftError]] = {
 def error_class(reason: str) -> type[WeftError]:
     """Error class of a reason received over the wire; `Internal` for unknown ones."""
     return _BY_REASON.get(reason, Internal)
+
+
+class RanksLost(BaseException):
+    """A rank of this engine is gone, late or has failed, so that nothing can go on here.
+
+    It is no `Exception`: who handles the failure of a step or of a request must not go on after it.
+    The process ends, and all ranks with it.
+    """

@@ -51,6 +51,15 @@ class Verifying(NamedTuple):
     """Number of rows."""
 
 
+class RankPool(NamedTuple):
+    """A pool that the ranks of an engine have together."""
+
+    whole: torch.Tensor
+    """Its pages, all heads."""
+    own: torch.Tensor
+    """This rank's heads of them."""
+
+
 class LocalExecutor:
     """Owns the KV pool and runs plans as forward passes.
 
@@ -72,6 +81,7 @@ class LocalExecutor:
         heads: What makes vectors of hidden states; None: nothing but pooling.
         is_fixed: A prompt's vectors do not depend on what else a step holds.
         on_capture: see `StepGraphs`.
+        pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
     """
 
     def __init__(
@@ -93,6 +103,7 @@ class LocalExecutor:
         heads: PooledHeads | None = None,
         is_fixed: bool = False,
         on_capture: Progress = lambda done, total, what: None,
+        pool: RankPool | None = None,
     ) -> None:
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
@@ -103,12 +114,15 @@ class LocalExecutor:
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
         self.page_size = layout.page_size
-        counts = (num_pages, *window_pages)
-        self._pools = tuple(
-            _new_pool(layout, group, count, device) for group, count in enumerate(counts)
+        if pool is None:
+            whole = _new_pool(layout, 0, num_pages, device)
+            pool = RankPool(whole, whole)
+        self.pool, self._own_pool = pool
+        """The first page group's, all heads, and this rank's heads of it."""
+        further = (
+            _new_pool(layout, group, count, device) for group, count in enumerate(window_pages, 1)
         )
-        self.pool = self._pools[0]
-        """The first page group's."""
+        self._pools = (self.pool, *further)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
@@ -197,6 +211,12 @@ class LocalExecutor:
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
         """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
         return None if self._inputs is None else PinnedRows(rows, self.pool)
+
+    def check(self) -> None:
+        """See `Executor.check`: there is nothing that could be lost."""
+
+    def close(self) -> None:
+        """See `Executor.close`."""
 
     def reset_slot(self, slot: int) -> None:
         """Clears the slot's page table row for its next request."""
@@ -340,7 +360,7 @@ class LocalExecutor:
             bucket = None if self.graphs is None else self.graphs.bucket_of(arrays)
             if self.graphs is not None and bucket is not None:
                 return self.graphs.forward(arrays, bucket), bucket
-            return self._model.forward(self._batch(arrays), self.pool), None
+            return self._model.forward(self._batch(arrays), self._own_pool), None
 
     def _with_more_rows(
         self, step: StepInput, arrays: StepArrays
@@ -361,7 +381,7 @@ class LocalExecutor:
             more = torch.from_numpy(rows).to(self.device)
             batch.logits_rows = torch.cat([batch.logits_rows, more])
             batch.token_types = self._token_types(step, arrays)
-            hidden = self._model.forward(batch, self.pool)
+            hidden = self._model.forward(batch, self._own_pool)
         slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
         hidden, scored, pooled = torch.split(hidden, [count, num_scored, len(rows) - num_scored])
 

@@ -117,3 +117,15 @@ class Executor(Protocol):
     def reset_slot(self, slot: int) -> None:
         """Clears the slot's page table row for its next request."""
         ...
+
+    def check(self) -> None:
+        """Called in every turn.
+
+        Raises:
+            RanksLost: A process that takes part in steps is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the processes that take part in steps."""
+        ...

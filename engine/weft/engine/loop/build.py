@@ -17,6 +17,8 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.adapters.projections import projections_of
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
 from weft.engine.executor.device import (
@@ -45,6 +47,9 @@ from weft.engine.executor.memory_plan import (
     pages_of,
     time_token,
 )
+from weft.engine.executor.ranks.ranked import RankedExecutor
+from weft.engine.executor.ranks.share import peers_of, pool_of
+from weft.engine.executor.ranks.start import Ranks, device_of_rank
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
@@ -58,6 +63,7 @@ from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.parallel.shards import check_divides, describe_shards, layout_of_rank
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
@@ -164,9 +170,25 @@ def load_parts(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
+    ranks = None
+    if config.tp > 1:
+        model = ModelConfig.load(config.model_dir)
+        check_divides(model, config.tp)
+        if resolve_quantization(config.quantization, model.quantization, config.device) is not None:
+            raise ConfigError(
+                f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",
+                param="tp",
+            )
+        ranks = Ranks(config, wake)
+        config = replace(config, device=device_of_rank(config, 0))
     device = find_device(config)
-    with _sizing_turn(config, device, progress):
-        return _load_parts(config, device, wake, progress)
+    try:
+        with _sizing_turn(config, device, progress):
+            return _load_parts(config, device, ranks, wake, progress)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
 
 
 def _sizing_turn(
@@ -185,19 +207,29 @@ def _sizing_turn(
 
 
 def _load_parts(
-    config: EngineConfig, device: torch.device, wake: Callable[[], None], progress: Progress
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    wake: Callable[[], None],
+    progress: Progress,
 ) -> EngineParts:
     """See `load_parts`."""
-    models = _load_models(config, device, progress)
+    models = _load_models(config, device, ranks, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     lora = _lora_pool(config, models, device)
-    pools = _size_pools(config, models, device, lora)
+    pools = _size_pools(config, models, device, lora, ranks)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
-    executor = _make_executor(config, models, pools, max_tokens, device, lora, progress)
+    executor = _make_executor(config, models, pools, max_tokens, device, lora, ranks, progress)
+    token_s = time_token(
+        executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
+    )
+    if ranks is not None:
+        ranks.ready()
+        executor.lead(ranks)
     draws_on, faults = sampling_device(vocab_size, device)
     # Graphs are captured here, so no other thread may use the device yet.
     drafter: Drafter | None
@@ -258,9 +290,7 @@ def _load_parts(
         drafter=drafter,
         gate=make_gate(config) if drafter is not None else None,
         whole_prompt_tokens=max_tokens if loaded.config.is_encoder else 0,
-        token_s=time_token(
-            executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
-        ),
+        token_s=token_s,
         host=host,
     )
 
@@ -278,7 +308,9 @@ def make_store(
     return StoreLink(config.page_size, parts.memory, num_held_pages, parts.transport, send, clock)
 
 
-def _load_models(config: EngineConfig, device: torch.device, progress: Progress) -> _Models:
+def _load_models(
+    config: EngineConfig, device: torch.device, ranks: Ranks | None, progress: Progress
+) -> _Models:
     """Loads the model, and the head or the model that drafts for it."""
     loaded = load_model(
         config.model_dir,
@@ -291,7 +323,10 @@ def _load_models(config: EngineConfig, device: torch.device, progress: Progress)
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         frees_windows=not config.keeps_windows,
         task=config.task,
+        peers=None if ranks is None else peers_of(ranks, device),
     )
+    if ranks is not None:
+        ranks.agree("model", text=loaded.digest.hex())
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
@@ -321,21 +356,29 @@ def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> L
 
 
 def _size_pools(
-    config: EngineConfig, models: _Models, device: torch.device, lora: LoraPool | None
+    config: EngineConfig,
+    models: _Models,
+    device: torch.device,
+    lora: LoraPool | None,
+    ranks: Ranks | None,
 ) -> _Pools:
-    """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free."""
+    """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free, on the
+    rank that has the least.
+    """
     if models.loaded.config.is_encoder:
         pages = -(-models.max_context_tokens // config.page_size)
         told = "an encoder: no KV pool, no prefix cache; prompts are computed whole"
         return _Pools(1 + config.max_running_requests * pages, (), 0, [told])
     draft, layout = models.draft, models.layout
+    if device.type == "cuda":
+        layout = layout_of_rank(layout, config.tp)
     page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
     size, context = config.kv_memory_bytes, models.max_context_tokens
     needs = None
     if device.type == "cuda" and not config.num_pages and size is None:
         needs = measure_needs(
             models.loaded.model,
-            models.layout,
+            layout,
             models.loaded.config.num_embeddings,
             config.max_running_requests,
             config.max_step_tokens + config.decodes_beside,
@@ -371,6 +414,9 @@ def _size_pools(
         plan.append(describe_pool(needs, num_pages, layout))
     if draft is not None:
         plan.append(draft.describe(num_draft_pages))
+    if ranks is not None:
+        num_pages = ranks.agree("pages", num_pages)
+        plan.append(describe_shards(models.loaded.config, ranks.pids, device))
     plan += describe_windows(layout, (num_pages, *of_windows))
     if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
         why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"
@@ -401,12 +447,16 @@ def _make_executor(
     max_tokens: int,
     device: torch.device,
     lora: LoraPool | None,
+    ranks: Ranks | None,
     progress: Progress,
-) -> LocalExecutor:
+) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
-    return LocalExecutor(
+    layout, pool = models.layout, None
+    if ranks is not None:
+        layout, pool = pool_of(ranks, layout, pools.num_pages, device)
+    executor = RankedExecutor(
         models.loaded.model,
-        models.layout,
+        layout,
         pools.num_pages,
         config.max_running_requests,
         max_tokens,
@@ -421,7 +471,11 @@ def _make_executor(
         heads=models.loaded.heads,
         is_fixed=config.deterministic,
         on_capture=progress,
+        pool=pool,
     )
+    if ranks is not None:
+        ranks.agree("pool")
+    return executor
 
 
 def _max_step_tokens(config: EngineConfig, models: _Models) -> int:

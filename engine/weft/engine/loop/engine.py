@@ -257,6 +257,7 @@ class Engine:
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""
         self.pipeline.host_goes_on()
+        self._executor.check()
         if inbox is not None:
             self._take_inbox(inbox)
         if self.tiers is not None:
@@ -306,6 +307,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.close()
         self.parts.transport.close()
+        self._executor.close()
 
     # -- what came in ----------------------------------------------------------------------------
 

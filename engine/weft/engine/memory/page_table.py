@@ -66,6 +66,18 @@ class PageTable:
         if self._changed is not None:
             self._changed.append((slot, begin, begin + len(pages)))
 
+    def lengths(self, slots: Int64Array) -> Int64Array:
+        """How many pages each slot's row has."""
+        return self._num_set[slots]
+
+    def enter(self, slot: int, first: int, pages: Int64Array) -> None:
+        """Sets pages of the slot's row from index `first` on, which is at most behind its last."""
+        end = first + len(pages)
+        self.pages[slot, first:end] = pages
+        self._num_set[slot] = end
+        if self._changed is not None:
+            self._changed.append((slot, first, end))
+
     def append(self, slots: Int64Array, indices: Int64Array, pages: Int64Array) -> None:
         """Sets one page of each of some slots' rows, behind all that they have. A step of decodes
         brings these to the device itself: `take_changes` omits them unless they are noted.

@@ -167,4 +167,5 @@ def _build_stack(
             )
         )
     place_in_pools(config, layers)
-    return Stack(embed_tokens, layers, Norm(weights.norm("norm", size), eps))
+    norm = Norm(weights.norm("norm", size), eps)
+    return Stack(embed_tokens, layers, norm, peers=weights.peers)

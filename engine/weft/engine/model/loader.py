@@ -26,8 +26,10 @@ from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, WithoutPrefix
 from weft.engine.model.weights.schemes.registry import scheme_of
+from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.memory import WeightArena
+from weft.kernels.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ def load_model(
     num_added_tokens: int = 0,
     frees_windows: bool = False,
     task: str = "auto",
+    peers: Peers | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or what `resolve_model`
     makes of a GGUF file.
@@ -89,6 +92,7 @@ def load_model(
         num_added_tokens: See `ModelConfig.num_added_tokens`.
         frees_windows: See `ModelConfig.frees_windows`.
         task: See `load_pooling`.
+        peers: Ranks among which the products are divided; None: this process has them all.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
@@ -112,10 +116,13 @@ def load_model(
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
+    shard = Shard() if peers is None else Shard(peers.rank, peers.size)
+
+    def weights_of(reader: CheckpointReader) -> Weights:
+        return Weights(reader, scheme, torch_dtype, target, shard=shard, arena=arena, peers=peers)
+
     if dummy:
-        model = build(
-            config, Weights(RandomWeights(target), scheme, torch_dtype, target, arena=arena)
-        )
+        model = build(config, weights_of(RandomWeights(target)))
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
         return LoadedModel(
             model=model,
@@ -135,7 +142,7 @@ def load_model(
         reader: CheckpointReader = checkpoint
         if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = WithoutPrefix(checkpoint, _BASE)
-        model = build(config, Weights(reader, scheme, torch_dtype, target, arena=arena))
+        model = build(config, weights_of(reader))
         checkpoint.finish()
         left_out = [
             prefix

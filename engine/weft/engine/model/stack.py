@@ -13,6 +13,7 @@ from weft.engine.model.step import Step
 from weft.kernels.dense_run import DenseLayer, DenseRun
 from weft.kernels.lora import add_embedding_lora, addition_to
 from weft.kernels.norm import AnyNorm, Norm
+from weft.kernels.peers import Peers
 from weft.kernels.replaced import replace_embeddings
 from weft.kernels.stream import Stream, Taps, stream_of
 
@@ -34,8 +35,8 @@ class Run:
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
         group, *further = step.groups
-        numbers = first.number, step.lora, stream.taps
-        self._dense(hidden, step.positions, group, pool, *numbers, further)
+        parts = step.lora, stream.taps, further, stream.peers
+        self._dense(hidden, step.positions, group, pool, first.number, *parts)
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
@@ -56,6 +57,7 @@ def run_all(
     step: Step,
     pool: torch.Tensor,
     taps: Taps | None = None,
+    peers: Peers | None = None,
 ) -> torch.Tensor:
     """Takes all rows of a step through runs of layers.
 
@@ -65,11 +67,12 @@ def run_all(
         step: The step.
         pool: Of K and V.
         taps: Gets what enters those of these layers that it names, or None.
+        peers: See `Stream`.
 
     Returns:
         [T, hidden].
     """
-    stream = stream_of(hidden, taps)
+    stream = stream_of(hidden, taps, peers)
     for run in runs:
         step = run(stream, step, pool)
     return stream.settle()
@@ -114,10 +117,12 @@ class Stack:
         layers: Sequence[Layer],
         norm: AnyNorm,
         multiplier: float = 1.0,
+        peers: Peers | None = None,
     ) -> None:
-        """Assembles the parts; `embed_tokens` is [vocab, hidden], `multiplier` a factor on its
-        rows as they enter the stream, rounded to their dtype.
+        """Assembles the parts; `embed_tokens` is [vocab, hidden], whole on every rank, `multiplier`
+        a factor on its rows as they enter the stream, rounded to their dtype.
         """
+        self._peers = peers
         self.embed_tokens = embed_tokens
         self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm
@@ -127,18 +132,16 @@ class Stack:
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
-        hidden, rows = self._embed(step), step.logits_rows
+        hidden, rows, peers = self._embed(step), step.logits_rows, self._peers
         if step.wants_all:
-            return self.norm(run_all(self._whole, hidden, step, pool, taps))
+            return self.norm(run_all(self._whole, hidden, step, pool, taps, peers))
         # Rows of a tree are not requests of their own.
         if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees:
-            hidden = run_all(self._whole, hidden, step, pool, taps)
+            hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self.norm(hidden.index_select(0, rows))
         # Of the last layer only the wanted rows are needed, apart from their K and V.
-        last, stream = (
-            self.layers[-1],
-            Stream(run_all(self._but_last, hidden, step, pool, taps), taps),
-        )
+        last = self.layers[-1]
+        stream = Stream(run_all(self._but_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)
         query = last.mixer.write(stream.normed(last.input_norm), step, pool)
         if rows.shape[0] == 0:
@@ -149,7 +152,8 @@ class Stack:
 
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
-        return self.norm(run_all(self._whole, self._embed(step), step, pool))
+        hidden = self._embed(step)
+        return self.norm(run_all(self._whole, hidden, step, pool, None, self._peers))
 
     def _embed(self, step: Step) -> torch.Tensor:
         hidden, lora = self.embed_tokens.index_select(0, step.token_ids), step.lora

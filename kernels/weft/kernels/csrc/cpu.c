@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "lora.h"
 #include "moe.h"
+#include "peers.h"
 #include "rows.h"
 #include "team.h"
 
@@ -257,9 +258,9 @@ int weft_check_batch(const Batch *batch, const Pool *pool) {
 }
 
 /* A Status; `taps` and `after` may be null. What `after` writes goes on from the taps: these layers
- * must be all that it needs. */
+ * must be all that it needs. With other ranks, `lost` of the batch tells whether all of them came. */
 int weft_decoder_layers(const Layer *const *layers, int64_t first, int64_t count,
-                        const Batch *batch, const Pool *pool, void *hidden, const Taps *taps,
+                        Batch *batch, const Pool *pool, void *hidden, const Taps *taps,
                         const DraftWrite *after) {
   Plan plan = {0};
   Status status = after == NULL ? FINE : check_entries(after->head, after->entries, pool);
@@ -326,4 +327,30 @@ int weft_draft_chain(const DraftHead *head, const DraftChain *chain, const Pool 
   }
   for (long step = 0; step < chain->depth; step++) free_plan(&plans[step]);
   return status;
+}
+
+/* See `announce` and `await_count`. */
+void weft_announce(Counter *counter, uint32_t count) { announce(counter, count); }
+int weft_await(Counter *counter, uint32_t count, const Counter *stop, int64_t limit_ns) {
+  int32_t spins = FIRST_SPINS;
+  return await_count(counter, count, stop, limit_ns, &spins);
+}
+
+/* out [n] = residual [n] + the sum of `partial` [n] over all ranks, the same bits on each; a status
+ * of `meet`, with which all ranks but the ones that are missing end. */
+int weft_add_sum(Peers *peers, const float *partial, int64_t n, const void *residual, void *out,
+                 int is_bf16) {
+  for (int64_t done = 0; done < n; done += peers->slot_floats) {
+    const int64_t count = n - done < peers->slot_floats ? n - done : peers->slot_floats;
+    memcpy(slot_of(peers, peers->round + 1, peers->rank), partial + done, count * sizeof *partial);
+    const int status = meet(peers);
+    if (status != PEERS_FINE) return status;
+    const int64_t blocks = (count + 4095) / 4096;
+#pragma omp parallel for schedule(static) if (count * peers->size > PARALLEL_WORK)
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t last = 4096 * (block + 1) < count ? 4096 * (block + 1) : count;
+      sum_slots(peers, peers->round, 4096 * block, last, residual, out, is_bf16, done);
+    }
+  }
+  return PEERS_FINE;
 }

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "lora.h"
+#include "peers.h"
 
 /* As laid out by weft/kernels/cpu.py. */
 typedef struct {
@@ -36,6 +37,9 @@ typedef struct {
   const Lora *lora; /* or null */
   const Pages *further; /* of the groups from 1 on, or null */
   int64_t num_further;
+  Peers *peers; /* ranks that have the other shares of each layer, or null */
+  float *partial; /* [rows, hidden]: this rank's part of a sum; null without peers */
+  int32_t lost; /* a status of `meet`: the results are void */
 } Batch;
 
 #define MAX_TAPS 8
@@ -117,9 +121,39 @@ static void product_share(const Layer *layer, Group group, const void *x, Target
   linear_share(w, input, batch->rows, to, add, d->products[group], d->threads, me->thread);
 }
 
+/* hidden += a product of this rank's share, summed over all ranks; complete after the next barrier.
+ * One thread meets the other ranks, while all add up what they have brought. */
+static void added_share(const Layer *layer, Group group, const void *x, void *hidden, Batch *batch,
+                        int is_bf16, long index, void *scratch, Division *d, Member *me) {
+  Peers *peers = batch->peers;
+  if (peers == NULL) {
+    Target to_hidden = {hidden, hidden, is_bf16};
+    product_share(layer, group, x, to_hidden, batch, index, scratch, d, me);
+    return;
+  }
+  Target to_partial = {batch->partial, NULL, 0};
+  product_share(layer, group, x, to_partial, batch, index, scratch, d, me);
+  const long count = batch->rows * layer->qkv->in_features;
+  for (long done = 0; done < count; done += peers->slot_floats) {
+    const long part = count - done < peers->slot_floats ? count - done : peers->slot_floats;
+    wait_for_all(me);
+    if (me->thread == 0 && batch->lost == PEERS_FINE) {
+      memcpy(slot_of(peers, peers->round + 1, peers->rank), batch->partial + done,
+             part * sizeof(float));
+      batch->lost = meet(peers);
+    }
+    wait_for_all(me);
+    if (batch->lost != PEERS_FINE) return;
+    const long blocks = (part + VL - 1) / VL;
+    const long first = blocks * me->thread / me->threads * VL;
+    const long end = blocks * (me->thread + 1) / me->threads * VL;
+    sum_slots(peers, peers->round, first, end < part ? end : part, hidden, hidden, is_bf16, done);
+  }
+}
+
 /* hidden [rows, in_features of qkv] becomes the layer's output. Called by every thread of the team;
  * what they wrote is complete after the next barrier. */
-static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool, long index,
+static void layer_share(const Layer *layer, Batch *batch, const Pool *pool, long index,
                         void *hidden, Plan *plan, Division *d, Member *me) {
   const int is_bf16 = pool->is_bf16;
   const long rows = batch->rows, size = is_bf16 ? 2 : 4, width = layer->qkv->in_features;
@@ -152,15 +186,14 @@ static void layer_share(const Layer *layer, const Batch *batch, const Pool *pool
   wait_for_all(me);
   attention_share(&attention, pool, plan, index + layer->pool_shift, me);
   wait_for_all(me);
-  Target to_hidden = {hidden, hidden, is_bf16};
-  product_share(layer, TO_O, mixed, to_hidden, batch, index, scratch, d, me);
+  added_share(layer, TO_O, mixed, hidden, batch, is_bf16, index, scratch, d, me);
   wait_for_all(me);
   norm_share(is_bf16, 0, normed, hidden, NULL, layer->post_norm, rows, width, layer->eps, me);
   wait_for_all(me);
   Target to_inner = {inner, NULL, is_bf16};
   product_share(layer, TO_GATE_UP, normed, to_inner, batch, index, scratch, d, me);
   wait_for_all(me);
-  product_share(layer, TO_DOWN, inner, to_hidden, batch, index, scratch, d, me);
+  added_share(layer, TO_DOWN, inner, hidden, batch, is_bf16, index, scratch, d, me);
 }
 
 /* What enters a layer, to where it is wanted. */
@@ -177,7 +210,7 @@ static void tap_share(const Taps *taps, long layer, const Batch *batch, const Po
 }
 
 /* Layers first .. first + count - 1; `taps` or null. */
-static void layers_share(const Layer *const *layers, long first, long count, const Batch *batch,
+static void layers_share(const Layer *const *layers, long first, long count, Batch *batch,
                          const Pool *pool, void *hidden, const Taps *taps, Plan *plan,
                          Division *divisions, Member *me) {
   for (long i = 0; i < count; i++) {

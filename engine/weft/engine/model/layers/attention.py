@@ -102,7 +102,10 @@ class Attention:
         self.k_norm = k_norm
         self.change = change
         self.q_scales = q_scales
-        self.spec = spec._replace(is_fixed=qkv_proj.is_fixed)
+        # Of a rank: its share of the heads.
+        heads = o_proj.in_features // spec.dim
+        kv_heads = (qkv_proj.out_features // spec.dim - heads) // 2
+        self.spec = spec._replace(heads=heads, kv_heads=kv_heads, is_fixed=qkv_proj.is_fixed)
 
     @property
     def is_usual(self) -> bool:

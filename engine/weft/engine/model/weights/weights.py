@@ -12,6 +12,7 @@ from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
 from weft.kernels.linear import LinearWeight, weight_rows
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import ExpertWeights
+from weft.kernels.peers import Peers
 
 
 class Scheme(Protocol):
@@ -46,6 +47,7 @@ class Weights:
         *,
         shard: Shard = Shard(),  # noqa: B008 - frozen
         arena: WeightArena | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """All parameters of a checkpoint.
 
@@ -56,10 +58,13 @@ class Weights:
             device: Where the layers live.
             shard: What of each divided product is wanted.
             arena: See `Weights.arena`; None: one of its own.
+            peers: See `Weights.peers`.
         """
         self.dtype = dtype
         self.device = device
         self.shard = shard
+        self.peers = peers
+        """The ranks that have the other shares; None: there are none."""
         self.arena = arena or WeightArena()
         """Arena for the weights that are packed; one for the whole model."""
         self.reader = reader

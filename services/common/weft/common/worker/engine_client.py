@@ -203,6 +203,8 @@ class EngineClient:
                     ready.set_result(message.info)
                 elif message.progress is not None:
                     self._on_progress(*message.progress)
+                elif message.failure is not None and ready.done():
+                    reason = message.failure.message
                 elif message.failure is not None:
                     error = error_class(message.failure.reason)(message.failure.message)
                     ready.set_exception(error)

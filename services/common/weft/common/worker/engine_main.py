@@ -9,7 +9,6 @@ any other way. In DIR it leaves files that explain a stall or death (`black_box.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -37,7 +36,8 @@ from weft.common.worker.frames import (
     parse_inbox,
 )
 from weft.engine.base import faults
-from weft.engine.base.errors import ConfigError, WeftError
+from weft.engine.base.errors import ConfigError, Internal, RanksLost, WeftError
+from weft.engine.base.processes import die_with_parent
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.outgoing import failure_of
@@ -45,7 +45,6 @@ from weft.engine.protocol.messages import Inbox, Outbox
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 20
 
 
@@ -133,14 +132,6 @@ class ServerLink:
         return bodies
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the parent dies; exits if it is already dead."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
 def load(link: ServerLink) -> Engine:
     """Reads the config frame and loads the engine, reporting progress."""
     bodies: list[bytes] = []
@@ -202,7 +193,7 @@ def main(argv: list[str]) -> int:
         engine = load(link)
     except ServerGone:
         return 1
-    except (WeftError, MemoryError, RuntimeError) as error:
+    except (WeftError, MemoryError, RuntimeError, RanksLost) as error:
         known = error if isinstance(error, WeftError) else ConfigError(str(error))
         link.write(FromEngine(failure=failure_of(known)))
         return 1
@@ -216,6 +207,12 @@ def main(argv: list[str]) -> int:
     except ServerGone:
         engine.close()
         return 0
+    except RanksLost as lost:
+        logger.critical("the engine ends: %s", lost)
+        link.write(FromEngine(failure=failure_of(Internal(str(lost), stage="decode"))))
+        if black_box is not None:
+            black_box.failed()
+        return 1
     except Exception:
         logger.exception("the engine ends")
         if black_box is not None:

@@ -52,7 +52,20 @@ class WorkerSettings(PageSettings):
     )
     quantization: AskedFormat = Field("auto", description=ASKED_HELP)
     device: str = Field(
-        "auto", description="torch device; auto = a GPU where one is usable, else the CPU"
+        "auto",
+        description="torch device; auto = a GPU where one is usable, else the CPU; with tp, that "
+        "of the first rank, which the others follow, or one a rank, separated by commas",
+    )
+    tp: int = engine_field(
+        "tp",
+        1,
+        "ranks of the engine, processes that share the weights, the KV pool and the work of each "
+        "step: tensor parallelism",
+    )
+    rank_timeout_s: float = engine_field(
+        "rank_timeout_s",
+        10.0,
+        "time that a rank waits for another one in a step before the worker ends, in seconds",
     )
     page_size: int = engine_field(
         "page_size",

@@ -1,0 +1,177 @@
+"""A rank other than the first: `python -m weft.engine.executor.ranks.follow FD PARENT_PID`.
+
+It loads its share as rank 0 does, agreeing after each phase, then runs what rank 0 sends. It ends
+with rank 0: by the kernel, by the group's end, or when it fails itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import replace
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError, RanksLost, WeftError
+from weft.engine.base.processes import die_with_parent
+from weft.engine.executor.device import find_device
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
+from weft.engine.executor.ranks.frames import Copies, Pages, Step, Tokens, decode
+from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
+from weft.engine.executor.ranks.share import load_share, peers_of, pool_of
+from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shards import layout_of_rank
+from weft.engine.parallel.shared import SharedGroup
+
+UNBOUNDED = 1 << 62
+"""Pages of a rank that has no bound of its own."""
+
+
+class Following:
+    """The other ranks, as a rank other than the first has them; implements `Others`."""
+
+    def __init__(self, link: RankLink, rank: int, group: SharedGroup, store_path: str) -> None:
+        self.rank = rank
+        self.size = group.size
+        self.group = group
+        self.store_path = store_path
+        self._link = link
+
+    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
+        """See `Ranks.agree`.
+
+        Raises:
+            LinkClosed: Rank 0 has ended.
+        """
+        self._link.send({"phase": phase, "number": number, "text": text})
+        answer, _ = self._link.receive()
+        return int(answer["number"])
+
+    def share(self, size: int) -> Segment:
+        """See `Ranks.share`."""
+        answer, memory = self._link.receive()
+        if memory is None or answer["size"] != size:
+            raise ConfigError(f"rank 0 has a pool of {answer['size']} bytes, this rank of {size}")
+        return Segment(memory, size)
+
+
+def load(config: EngineConfig, others: Following) -> LocalExecutor:
+    """Loads this rank's share; the mirror image of what rank 0 does."""
+    assert config.num_threads is not None
+    torch.set_num_threads(config.num_threads)
+    device = find_device(config)
+    loaded = load_share(config, others, peers_of(others, device))
+    layout = loaded.model.kv_layout(config.page_size)
+    max_step_tokens = config.max_step_tokens + config.decodes_beside
+    most = loaded.config.max_position_embeddings
+    max_tokens = min(config.max_context_tokens or most, most)
+    num_pages = UNBOUNDED
+    if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
+        own = layout_of_rank(layout, config.tp)
+        needs = measure_needs(
+            loaded.model,
+            own,
+            loaded.config.num_embeddings,
+            config.max_running_requests,
+            max_step_tokens,
+            max_tokens,
+            device,
+            cuda_graphs=config.cuda_graphs,
+            share=config.device_memory_share,
+        )
+        num_pages = pages_of(needs, own.page_bytes)
+    num_pages = others.agree("pages", num_pages)
+    own, pool = pool_of(others, layout, num_pages, device)
+    max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
+    executor = LocalExecutor(
+        loaded.model,
+        own,
+        num_pages,
+        config.max_running_requests,
+        max_tokens,
+        device,
+        max_step_tokens=max_step_tokens,
+        cuda_graphs=config.cuda_graphs,
+        pool=pool,
+    )
+    others.agree("pool")
+    time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
+    return executor
+
+
+def follow(executor: LocalExecutor, group: SharedGroup) -> None:
+    """Runs what rank 0 sends, until the group ends.
+
+    Raises:
+        RanksLost: The group ends.
+    """
+    while True:
+        match decode(group.take()):
+            case Step(step, pages):
+                pages.enter(executor.page_table)
+                executor.launch(step)
+            case Tokens(tokens):
+                executor.keep(torch.from_numpy(tokens))
+            case Copies(copies):
+                executor.copy(copies)
+            case Pages("zero", numbers):
+                executor.zero(numbers)
+            case Pages("poison", numbers):
+                executor.poison(numbers)
+        group.end()
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit status."""
+    die_with_parent(int(argv[1]))
+    # Ctrl-C reaches the whole process group; rank 0 decides when the others end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = RankLink(socket.socket(fileno=int(argv[0])))
+    try:
+        hello, memory = link.receive()
+        logging.basicConfig(level=hello["log_level"])
+        config = config_of_json(hello["config"])
+        assert memory is not None
+        segment = Segment(memory, hello["segment"])
+        rank = int(hello["rank"])
+        group = SharedGroup(segment, rank, config.tp, START_LIMIT_S)
+        others = Following(link, rank, group, hello["store_path"])
+        executor = load(replace(config, device=device_of_rank(config, rank)), others)
+        gc.collect()
+        gc.freeze()
+        others.agree("ready")
+        # Rank 0 waits no longer, and says what is the matter.
+        group.limit(2 * config.rank_timeout_s)
+        follow(executor, group)
+    except LinkClosed:
+        return 0
+    except RanksLost as lost:
+        _tell(link, ConfigError.reason, str(lost))
+        return 0
+    except WeftError as error:
+        _tell(link, error.reason, error.message)
+    except Exception as error:
+        traceback.print_exc()
+        _tell(link, ConfigError.reason, f"{type(error).__name__}: {error}")
+    return 1
+
+
+def _tell(link: RankLink, reason: str, message: str) -> None:
+    with contextlib.suppress(LinkClosed):
+        link.send({"error": message, "reason": reason})
+
+
+if __name__ == "__main__":
+    # Not sys.exit: native threads must not hold up the end.
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

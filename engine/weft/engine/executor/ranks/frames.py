@@ -1,0 +1,163 @@
+"""Frames from rank 0 to the others: a step, the tokens drawn in one, or work on pages, as plain
+arrays.
+
+    header      kind, counts, and the length of each array (-1: None)
+    arrays      int64, one behind the other, in the order of the header
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.base.pages import PageCopy
+from weft.engine.executor.step_input import ScoredRows, StepInput
+from weft.engine.memory.page_table import PageTable
+
+_STEP, _TOKENS, _COPIES, _ZERO, _POISON = range(5)
+_ARRAYS = (
+    *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
+    *("words", "limits", "pages", "adapters"),
+)
+_NONE, _SAME = -1, -2
+_WORK: dict[int, Literal["zero", "poison"]] = {_ZERO: "zero", _POISON: "poison"}
+
+
+class NewPages(NamedTuple):
+    """Entries of the page table that the others lack, by slot."""
+
+    slots: Int64Array
+    """[K]."""
+    firsts: Int64Array
+    """[K]: the first new entry of each."""
+    ends: Int64Array
+    """[K]: behind the last one."""
+    pages: Int64Array
+    """The pages of all, one slot's behind another's."""
+
+    def enter(self, table: PageTable) -> None:
+        """Sets them."""
+        begin = 0
+        for slot, first, end in zip(*(a.tolist() for a in self[:3]), strict=True):
+            table.enter(slot, first, self.pages[begin : begin + end - first])
+            begin += end - first
+
+
+class Step(NamedTuple):
+    """A step to be run."""
+
+    step: StepInput
+    pages: NewPages
+
+
+class Tokens(NamedTuple):
+    """Tokens drawn in the last step: the argument of `Executor.keep`."""
+
+    tokens: Int64Array
+
+
+class Copies(NamedTuple):
+    """The argument of `Executor.copy`, of ranks whose pools are their own."""
+
+    copies: list[PageCopy]
+
+
+class Pages(NamedTuple):
+    """The same for `Executor.zero` and `Executor.poison`."""
+
+    what: Literal["zero", "poison"]
+    pages: list[int]
+
+
+def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
+    """A frame of a step whose drafts the host knows."""
+    assert step.drafts is None, "drafts of another rank's device"
+    scores = [
+        number
+        for one in step.scores
+        for number in (one.request, one.num_top, one.first_row, len(one.tokens), *one.tokens)
+    ]
+    arrays: list[Int64Array | Int32Array | None] = [getattr(step, name) for name in _ARRAYS]
+    lengths = [_NONE if array is None else len(array) for array in arrays]
+    if step.starts is step.bounds:
+        arrays[1], lengths[1] = None, _SAME
+    arrays += [np.array(scores, np.int64), *pages]
+    lengths += [len(scores), *(len(array) for array in pages)]
+    header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), *lengths)
+    found = [array for array in arrays if array is not None]
+    return [np.array(header, np.int64).tobytes(), *(a.astype(np.int64).tobytes() for a in found)]
+
+
+def encode_tokens(tokens: Int64Array) -> list[bytes]:
+    """A frame of drawn tokens."""
+    return [np.array([_TOKENS], np.int64).tobytes(), tokens.tobytes()]
+
+
+def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
+    """A frame of copies of pages."""
+    return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
+
+
+def encode_pages(what: Literal["zero", "poison"], pages: Sequence[int]) -> list[bytes]:
+    """A frame of pages that are zeroed or poisoned."""
+    return [np.array([_ZERO if what == "zero" else _POISON, *pages], np.int64).tobytes()]
+
+
+def decode(frame: bytes) -> Step | Tokens | Copies | Pages:
+    """The content of a frame."""
+    numbers: Int64Array = np.frombuffer(bytearray(frame), np.int64)  # Writable, for torch.
+    kind, behind = int(numbers[0]), numbers[1:]
+    if kind == _TOKENS:
+        return Tokens(behind)
+    if kind == _COPIES:
+        return Copies([PageCopy(*pair) for pair in behind.reshape(-1, 2).tolist()])
+    return _step(numbers) if kind == _STEP else Pages(_WORK[kind], behind.tolist())
+
+
+def _step(numbers: Int64Array) -> Step:
+    num_lengths = len(_ARRAYS) + 1 + len(NewPages._fields)
+    _, num_decodes, num_verified, has_trees = numbers[:4].tolist()
+    at, arrays = 4 + num_lengths, list[Int64Array | None]()
+    for length in numbers[4:at].tolist():
+        arrays.append(None if length < 0 else numbers[at : at + length])
+        at += max(0, length)
+    (slots, starts, bounds, counts, draws, leads, tokens, words, limits, added, adapters) = arrays[
+        : len(_ARRAYS)
+    ]
+    assert slots is not None
+    assert bounds is not None
+    assert counts is not None
+    assert draws is not None
+    assert leads is not None
+    assert tokens is not None
+    scores, *of_pages = arrays[len(_ARRAYS) :]
+    step = StepInput(
+        slots=slots,
+        starts=bounds if starts is None else starts,
+        bounds=bounds,
+        counts=counts,
+        num_decodes=num_decodes,
+        num_verified=num_verified,
+        draws=draws,
+        leads=leads,
+        tokens=tokens,
+        words=words,
+        has_trees=bool(has_trees),
+        limits=limits,
+        pages=added,
+        adapters=None if adapters is None else adapters.astype(np.int32),
+        scores=_scores([] if scores is None else scores.tolist()),
+    )
+    return Step(step, NewPages(*(part for part in of_pages if part is not None)))
+
+
+def _scores(numbers: Sequence[int]) -> list[ScoredRows]:
+    found, at = [], 0
+    while at < len(numbers):
+        request, num_top, first_row, count = numbers[at : at + 4]
+        at += 4
+        found.append(ScoredRows(request, num_top, first_row, list(numbers[at : at + count])))
+        at += count
+    return found

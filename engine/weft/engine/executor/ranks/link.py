@@ -1,0 +1,85 @@
+"""Messages between rank 0 and another rank while they start: JSON, and memory that both map."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from weft.engine.base.config import EngineConfig
+
+_HEADER = struct.Struct("<I")
+
+
+class LinkClosed(Exception):
+    """The other end is gone."""
+
+
+class RankLink:
+    """One end of a socket pair; calls wait."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def send(self, message: Mapping[str, object], memory: int | None = None) -> None:
+        """Sends a message, and a file descriptor with it.
+
+        Raises:
+            LinkClosed: The other end is gone.
+        """
+        body = json.dumps(message).encode()
+        try:
+            descriptors = [] if memory is None else [memory]
+            socket.send_fds(self._socket, [_HEADER.pack(len(body))], descriptors)
+            self._socket.sendall(body)
+        except OSError as error:
+            raise LinkClosed from error
+
+    def receive(self) -> tuple[dict[str, Any], int | None]:
+        """The next message, and the file descriptor that came with it.
+
+        Raises:
+            LinkClosed: The other end is gone.
+        """
+        try:
+            header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
+            if len(header) < _HEADER.size:
+                raise LinkClosed
+            (size,) = _HEADER.unpack(header)
+            body = b""
+            while len(body) < size:
+                part = self._socket.recv(size - len(body))
+                if not part:
+                    raise LinkClosed
+                body += part
+        except OSError as error:
+            raise LinkClosed from error
+        return json.loads(body), descriptors[0] if descriptors else None
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._socket.close()
+
+
+def config_to_json(config: EngineConfig) -> dict[str, Any]:
+    """Settings as JSON values."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(config).items()
+    }
+
+
+def config_of_json(values: Mapping[str, Any]) -> EngineConfig:
+    """The settings that `config_to_json` was given."""
+    found = dict(values)
+    for field in fields(EngineConfig):
+        value, kind = found[field.name], str(field.type)
+        if kind.startswith("Path") and value is not None:
+            found[field.name] = Path(value)
+        elif kind.startswith("tuple"):
+            found[field.name] = tuple(value)
+    return EngineConfig(**found)

@@ -1,0 +1,113 @@
+"""The executor of rank 0, whose steps all ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from weft.engine.base.errors import RanksLost
+from weft.engine.base.pages import PageCopy
+from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.port import Launched
+from weft.engine.executor.ranks.frames import (
+    NewPages,
+    encode_copies,
+    encode_pages,
+    encode_step,
+    encode_tokens,
+)
+from weft.engine.executor.ranks.start import Ranks
+from weft.engine.executor.step_input import StepInput
+
+
+class RankedExecutor(LocalExecutor):
+    """A `LocalExecutor` of one rank's share that has the others run the same steps.
+
+    Until `lead` all ranks run the same code by themselves. On a CPU a step has ended on every rank
+    when `launch` returns, as all of them write to one pool: whatever reads or writes whole pages
+    between steps does so on rank 0 alone.
+    """
+
+    _ranks: Ranks | None = None
+
+    def lead(self, ranks: Ranks) -> None:
+        """From now on the others follow."""
+        self._ranks = ranks
+        self._num_sent = np.zeros(self.page_table.null_row, np.int64)
+        """Entries of each slot's row of the page table that the others have."""
+
+    def launch(self, step: StepInput) -> Launched:
+        """See `Executor.launch`.
+
+        Raises:
+            RanksLost: A rank is gone, or this one failed while the others go on with the step.
+        """
+        if self._ranks is None:
+            return super().launch(step)
+        group = self._ranks.group
+        group.post(encode_step(step, self._new_pages(step)))
+        try:
+            launched = super().launch(step)
+        except Exception as error:
+            self._ranks.fail(f"rank 0 failed in step {group.num_frames}: {error}")
+            raise RanksLost(f"rank 0 failed in step {group.num_frames}: {error}") from error
+        if not self.is_asynchronous:
+            group.await_ended()
+        return launched
+
+    def keep(self, tokens: torch.Tensor) -> None:
+        """See `Executor.keep`."""
+        if self._ranks is not None:
+            self._ranks.group.post(encode_tokens(tokens.cpu().numpy()))
+        super().keep(tokens)
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """See `Executor.copy`."""
+        if copies and (ranks := self._of_own_pages()):
+            ranks.group.post(encode_copies(copies))
+        super().copy(copies)
+
+    def zero(self, pages: Sequence[int], group: int = 0) -> None:
+        """See `Executor.zero`; ranks have one page group."""
+        if pages and (ranks := self._of_own_pages()):
+            ranks.group.post(encode_pages("zero", pages))
+        super().zero(pages, group)
+
+    def poison(self, pages: Sequence[int], group: int = 0) -> None:
+        """See `Executor.poison`."""
+        if pages and (ranks := self._of_own_pages()):
+            ranks.group.post(encode_pages("poison", pages))
+        super().poison(pages, group)
+
+    def reset_slot(self, slot: int) -> None:
+        """See `Executor.reset_slot`."""
+        if self._ranks is not None:
+            self._num_sent[slot] = 0
+        super().reset_slot(slot)
+
+    def check(self) -> None:
+        """See `Executor.check`."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _of_own_pages(self) -> Ranks | None:
+        """The others, where each has a pool of its own."""
+        return self._ranks if self.is_asynchronous else None
+
+    def _new_pages(self, step: StepInput) -> NewPages:
+        """Entries of the step's requests that the others lack."""
+        ends = self.page_table.lengths(step.slots)
+        firsts = self._num_sent[step.slots]
+        new = np.flatnonzero(ends > firsts)
+        slots, firsts, ends = step.slots[new], firsts[new], ends[new]
+        rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
+        parts = [self.page_table.pages[slot, first:end] for slot, first, end in rows]
+        pages = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        self._num_sent[slots] = ends
+        return NewPages(slots, firsts, ends, pages.astype(np.int64))

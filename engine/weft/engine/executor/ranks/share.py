@@ -1,0 +1,79 @@
+"""What each rank makes of its share, in the same way on all of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.executor.local import RankPool
+from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.loader import LoadedModel, load_model
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
+from weft.engine.parallel.shared import SharedGroup
+from weft.kernels.peers import Peers
+
+
+class Others(Protocol):
+    """The other ranks, as each of them has them while they start."""
+
+    rank: int
+    size: int
+    group: SharedGroup
+    store_path: str
+    """See `NcclPeers`."""
+
+    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
+        """See `Ranks.agree`."""
+        ...
+
+    def share(self, size: int) -> Segment:
+        """See `Ranks.share`; the others get what rank 0 makes."""
+        ...
+
+
+def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedModel:
+    """This rank's share of the model's weights.
+
+    Raises:
+        ModelError, ConfigError: They cannot be used.
+    """
+    loaded = load_model(
+        config.model_dir,
+        config.dtype,
+        config.device,
+        quantization=config.quantization,
+        dummy=config.dummy_weights,
+        peers=peers,
+    )
+    others.agree("model", text=loaded.digest.hex())
+    return loaded
+
+
+def peers_of(others: Others, device: torch.device) -> Peers:
+    """Where the ranks add up: shared memory on a CPU, NCCL on GPUs."""
+    if device.type == "cpu":
+        return others.group
+    from weft.engine.parallel.nccl import NcclPeers
+
+    peers = NcclPeers(others.rank, others.size, device, others.store_path)
+    others.agree("communicator")
+    return peers
+
+
+def pool_of(
+    others: Others, layout: CacheLayout, num_pages: int, device: torch.device
+) -> tuple[CacheLayout, RankPool | None]:
+    """The layout of this rank's pages, and its pool; None: the executor allocates it.
+
+    On a CPU all ranks have one pool, each its heads of every page, so that whatever moves whole
+    pages need not know of ranks.
+    """
+    if device.type != "cpu":
+        return layout_of_rank(layout, others.size), None
+    dtype: torch.dtype = getattr(torch, layout.plane.dtype)
+    segment = others.share(num_pages * layout.page_bytes)
+    whole = segment.tensor(layout.pool_shape(num_pages), dtype)
+    heads = kv_heads_of(layout.plane.heads, others.rank, others.size)
+    return layout, RankPool(whole, whole[:, heads])

@@ -1,0 +1,238 @@
+"""Starts the other ranks of an engine, and watches them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError, RanksLost, error_class
+from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_to_json
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shared import SharedGroup, segment_bytes
+
+logger = logging.getLogger(__name__)
+
+MODULE = "weft.engine.executor.ranks.follow"
+"""Program of the other ranks."""
+START_LIMIT_S = 3600.0
+"""Longest wait for another rank while they start: one may read its weights for longer."""
+_EXIT_S = 3.0
+
+
+class _Follower(NamedTuple):
+    rank: int
+    process: subprocess.Popen[bytes]
+    link: RankLink
+    pidfd: int
+
+
+class Ranks:
+    """The other ranks of an engine, as rank 0 has them.
+
+    Args:
+        config: The engine's settings.
+        wake: Called from another thread when a rank has ended.
+    """
+
+    rank = 0
+
+    def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
+        """Starts the processes, which load their shares at once, and shares out the threads.
+
+        Raises:
+            ConfigError: There is no shared memory, or no native operation to wait in it.
+        """
+        self.size = config.tp
+        threads = max(1, (config.num_threads or torch.get_num_threads()) // config.tp)
+        torch.set_num_threads(threads)
+        config = replace(config, num_threads=threads)
+        self._limit_s = config.rank_timeout_s
+        self._wake = wake
+        self._segment = Segment.create(segment_bytes(config.tp), "weft-ranks")
+        self.group = SharedGroup(self._segment, 0, config.tp, START_LIMIT_S)
+        """Where they meet."""
+        self.group.why = lambda: self._why
+        self._why = "the ranks are ending"
+        self._is_lost = False
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        self.store_path = f"{self._folder.name}/store"
+        """See `NcclPeers`."""
+        self._followers: list[_Follower] = []
+        self._watcher: threading.Thread | None = None
+        try:
+            for rank in range(1, config.tp):
+                self._followers.append(self._start(config, rank))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: EngineConfig, rank: int) -> _Follower:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(config.num_threads)}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+            )
+        link = RankLink(ours)
+        hello = {
+            "config": config_to_json(config),
+            "rank": rank,
+            "segment": self._segment.size,
+            "store_path": self.store_path,
+            "log_level": logging.getLogger().getEffectiveLevel(),
+        }
+        with contextlib.suppress(LinkClosed):  # The next phase tells.
+            link.send(hello, self._segment.number)
+        return _Follower(rank, process, link, os.pidfd_open(process.pid))
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of all ranks, in their order."""
+        return [os.getpid(), *(follower.process.pid for follower in self._followers)]
+
+    def agree(self, phase: str, number: int = 0, text: str = "") -> int:
+        """Waits until all ranks have come through a phase of the start.
+
+        Args:
+            phase: What it is.
+            number: This rank's number, such as of pages that it has room for.
+            text: Must be the same on all ranks.
+
+        Returns:
+            The least number of all ranks.
+
+        Raises:
+            WeftError: What another rank has raised, or that it is gone.
+        """
+        for follower in self._followers:
+            message = self._receive(follower)
+            if message["phase"] != phase or message["text"] != text:
+                raise ConfigError(
+                    f"rank {follower.rank} is at {message['phase']} ({message['text']}) where "
+                    f"rank 0 is at {phase} ({text})",
+                    param="tp",
+                )
+            number = min(number, int(message["number"]))
+        for follower in self._followers:
+            self._send(follower, {"number": number})
+        return number
+
+    def share(self, size: int) -> Segment:
+        """Makes memory that all ranks map, of the pool.
+
+        Raises:
+            ConfigError: The system refuses it, or a rank is gone.
+        """
+        segment = Segment.create(size, "weft-pool")
+        for follower in self._followers:
+            self._send(follower, {"size": size}, segment.number)
+        return segment
+
+    def ready(self) -> None:
+        """Ends the start: from now on a rank that ends or does not come in time is lost."""
+        self.agree("ready")
+        self.group.limit(self._limit_s)
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    def check(self) -> None:
+        """Raises RanksLost if the group has ended.
+
+        Raises:
+            RanksLost: It says which, and how.
+        """
+        if self.group.is_stopped:
+            raise RanksLost(self.group.why())
+
+    def fail(self, why: str) -> None:
+        """Ends all ranks, since this one has failed."""
+        self._why, self._is_lost = why, True
+        self.group.stop()
+
+    def close(self) -> None:
+        """Ends the other ranks, and waits until they have."""
+        self.group.stop()
+        for follower in self._followers:
+            follower.link.close()
+            try:
+                follower.process.wait(_EXIT_S)
+            except subprocess.TimeoutExpired:
+                follower.process.kill()
+                follower.process.wait()
+        if self._watcher is not None:
+            self._watcher.join()
+        for follower in self._followers:
+            os.close(follower.pidfd)
+        self._followers = []
+        self._folder.cleanup()
+
+    def _receive(self, follower: _Follower) -> dict[str, Any]:
+        try:
+            message, _ = follower.link.receive()
+        except LinkClosed:
+            raise ConfigError(self._ending(follower) + " during its start") from None
+        if "error" in message:
+            kind = error_class(str(message["reason"]))
+            raise kind(f"rank {follower.rank}: {message['error']}")
+        return message
+
+    def _send(
+        self, follower: _Follower, message: dict[str, object], memory: int | None = None
+    ) -> None:
+        try:
+            follower.link.send(message, memory)
+        except LinkClosed:
+            raise ConfigError(self._ending(follower) + " during its start") from None
+
+    def _watch(self) -> None:
+        """Ends the group once one of the others ends; not while they are closed."""
+        poll = select.poll()
+        for follower in self._followers:
+            poll.register(follower.pidfd, select.POLLIN)
+        ended = {number for number, _ in poll.poll()}
+        if self.group.is_stopped and not self._is_lost:
+            return  # It was closed, or who waits has said why.
+        (first, *_) = [one for one in self._followers if one.pidfd in ended]
+        said = ""
+        with contextlib.suppress(LinkClosed):
+            said = f": {first.link.receive()[0].get('error', '')}"
+        self.fail(f"{self._ending(first)} during step {self.group.num_frames}{said}")
+        logger.error("%s", self._why)
+        self._wake()
+
+    def _ending(self, follower: _Follower) -> str:
+        """How a rank has ended, in words."""
+        try:
+            status = follower.process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return f"rank {follower.rank} has closed its socket"
+        how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+        return f"rank {follower.rank} (process {follower.process.pid}) ended by {how}"
+
+
+def device_of_rank(config: EngineConfig, rank: int) -> str:
+    """The device of a rank: of a list the one at its place, else GPUs from the given one on."""
+    devices = config.device.split(",")
+    if len(devices) > 1:
+        if len(devices) != config.tp:
+            raise ConfigError(
+                f"device: {len(devices)} devices for tp = {config.tp}; name as many", param="device"
+            )
+        return devices[rank].strip()
+    kind, _, index = config.device.partition(":")
+    return config.device if kind == "cpu" or config.tp == 1 else f"{kind}:{int(index or 0) + rank}"

@@ -1,0 +1,40 @@
+"""What a model takes of each rank's memory, by arithmetic."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.engine.checkpoint.config import ModelConfig
+
+
+class Footprint(NamedTuple):
+    """Numbers, each of the size of the dtype, that one rank holds."""
+
+    weights: int
+    """Of the model, norms included."""
+    kv: int
+    """Of the KV cache, for each token."""
+
+
+def footprint_of_rank(config: ModelConfig, size: int) -> Footprint:
+    """What each of `size` ranks holds of a model that can be divided among so many.
+
+    Attention and MLPs are divided, KV heads as far as there are enough of them. Embedding, LM head,
+    routers and norms are whole on every rank.
+    """
+    hidden, dim, layers = config.hidden_size, config.head_dim, config.num_layers
+    heads, kv_heads = config.num_heads // size, max(1, config.num_kv_heads // size)
+    qkv = (heads + 2 * kv_heads) * dim
+    vocabularies = 1 if config.tie_word_embeddings else 2
+    weights = vocabularies * config.num_embeddings * hidden + hidden
+    for layer in range(layers):
+        weights += hidden * (qkv + heads * dim) + 2 * hidden
+        weights += qkv * config.qkv_bias + hidden * config.o_bias
+        weights += 2 * dim * config.qk_norm
+        if config.moe is not None and config.moe.is_sparse(layer):
+            inner = config.moe.intermediate_size // size
+            weights += config.moe.num_experts * (3 * hidden * inner + hidden)
+        else:
+            inner = config.intermediate_size // size
+            weights += 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
+    return Footprint(weights, 2 * layers * kv_heads * dim)

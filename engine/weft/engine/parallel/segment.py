@@ -1,0 +1,61 @@
+"""Memory that several processes map."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from weft.engine.base.errors import ConfigError
+
+
+class Segment:
+    """An anonymous file of memory, mapped here; it ends with the last process that has it.
+
+    Args:
+        number: Its file descriptor, which is closed when this object goes.
+        size: Bytes.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        self.size = size
+        self._file = os.fdopen(number, "r+b", buffering=0)
+        self._map = mmap.mmap(number, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        """Where it is mapped here."""
+
+    @classmethod
+    def create(cls, size: int, name: str) -> Segment:
+        """Zeros; memory is taken from the system only as it is first written.
+
+        Raises:
+            ConfigError: The system refuses it.
+        """
+        try:
+            number = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.ftruncate(number, size)
+            segment = cls(number, size)
+        except (OSError, AttributeError) as error:
+            raise ConfigError(
+                f"{size:,} bytes of shared memory for ranks: {error}; take tp = 1", param="tp"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            segment._map.madvise(mmap.MADV_HUGEPAGE)
+        return segment
+
+    @property
+    def number(self) -> int:
+        """The file descriptor, to be handed to another process."""
+        return self._file.fileno()
+
+    def bytes_at(self, begin: int, size: int) -> NDArray[np.uint8]:
+        """A part of it, uint8."""
+        return np.frombuffer(self._map, np.uint8, size, begin)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Its first bytes as a tensor."""
+        count = torch.Size(shape).numel()
+        return torch.frombuffer(self._map, dtype=dtype, count=count).view(shape)

@@ -1,0 +1,97 @@
+"""What each rank has of a model, and of its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from weft.engine.base.errors import ConfigError
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.memory.layout import CacheLayout, PageGroup
+
+DIVIDED = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Architectures whose products are all divided, as tests show against one rank."""
+
+
+def check_divides(config: ModelConfig, size: int) -> None:
+    """Refuses a number of ranks among which a model cannot be divided.
+
+    Raises:
+        ConfigError: With the numbers that would do.
+    """
+    if size == 1:
+        return
+    if config.architecture not in DIVIDED:
+        raise ConfigError(
+            f"tp = {size}: {config.architecture} is not divided among ranks yet; take tp = 1",
+            param="tp",
+        )
+    moe = config.moe
+    counts = {
+        "query heads": config.num_heads,
+        "columns of the MLPs": config.intermediate_size,
+        **({} if moe is None else {"columns of an expert": moe.intermediate_size}),
+    }
+    for name, count in counts.items():
+        if count % size:
+            raise ConfigError(f"tp = {size}: {_fix(config, name, count)}", param="tp")
+    heads = config.num_kv_heads
+    if heads % size and size % heads:
+        raise ConfigError(f"tp = {size}: {_fix(config, 'KV heads', heads)}", param="tp")
+
+
+def _fix(config: ModelConfig, name: str, count: int) -> str:
+    good = [size for size in range(1, config.num_heads + 1) if _divides(config, size)]
+    return (
+        f"the model's {count:,} {name} cannot be divided evenly; it can be served with tp = "
+        f"{', '.join(map(str, good))}"
+    )
+
+
+def _divides(config: ModelConfig, size: int) -> bool:
+    inner = [config.intermediate_size, config.num_heads]
+    inner += [] if config.moe is None else [config.moe.intermediate_size]
+    heads = config.num_kv_heads
+    return not any(count % size for count in inner) and not (heads % size and size % heads)
+
+
+def kv_heads_of(heads: int, rank: int, size: int) -> slice:
+    """The KV heads of a rank; where there are fewer than ranks several have the same one."""
+    if heads >= size:
+        share = heads // size
+        return slice(rank * share, (rank + 1) * share)
+    first = rank * heads // size
+    return slice(first, first + 1)
+
+
+def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
+    """The pages of one of `size` ranks: its KV heads of every plane."""
+    groups = tuple(
+        PageGroup(
+            tuple(replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes)
+        )
+        for group in layout.groups
+    )
+    return replace(layout, groups=groups)
+
+
+def describe_shards(config: ModelConfig, pids: Sequence[int], device: torch.device) -> str:
+    """The ranks and their shares in one line, for logs and status."""
+    size, heads = len(pids), config.num_kv_heads
+    shared = f", each on {size // heads} ranks" if size > heads else ""
+    by = "shared memory" if device.type == "cpu" else "NCCL"
+    return (
+        f"tensor parallel: {size} ranks (processes {', '.join(map(str, pids))}), each with "
+        f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "
+        f"{heads} KV heads{shared} and 1/{size} of the MLPs; embedding and LM head are whole on "
+        f"each; sums by {by}"
+    )

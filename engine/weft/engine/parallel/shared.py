@@ -1,0 +1,230 @@
+"""A group of ranks on one host that meet in shared memory.
+
+The segment holds counters, a ring of frames from rank 0 to all others, and slots for sums:
+
+    counter        counts                                       written by
+    arrived[r]     sums to which rank r has brought its part     rank r
+    stop           1: the group ends                             any rank
+    posted         slots of the ring that were filled            rank 0
+    taken[r]       slots of the ring that rank r has read        rank r
+    ended[r]       frames that rank r has done                   rank r
+
+Waiting and adding up are native (csrc/peers.h): some spins, then a futex.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from weft.engine.base.errors import ConfigError, RanksLost
+from weft.engine.parallel.segment import Segment
+from weft.kernels import cpu
+
+_COUNTER_BYTES = 64
+_RING_SLOTS = 8
+_SLOT_BYTES = 1 << 18
+_SLOT_HEADER = struct.Struct("<II")
+"""Of a ring's slot: bytes of the frame in it, and bytes of the frame that follow in later ones."""
+_SUM_FLOATS = 1 << 18
+"""Most numbers that are added up at once; longer sums are cut."""
+_FOREVER_S = 1e9
+_STOPPED, _LATE = 1, 2
+
+
+def segment_bytes(size: int) -> int:
+    """Size of the segment of a group of `size` ranks."""
+    return _sums_at(size) + 2 * size * _SUM_FLOATS * 4
+
+
+def _ring_at(size: int) -> int:
+    return -(-(3 * size + 2) * _COUNTER_BYTES // 4096) * 4096
+
+
+def _sums_at(size: int) -> int:
+    return _ring_at(size) + _RING_SLOTS * _SLOT_BYTES
+
+
+class SharedGroup:
+    """One rank's view of the group; implements `weft.kernels.peers.Peers`.
+
+    Used by one thread, but for `stop`.
+    """
+
+    def __init__(self, segment: Segment, rank: int, size: int, limit_s: float) -> None:
+        """Joins a group.
+
+        Args:
+            segment: Of `segment_bytes(size)`.
+            rank: This one.
+            size: Number of ranks.
+            limit_s: Longest wait for another rank in a step.
+
+        Raises:
+            ConfigError: There are no native operations.
+        """
+        native = cpu.native_cpu()
+        if native is None:
+            raise ConfigError(
+                f"tp = {size} needs the native operations ({cpu.native_cpu_missing()}): install a "
+                "C compiler, or take tp = 1",
+                param="tp",
+            )
+        self.rank = rank
+        self.size = size
+        self._native = native
+        self._segment = segment
+        self._ring = [
+            segment.bytes_at(_ring_at(size) + slot * _SLOT_BYTES, _SLOT_BYTES)
+            for slot in range(_RING_SLOTS)
+        ]
+        self._stop = self._counter(size)
+        self._posted = self._counter(size + 1)
+        self._taken = [self._counter(size + 2 + other) for other in range(size)]
+        self._ended = [self._counter(2 * size + 2 + other) for other in range(size)]
+        self._struct = cpu.PeersStruct(
+            rank,
+            size,
+            segment.address,
+            self._stop,
+            segment.address + _sums_at(size),
+            _SUM_FLOATS,
+        )
+        self._num_slots = 0
+        """Slots of the ring that this rank has filled or read."""
+        self.num_frames = 0
+        """Frames that this rank has posted or taken."""
+        self._first_round = 0
+        self.why: Callable[[], str] = lambda: "the group was stopped"
+        """Tells why somebody has stopped the group."""
+        self.limit(limit_s)
+
+    def limit(self, seconds: float) -> None:
+        """Sets the longest wait for another rank in a step."""
+        self.limit_s = seconds
+        self._struct.limit_ns = int(seconds * 1e9)
+
+    def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """See `Peers.add_sum`; adds in float32, in the order of the ranks, and rounds once.
+
+        Raises:
+            RanksLost: A rank is gone, or has not come in time.
+        """
+        part = partial.float()
+        out = torch.empty_like(residual)
+        status = self._native.add_sum(
+            ctypes.byref(self._struct),
+            part.data_ptr(),
+            part.numel(),
+            residual.data_ptr(),
+            out.data_ptr(),
+            residual.dtype == torch.bfloat16,
+        )
+        self.check(status)
+        return out
+
+    def native(self) -> cpu.PeersStruct:
+        """See `Peers.native`."""
+        return self._struct
+
+    def check(self, lost: int) -> None:
+        """See `Peers.check`.
+
+        Raises:
+            RanksLost: A rank is gone, or has not come in time.
+        """
+        if lost:
+            number = self._struct.round - self._first_round + 1
+            self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
+
+    def post(self, parts: Sequence[NDArray[np.uint8] | bytes]) -> None:
+        """Sends a frame to all others; its parts lie one behind the other.
+
+        Raises:
+            RanksLost: A rank reads nothing any more.
+        """
+        frame = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+        room, left = _SLOT_BYTES - _SLOT_HEADER.size, len(frame)
+        while True:
+            number = self._num_slots + 1
+            for rank in range(1, self.size):
+                self._await(self._taken[rank], number - _RING_SLOTS, rank, "room for a step")
+            count = min(room, left)
+            left -= count
+            slot, begin = self._ring[self._num_slots % _RING_SLOTS], len(frame) - left - count
+            slot[: _SLOT_HEADER.size] = np.frombuffer(_SLOT_HEADER.pack(count, left), np.uint8)
+            slot[_SLOT_HEADER.size :][:count] = frame[begin : begin + count]
+            self._num_slots = number
+            self._native.announce(self._posted, number & 0xFFFFFFFF)
+            if not left:
+                break
+        self.num_frames += 1
+        self._first_round = self._struct.round
+
+    def take(self) -> bytes:
+        """The next frame of rank 0; waits for it for as long as it takes.
+
+        Raises:
+            RanksLost: The group ends.
+        """
+        parts: list[bytes] = []
+        left = 1
+        while left:
+            self._await(self._posted, self._num_slots + 1, 0, "a step", _FOREVER_S)
+            slot = self._ring[self._num_slots % _RING_SLOTS]
+            count, left = _SLOT_HEADER.unpack(slot[: _SLOT_HEADER.size].tobytes())
+            parts.append(slot[_SLOT_HEADER.size :][:count].tobytes())
+            self._num_slots += 1
+            self._native.announce(self._taken[self.rank], self._num_slots & 0xFFFFFFFF)
+        self.num_frames += 1
+        self._first_round = self._struct.round
+        return b"".join(parts)
+
+    def end(self) -> None:
+        """Says that this rank has done all frames that it has taken."""
+        self._native.announce(self._ended[self.rank], self.num_frames & 0xFFFFFFFF)
+
+    def await_ended(self) -> None:
+        """Waits until all others have done all frames.
+
+        Raises:
+            RanksLost: One of them does not.
+        """
+        for rank in range(1, self.size):
+            self._await(self._ended[rank], self.num_frames, rank, f"the end of {self._step}")
+
+    def stop(self) -> None:
+        """Ends the group: every wait of every rank fails from now on. For any thread."""
+        self._native.announce(self._stop, 1)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the group has ended."""
+        return bool(ctypes.c_uint32.from_address(self._stop).value)
+
+    @property
+    def _step(self) -> str:
+        return f"step {self.num_frames}"
+
+    def _counter(self, index: int) -> int:
+        return self._segment.address + index * _COUNTER_BYTES
+
+    def _await(
+        self, counter: int, count: int, rank: int, what: str, limit_s: float | None = None
+    ) -> None:
+        limit_ns = int((self.limit_s if limit_s is None else limit_s) * 1e9)
+        status = self._native.await_count(counter, count & 0xFFFFFFFF, self._stop, limit_ns)
+        if status:
+            self._lose(status, rank, what)
+
+    def _lose(self, status: int, rank: int, what: str) -> None:
+        if status == _STOPPED:
+            raise RanksLost(f"{self.why()}, before {what}")
+        late = f"rank {rank} has not come to {what} within {self.limit_s:g} s"
+        self.why = lambda: late
+        self.stop()
+        raise RanksLost(late)

@@ -1,0 +1,40 @@
+"""Ranks that hold shares of one model: what layers ask of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from weft.kernels import cpu
+
+
+class Peers(Protocol):
+    """All ranks of a tensor-parallel group, as one of them sees it.
+
+    Its calls are collective: every rank makes the same ones, in the same order and with the same
+    shapes.
+    """
+
+    rank: int
+    """0 to `size` - 1."""
+    size: int
+
+    def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + the sum of `partial` over all ranks, the same bits on each of them.
+
+        Args:
+            partial: [T, H] float32 or the dtype of `residual`, contiguous.
+            residual: [T, H], contiguous, equal on all ranks; not changed.
+
+        Returns:
+            [T, H], dtype of `residual`.
+        """
+        ...
+
+    def native(self) -> cpu.PeersStruct:
+        """The same for native operations, valid as long as this object lives; on a CPU."""
+        ...
+
+    def check(self, lost: int) -> None:
+        """Raises what a status other than 0 of `meet` (csrc/peers.h) stands for."""
+        ...

@@ -1,0 +1,165 @@
+"""Several ranks make the text that one makes, and end together."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from weft.engine.base.errors import ConfigError, RanksLost
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.executor.ranks import start
+from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+VOCAB, LIMIT_S = 517, 3.0
+GREEDY = SamplingParams(temperature=0.0)
+SIZES = {"num_attention_heads": 8, "moe_intermediate_size": 44}
+CASES = [
+    ("qwen3_moe", 4),
+    *(
+        pytest.param(kind, size, marks=pytest.mark.full)
+        for kind in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+        for size in (2, 4)
+        if (kind, size) != ("qwen3_moe", 4)
+    ),
+]
+
+
+def make_model(kind: str, folder: Path, seed: int, **settings: Any) -> Path:
+    return make_tiny(kind, folder, seed, tokenizer=True, vocab_size=VOCAB, **SIZES, **settings)
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    sizes = {"page_size": 8, "prefill_chunk_tokens": 24, "max_step_tokens": 48, "num_pages": 48}
+    sizes |= {"max_running_requests": 8, "rank_timeout_s": LIMIT_S, "poison_free_pages": True}
+    drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 3}
+    return LLM(folder, **{"dtype": "float32"} | sizes | drafts | settings)
+
+
+def random_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    shared = [random.randrange(3, VOCAB) for _ in range(40)]
+    return [(shared + [random.randrange(3, VOCAB) for _ in range(n)])[-n:] for n in lengths]
+
+
+def sampled(rows: int) -> list[SamplingParams]:
+    """Greedy, drawn, penalised and constrained ones, and ones that repeat themselves."""
+    choice = Constraint(kind="regex", text="[ab]{3,9}c")
+    kinds = (
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=20, seed=random.randrange(1 << 60)),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, constraint=choice),
+        replace(GREEDY, logit_bias=dict.fromkeys((7, 8, 9), 50.0)),
+    )
+    return [kinds[row % len(kinds)] for row in range(rows)]
+
+
+def run(llm: LLM, prompts: list[list[int]], kinds: list[SamplingParams]) -> list[GeneratedSample]:
+    stop = StopCriteria(max_tokens=40)
+    first = llm.generate(prompts, kinds, stop, top_logprobs=2)
+    again = llm.generate(prompts, kinds, stop, prompt_logprobs=1)
+    hits = [llm.generate(prompts[1:2], GREEDY, stop)[0] for _ in range(2)]
+    return first + again + hits
+
+
+@pytest.mark.parametrize(("kind", "size"), CASES)
+def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed: int) -> None:
+    """With prompts in chunks, prefix hits, drafts, constraints, and too few pages for all."""
+    folder = make_model(kind, tmp_path / "model", seed, attention_bias=kind == "llama")
+    prompts = random_prompts((5, 90, 41, 77, 12, 63, 100, 33, 54))
+    kinds = sampled(len(prompts))
+    with make_llm(folder) as llm:
+        alone = run(llm, prompts, kinds)
+    with make_llm(folder, tp=size) as llm:
+        (notice,) = (text for text in llm.engine.info.notices if "tensor parallel" in text)
+        assert f"{size} ranks" in notice
+        together = run(llm, prompts, kinds)
+        counters = llm.engine.counters()
+    for name in ("accepted_tokens", "preemptions", "prefix_hit_tokens"):
+        assert counters[name] > 0, (name, counters)
+    for one, other in zip(alone, together, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.finish_reason == one.finish_reason
+        for mine, right in zip(
+            [*other.logprobs, *other.prompt_logprobs],
+            [*one.logprobs, *one.prompt_logprobs],
+            strict=True,
+        ):
+            assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
+
+
+def test_a_rank_that_is_late_at_every_step_changes_nothing(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model("llama", tmp_path / "model", seed, attention_bias=True)
+    prompts = random_prompts((5, 90, 41, 77))
+    with make_llm(folder) as llm:
+        alone = run(llm, prompts, sampled(4)[:1] * 4)
+    monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
+    monkeypatch.setenv("ODD_RANK", "late")
+    with make_llm(folder, tp=2) as llm:
+        together = run(llm, prompts, sampled(4)[:1] * 4)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+def generate_on_and_on(llm: LLM) -> None:
+    while True:
+        llm.generate(random_prompts((50, 20)), stop=StopCriteria(max_tokens=60))
+
+
+@pytest.mark.parametrize(
+    "how", ["killed", "stopped", pytest.param("fails", marks=pytest.mark.full)]
+)
+def test_a_rank_that_is_lost_ends_the_engine_in_time(
+    how: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model("llama", tmp_path / "model", seed)
+    if how == "fails":
+        monkeypatch.setattr(start, "MODULE", "weft.testing.engine.odd_rank")
+        monkeypatch.setenv("ODD_RANK", "30")
+    with make_llm(folder, tp=2) as llm:
+        ranks = psutil.Process().children()
+        lost_at = time.monotonic()
+
+        def strike() -> None:
+            nonlocal lost_at
+            lost_at = time.monotonic()
+            os.kill(ranks[-1].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+        timer = threading.Timer(0.5, strike)
+        if how != "fails":
+            timer.start()
+        wanted = {"killed": "signal 9", "stopped": "has not come", "fails": "out of luck"}[how]
+        with pytest.raises(RanksLost, match=f"rank 1.*{wanted}") as lost:
+            generate_on_and_on(llm)
+        assert "step" in str(lost.value)
+        if how != "fails":
+            timer.join()
+            assert time.monotonic() - lost_at < LIMIT_S + 5
+        with pytest.raises(RanksLost):
+            llm.engine.turn()
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path / "model", 0)
+    with pytest.raises(ConfigError, match=r"query heads.*tp = 1, 2, 4, 8"):
+        LLM(folder, tp=3)
+    with pytest.raises(ConfigError, match="LoRA"):
+        LLM(folder, tp=2, enable_lora=True)
+    with pytest.raises(ConfigError, match="drafter = eagle3"):
+        LLM(folder, tp=2, drafter="eagle3", draft_dir=folder)
+    with pytest.raises(ConfigError, match="quantised"):
+        LLM(folder, tp=2, quantization="int8")
+    with pytest.raises(ConfigError, match="deterministic"):
+        LLM(folder, tp=2, deterministic=True)
