@@ -197,10 +197,6 @@ class Stream:
             return linear(pending.x, pending.w, lora=pending.lora)
         return pending.added_to(torch.zeros_like(self._value))
 
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiplies the stream, with all that was added, by one number ([1], its dtype)."""
-        self._value = self.settle() * factor
-
     def settle(self) -> torch.Tensor:
         """The stream with all additions, [T, H]."""
         return self._value

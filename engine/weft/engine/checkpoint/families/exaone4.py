@@ -15,15 +15,9 @@ def read_exaone4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     family = Family(raw, generation, where)
     fields = family.fields
     has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
-    pattern = fields.get("sliding_window_pattern")
-    if isinstance(pattern, str):
-        # One letter a layer, over and over; the last layer is full.
-        letters, last = pattern, family.num_layers - 1
-        default = lambda n: SLIDING if letters[n % len(letters)] == "L" and n != last else FULL  # noqa: E731
-    else:
-        every = fields.positive("sliding_window_pattern", 4) if has_window else 1
-        default = lambda n: SLIDING if (n + 1) % every else FULL  # noqa: E731
-    kinds = family.kinds(default) if has_window else (FULL,) * family.num_layers
+    kinds = (FULL,) * family.num_layers
+    if has_window:
+        kinds = family.kinds(lambda layer: _kind(family, layer))
     dim, norm, rope = family.head_dim(), family.rms(eps=1e-5), family.rope()
     layers = tuple(
         AttentionConfig(
@@ -36,3 +30,13 @@ def read_exaone4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     mlp = MlpConfig(activation=family.activation())
     decoder = DecoderConfig(norm=norm, layers=layers, mlp=mlp, order="after")
     return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096))
+
+
+def _kind(family: Family, layer: int) -> str:
+    """By a pattern, of one letter a layer, or the distance of the layers without a window."""
+    pattern = family.fields.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:
+        is_last = layer == family.num_layers - 1
+        return SLIDING if pattern[layer % len(pattern)] == "L" and not is_last else FULL
+    every = family.fields.positive("sliding_window_pattern", 4)
+    return SLIDING if (layer + 1) % every else FULL

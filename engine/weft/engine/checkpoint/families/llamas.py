@@ -113,6 +113,9 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     fields = family.fields
     if fields.text("model_type", "mistral") not in ("mistral", "ministral3"):
         raise fields.error("model_type", f"{fields.get('model_type')!r} is not supported")
+    is_ministral = fields.get("model_type") == "ministral3"
+    if is_ministral and not (fields.get("rope_parameters") or fields.get("rope_scaling")):
+        raise fields.error("rope_parameters", "is missing")
     rope, values = family.rope(theta=1e6), fields.section("rope_parameters")
     growth = None
     if values.get("llama_4_scaling_beta") is not None:

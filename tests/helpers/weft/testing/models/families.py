@@ -193,9 +193,11 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
     kind, fields = FAMILIES[name]
     sizes = {} if "text_config" in fields else SIZES
     config = transformers.AutoConfig.for_model(kind, **{**sizes, **fields, **overrides})
-    is_text = not sizes
+    has_images = not sizes
     build = (
-        transformers.AutoModelForImageTextToText if is_text else transformers.AutoModelForCausalLM
+        transformers.AutoModelForImageTextToText
+        if has_images
+        else transformers.AutoModelForCausalLM
     )
     model = build.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
