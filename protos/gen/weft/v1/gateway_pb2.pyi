@@ -545,11 +545,15 @@ Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
+    """The vector of one input."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Its entries."""
+
     def __init__(
         self,
         *,
@@ -637,6 +641,8 @@ Global___RerankRequest: _TypeAlias = RerankRequest  # noqa: Y015
 
 @_typing.final
 class RankedDocument(_message.Message):
+    """A document and how relevant it is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
