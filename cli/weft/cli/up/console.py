@@ -132,6 +132,7 @@ def first_request(plan: MeshPlan) -> str:
     body = {
         "model": plan.model_names[0],
         "messages": [{"role": "user", "content": "What is a loom?"}],
+        "max_tokens": 100,
     }
     url = f"{plan.rest_scheme}://{plan.rest_address}/v1/chat/completions"
     words = ["curl", url, "-H", "Content-Type: application/json"]
