@@ -222,6 +222,13 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
         ("/v1/embeddings", {"model": "embedder", "input": "x", "dimensions": 73}, "dimensions"),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "prompt_name": "z"}, "prompt_name"),
         ("/v1/embeddings", {"model": "embedder", "input": [[VOCAB]]}, "input"),
+        (
+            "/v1/embeddings",
+            {"model": "embedder", "input": "x", "late_chunking": True},
+            "late_chunking",
+        ),
+        ("/v1/embeddings", {"model": "embedder", "input": "x", "task": "code"}, "task"),
+        ("/v1/classify", {"model": "ranker", "input": "x", "activation": False}, "activation"),
         ("/v1/score", {"model": "ranker", "text_1": ["x", "y"], "text_2": ["z"]}, "text_1"),
     ],
 )

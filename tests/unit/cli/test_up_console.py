@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from weft.cli.up.console import ConsoleReporter, first_request
 from weft.cli.up.plan import MeshPlan
+from weft.engine.base.tasks import Task
 
 TALKS = """
 import sys
@@ -89,10 +90,22 @@ def test_brackets_are_shown_and_lines_stay_whole() -> None:
 
 @pytest.mark.parametrize("has_rest", [True, False])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_the_first_request_brings_what_the_mesh_asks_for(has_rest: bool, is_open: bool) -> None:
+@pytest.mark.parametrize(
+    ("task", "path"),
+    [
+        ("generate", "chat/completions"),
+        ("embed", "embeddings"),
+        ("classify", "classify"),
+        ("score", "rerank"),
+    ],
+)
+def test_the_first_request_brings_what_the_mesh_asks_for(
+    has_rest: bool, is_open: bool, task: Task, path: str
+) -> None:
     plan = MeshPlan(
         services=(),
         model_names=("tiny",),
+        first_task=task,
         gateways={"gateway": "127.0.0.1:1"},
         rest_edges={"rest": "[::1]:2"} if has_rest else {},
         rest_scheme="http" if is_open else "https",
@@ -101,10 +114,13 @@ def test_the_first_request_brings_what_the_mesh_asks_for(has_rest: bool, is_open
         worker_addresses={},
     )
     words = shlex.split(first_request(plan))
+    if not has_rest and task != "generate":
+        assert {task, "127.0.0.1:1"} & {word.strip("`") for word in words}
+        return
     secrets = {"--cacert", "/srv/my tls/ca.pem", "Authorization: Bearer KEY"}
     if not has_rest:
         secrets = {"--tls-dir", "/srv/my tls", "WEFT_API_KEY=KEY"}
     assert secrets & set(words) == (set() if is_open else secrets)
     if has_rest:
-        assert words[:2] == ["curl", f"{plan.rest_scheme}://[::1]:2/v1/chat/completions"]
+        assert words[:2] == ["curl", f"{plan.rest_scheme}://[::1]:2/v1/{path}"]
         assert json.loads(words[words.index("-d") + 1])["model"] == "tiny"

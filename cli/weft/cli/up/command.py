@@ -136,6 +136,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     from weft.cli.model import progress_bar
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.checkpoint.dtypes import resolve_dtype
+    from weft.engine.checkpoint.pooling import load_pooling
     from weft.engine.checkpoint.quantization import resolve_quantization
     from weft.engine.checkpoint.resolve import default_name, resolve_model
 
@@ -149,7 +150,8 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         for device in settings.device or ["cpu"]:
             resolve_quantization(settings.quantization, config.quantization, device)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
-        models.append(ModelFolder(given or default_name(model, path), path))
+        task = load_pooling(path, settings.task).task
+        models.append(ModelFolder(given or default_name(model, path), path, task))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(

@@ -20,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from weft.cli.up.plan import BACK, MeshPlan
+from weft.engine.base.tasks import Task
 
 
 class ConsoleReporter:
@@ -123,18 +124,30 @@ class ConsoleReporter:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
+_PAIR = {"query": "What is a loom?", "documents": ["A loom weaves.", "A fish swims."]}
+_FIRST_REQUESTS: dict[Task, tuple[str, dict[str, object]]] = {
+    "generate": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "What is a loom?"}], "max_tokens": 100},
+    ),
+    "embed": ("embeddings", {"input": ["What is a loom?"]}),
+    "classify": ("classify", {"input": ["What is a loom?"]}),
+    "score": ("rerank", _PAIR),
+}
+"""Path and body of a request of each task."""
+
+
 def first_request(plan: MeshPlan) -> str:
     """A command line that asks the mesh something."""
-    if plan.rest_address is None:
+    if plan.rest_address is None and plan.first_task == "generate":
         key = "WEFT_API_KEY=KEY " if plan.needs_key else ""
         tls = "" if plan.tls_dir is None else f" --tls-dir {shlex.quote(str(plan.tls_dir))}"
         return f"{key}weft chat --address {plan.grpc_address}{tls}"
-    body = {
-        "model": plan.model_names[0],
-        "messages": [{"role": "user", "content": "What is a loom?"}],
-        "max_tokens": 100,
-    }
-    url = f"{plan.rest_scheme}://{plan.rest_address}/v1/chat/completions"
+    if plan.rest_address is None:
+        return f"gRPC calls of the task `{plan.first_task}` at {plan.grpc_address}"
+    path, asked = _FIRST_REQUESTS[plan.first_task]
+    body = {"model": plan.model_names[0], **asked}
+    url = f"{plan.rest_scheme}://{plan.rest_address}/v1/{path}"
     words = ["curl", url, "-H", "Content-Type: application/json"]
     if plan.tls_dir is not None:
         words += ["--cacert", str(plan.tls_dir / "ca.pem")]

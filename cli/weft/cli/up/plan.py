@@ -18,6 +18,7 @@ from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
 from weft.common.settings import list_text
 from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.eagle_config import head_kind
 
 WORKER_HOST = "127.0.0.1"
@@ -50,6 +51,8 @@ class MeshPlan:
 
     services: tuple[ServiceSpec, ...]
     model_names: tuple[str, ...]
+    first_task: Task
+    """Task of the first model."""
     gateways: dict[str, str]
     """Addresses of the gateways for clients on this machine, by name."""
     rest_edges: dict[str, str]
@@ -80,6 +83,7 @@ class ModelFolder(NamedTuple):
     name: str
     """Name in requests."""
     folder: Path
+    task: Task = "generate"
 
 
 def plan_mesh(
@@ -136,6 +140,7 @@ def plan_mesh(
     return MeshPlan(
         services=tuple(services),
         model_names=tuple(model.name for model in models),
+        first_task=models[0].task,
         gateways=gateways,
         rest_edges=rest_edges,
         rest_scheme=_rest_scheme(settings),

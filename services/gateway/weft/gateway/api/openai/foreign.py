@@ -181,9 +181,20 @@ def refuse_foreign(body: Mapping[str, Any]) -> None:
     """
     for path, refused in LEVELS:
         for where, level in _at(body, path, ""):
-            for name in level:
-                if name in refused and refused[name].is_asked(level[name]):
-                    raise unsupported(f"{where}{name}", refused[name].what)
+            refuse_listed(level, refused, where)
+
+
+def refuse_listed(
+    level: Mapping[str, Any], refused: Mapping[str, Refused], where: str = ""
+) -> None:
+    """Refuses fields of one object; `where` is what their paths begin with.
+
+    Raises:
+        InvalidRequest: There is one that asks for something; `param` is its path.
+    """
+    for name in level:
+        if name in refused and refused[name].is_asked(level[name]):
+            raise unsupported(f"{where}{name}", refused[name].what)
 
 
 def _at(node: Any, path: tuple[str, ...], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

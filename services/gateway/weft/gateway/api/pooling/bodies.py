@@ -7,18 +7,43 @@ answer and are not supported are listed, and refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 from weft.gateway.api.dialect_bodies import LENIENT
 from weft.gateway.api.openai.bodies import Body, Ids, Int, T
+from weft.gateway.api.openai.foreign import Refused, refuse_listed
 from weft.gateway.validate import MAX_INPUTS
 
 Inputs = Annotated[list[T], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
 
+_REFUSED = {
+    "late_chunking": Refused("vectors of chunks that see one another"),
+    "embedding_types": Refused("vectors of several number formats", (["float"],)),
+    "output_dtype": Refused("a number format other than float32", ("float", "float32")),
+    "output_dimension": Refused("given as dimensions"),
+    "endianness": Refused("another order of bytes", ("native", "little")),
+    "truncate": Refused("given as truncate_prompt_tokens", ("NONE",)),
+    "truncation_side": Refused("inputs cut at their begin", ("right",)),
+    "activation": Refused("values of classes without the model's own activation", (True,), True),
+    "softmax": Refused("values of classes without the model's own activation", (True,), True),
+    "use_activation": Refused("vectors without the model's own activation", (True,), True),
+    "images": Refused("inputs other than texts"),
+    "mm_processor_kwargs": Refused("inputs other than texts"),
+    "lora_path": Refused("an adapter is named by model"),
+}
+"""Fields of other servers that change the answer."""
+
+
 class PoolBody(Body):
     """Fields that all these bodies have."""
+
+    @classmethod
+    def check_given(cls, value: Mapping[str, Any]) -> None:
+        """See `Body.check_given`."""
+        refuse_listed(value, _REFUSED)
 
     truncate_prompt_tokens: Int | None = Field(
         None,
@@ -71,6 +96,7 @@ class EmbeddingsBody(InputBody):
     )
     input_type: str | None = Field(None, description="another name of prompt_name")
     embed_dtype: Literal["float32"] | None = Field(None, description="only float32")
+    task: str | None = Field(None, description="not supported; see prompt_name")
     messages: Any = Field(None, description="not supported; see input")
 
 

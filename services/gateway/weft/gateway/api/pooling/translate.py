@@ -42,7 +42,7 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
     Raises:
         InvalidRequest: It asks for what is not supported, or fields contradict each other.
     """
-    refuse(body, {"messages": "conversations as input"})
+    refuse(body, {"messages": "conversations as input", "task": "given as prompt_name"})
     if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
         raise invalid("input_type", "contradicts prompt_name; give one of them")
     wants = Wants(
