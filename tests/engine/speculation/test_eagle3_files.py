@@ -110,7 +110,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
     ({"attention_bias": True}, "attention_bias"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type.*yarn"),
+    ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type.*spiral"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "layer_ids.*layer 6 .*6 layers"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "layer_ids.*3 layers, got 2"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, "layer_ids.*layer 6"),

@@ -215,6 +215,7 @@ OF_SERVICE = {
     "ResponsesService": "gateway",
     "AnthropicService": "gateway",
     "OllamaService": "gateway",
+    "PoolingService": "gateway",
     "ServerService": "gateway",
     "TraceService": "gateway",
     "DecodeService": "decode-0",
