@@ -74,8 +74,8 @@ def _copy(store: Any, url: str, files: dict[str, str]) -> Path:
             _update(store, folder, files)
     except Timeout as error:
         raise ModelError(
-            f"model {url}: another process has fetched it for {_LOCK_TIMEOUT_S:.0f} s; end it if it "
-            "hangs",
+            f"model {url}: another process has fetched it for {_LOCK_TIMEOUT_S:.0f} s; end it if "
+            "it hangs",
             param="model",
         ) from error
     return folder
