@@ -162,6 +162,12 @@ def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
         load_model(model_dir, "float32")
 
 
+def test_weights_of_both_kinds_in_a_directory_are_refused(model_dir: Path) -> None:
+    (model_dir / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="a folder of its own"):
+        load_model(model_dir, "float32")
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [

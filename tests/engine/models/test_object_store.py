@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -49,6 +51,34 @@ def test_a_model_is_fetched_and_later_only_what_has_changed(
     resolve_model(URL)
     assert fetched == ["generation_config.json"]
     assert not (folder / "model.safetensors.index.json").exists()
+
+
+def test_processes_that_fetch_at_once_fetch_a_file_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, active, fetched = fsspec.filesystem("memory"), [0], []
+    get_file = type(store).get_file
+
+    def record(self: object, path: str, *args: object, **options: object) -> None:
+        active[0] += 1
+        fetched.append((path, active[0]))
+        time.sleep(0.01)  # Time for another one to come in between.
+        get_file(self, path, *args, **options)
+        active[0] -= 1
+
+    monkeypatch.setattr(type(store), "get_file", record)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(resolve_model, [URL, URL])
+    assert first == second
+    assert {number for _, number in fetched} == {1}
+    assert len({path for path, _ in fetched}) == len(fetched)
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    fsspec.filesystem("memory").pipe("/bucket/models/tiny/../../outside.json", b"{}")
+    with pytest.raises(ModelError, match="leads out"):
+        resolve_model(URL)
+    assert not list(tmp_path.rglob("outside.json"))
 
 
 @pytest.mark.parametrize(

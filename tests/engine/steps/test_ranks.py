@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -163,3 +164,9 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
         LLM(folder, tp=2, quantization="int8")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(folder, tp=2, deterministic=True)
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    with pytest.raises(ConfigError, match="task embed"):
+        LLM(folder, tp=2)

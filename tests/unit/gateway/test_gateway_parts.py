@@ -16,6 +16,7 @@ from weft.engine.base.errors import DeadlineExceeded, InvalidRequest, ModelError
 from weft.gateway.admission.admission import Admission
 from weft.gateway.api.openai.bodies import ChatBody
 from weft.gateway.api.openai.parse import parse_body
+from weft.gateway.generation.prompt_vectors import PromptVectors
 from weft.gateway.telemetry.metrics import LoopHistogram
 from weft.gateway.text.model_card import least_tokens, load_model_card
 from weft.gateway.text.template import ChatTemplate
@@ -25,6 +26,7 @@ from weft.testing.models.tiny_tokenizers import (
     byte_level_bpe,
     write_model_dir,
 )
+from weft.v1 import decode_pb2
 
 # Admission
 
@@ -355,3 +357,19 @@ def test_histogram_equals_the_client_library() -> None:
     assert registry.get_sample_value("mine_sum") == pytest.approx(
         registry.get_sample_value("theirs_sum")
     )
+
+
+# Vectors
+
+
+def test_vectors_that_another_owner_sends_again_are_taken_once() -> None:
+    """The first owner was lost between the last vector and the end."""
+    vectors = PromptVectors(2)
+    event = decode_pb2.SessionEvent.Vectors(width=3, values=random.randbytes(24))
+    assert not vectors.add(event)
+    vectors.restart()
+    assert not vectors.add(event)
+    assert vectors.is_complete
+    assert vectors.values == event.values
+    more = decode_pb2.SessionEvent.Vectors(width=3, values=event.values, first_row=1)
+    assert "of 2" in vectors.add(more)

@@ -22,11 +22,16 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     """The files that hold the weights, in a fixed order.
 
     Raises:
-        ModelError: There are none, or the index is malformed or names a missing file.
+        ModelError: There are none, or of both kinds, or the index is malformed or names a missing
+            file.
     """
-    if (model_dir / GGUF_FILE).exists():
-        return (model_dir / GGUF_FILE,)
     index = model_dir / _INDEX_FILE
+    if (model_dir / GGUF_FILE).exists():
+        if index.exists() or (model_dir / _SINGLE_FILE).exists():
+            raise ModelError(
+                f"{model_dir} holds {GGUF_FILE} beside safetensors: move it to a folder of its own"
+            )
+        return (model_dir / GGUF_FILE,)
     if index.exists():
         names = sorted(set(_weight_map(index).values()))
         if (model_dir / _SINGLE_FILE).exists() and _SINGLE_FILE not in names:

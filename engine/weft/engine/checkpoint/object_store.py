@@ -8,12 +8,17 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from filelock import FileLock, Timeout
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.hub import is_wanted
 from weft.kernels.build import cache_folder
 
 _MANIFEST = "fetched.json"
-"""Names the files of the store that are here, each with what `ukey` said of it."""
+"""Beside the folder: names the files of the store that are in it, each with what `ukey` said of it.
+"""
+_LOCK = "lock"
+_LOCK_TIMEOUT_S = 3600.0
+"""Longest wait for another process that fetches the same model."""
 
 
 def is_url(model: str) -> bool:
@@ -25,15 +30,16 @@ def fetch(url: str) -> Path:
     """A copy of a model's folder in the cache, with what is missing or has changed downloaded.
 
     Shows a bar of progress for each file on a terminal's standard error. A file that is there whole
-    is not fetched again.
+    is not fetched again. Of several processes one fetches, and the others wait.
 
     Args:
         url: Of the folder. Credentials come from the environment, as the store's library reads
             them; in the URL itself they would be seen in the list of processes.
 
     Raises:
-        ModelError: The library for this kind of URL is not installed, the folder cannot be read, or
-            has no config.json.
+        ModelError: The library for this kind of URL is not installed, the folder cannot be read,
+            has no config.json or a file whose name leads out of it, or another process fetches it
+            for too long.
     """
     import fsspec
 
@@ -46,6 +52,10 @@ def fetch(url: str) -> Path:
         files = {name: path for name, path in found.items() if is_wanted(name)}
         if "config.json" not in files:
             raise ModelError(f"model {url}: there is no config.json", param="model")
+        for name in files:
+            # Keys of a store are any texts.
+            if ".." in PurePosixPath(name).parts:
+                raise ModelError(f"model {url}: {name!r} leads out of the folder", param="model")
         return _copy(store, url, files)
     except ImportError as error:
         raise ModelError(f"model {url}: {error}", param="model") from error
@@ -56,16 +66,30 @@ def fetch(url: str) -> Path:
 
 
 def _copy(store: Any, url: str, files: dict[str, str]) -> Path:
-    from fsspec.callbacks import TqdmCallback
-
     name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
     folder = cache_folder() / "models" / "fetched" / name / PurePosixPath(url.rstrip("/")).name
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder.with_name(_LOCK), timeout=_LOCK_TIMEOUT_S):
+            _update(store, folder, files)
+    except Timeout as error:
+        raise ModelError(
+            f"model {url}: another process has fetched it for {_LOCK_TIMEOUT_S:.0f} s; end it if "
+            "it hangs",
+            param="model",
+        ) from error
+    return folder
+
+
+def _update(store: Any, folder: Path, files: dict[str, str]) -> None:
+    """Fetches what is missing or has changed, and removes what the store has no more."""
+    from fsspec.callbacks import TqdmCallback
+
     here = _read_manifest(folder)
     for gone in here.keys() - files.keys():
         (folder / gone).unlink(missing_ok=True)
         del here[gone]
-    # Weights come last: an interrupted copy has no index without its files.
+    # Weights come last, so that of an interrupted copy the index names what it lacks.
     for file in sorted(files, key=lambda name: (name.endswith(".safetensors"), name)):
         state, target = str(store.ukey(files[file])), folder / file
         if here.get(file) == state and target.is_file():
@@ -76,15 +100,14 @@ def _copy(store: Any, url: str, files: dict[str, str]) -> Path:
         store.get_file(files[file], str(part), callback=bar)
         os.replace(part, target)
         here[file] = state
-        manifest = folder / f"{_MANIFEST}.part"
+        manifest = folder.with_name(f"{_MANIFEST}.part")
         manifest.write_text(json.dumps(here))
-        os.replace(manifest, folder / _MANIFEST)
-    return folder
+        os.replace(manifest, folder.with_name(_MANIFEST))
 
 
 def _read_manifest(folder: Path) -> dict[str, str]:
     try:
-        content = json.loads((folder / _MANIFEST).read_bytes())
+        content = json.loads(folder.with_name(_MANIFEST).read_bytes())
     except (OSError, ValueError):
         return {}
     return {str(name): str(state) for name, state in content.items()}

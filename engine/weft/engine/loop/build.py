@@ -18,6 +18,7 @@ from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.pooling import load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, plan_lora
@@ -174,6 +175,13 @@ def load_parts(
     if config.tp > 1:
         model = ModelConfig.load(config.model_dir)
         check_divides(model, config.tp)
+        task = load_pooling(config.model_dir, config.task).task
+        if task != "generate":
+            raise ConfigError(
+                f"tp = {config.tp}: the model serves the task {task}, whose vectors ranks do not "
+                "make yet; take tp = 1, or --task generate",
+                param="tp",
+            )
         if resolve_quantization(config.quantization, model.quantization, config.device) is not None:
             raise ConfigError(
                 f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",

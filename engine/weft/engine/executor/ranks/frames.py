@@ -74,6 +74,7 @@ class Pages(NamedTuple):
 def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     """A frame of a step whose drafts the host knows."""
     assert step.drafts is None, "drafts of another rank's device"
+    assert not step.pooled, "ranks make no vectors"
     scores = [
         number
         for one in step.scores

@@ -45,6 +45,7 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
         config.device,
         quantization=config.quantization,
         dummy=config.dummy_weights,
+        task=config.task,
         peers=peers,
     )
     others.agree("model", text=loaded.digest.hex())

@@ -52,6 +52,8 @@ class PromptVectors:
         told = f"vectors {event.first_row} to {event.first_row + count - 1}"
         if not event.width or rest or not count or event.width != (self.width or event.width):
             return f"{told} of {event.width} numbers in {len(event.values)} bytes"
+        if event.width == self.width and event.first_row + count <= self._num_received:
+            return ""  # Told once more, by an owner that begins anew.
         if event.first_row != self._num_received or event.first_row + count > self._num_rows:
             return f"{told}, of {self._num_rows}, behind {self._num_received}"
         self.width = event.width
