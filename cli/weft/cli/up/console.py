@@ -124,7 +124,10 @@ class ConsoleReporter:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-_PAIR = {"query": "What is a loom?", "documents": ["A loom weaves.", "A fish swims."]}
+_PAIR: dict[str, object] = {
+    "query": "What is a loom?",
+    "documents": ["A loom weaves.", "A fish swims."],
+}
 _FIRST_REQUESTS: dict[Task, tuple[str, dict[str, object]]] = {
     "generate": (
         "chat/completions",
