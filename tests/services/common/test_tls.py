@@ -105,7 +105,7 @@ async def test_each_service_may_call_what_the_table_says_and_nothing_else(
                     assert code.name == expected, (caller, method)
 
 
-FACES = ("Gateway", "OpenAI", "Responses", "Anthropic", "Ollama", "Server")
+FACES = ("Gateway", "OpenAI", "Responses", "Anthropic", "Ollama", "Pooling", "Server")
 """What clients may call."""
 
 
