@@ -84,8 +84,9 @@ def test_decoders_embed_what_is_cut_into_steps_and_what_is_cached(
         assert (num_found > 100) == (pooling == "lasttoken")
         sizes = llm.engine.sizes()
         assert not any(sizes[name] for name in ("groups", "prefilling", "slots", "running"))
-        each = llm.pool(prompts[:4], Pool(output="token_embeddings", normalises=False))
-        for rows, hidden in zip(each, hidden_states(model_dir, prompts[:4]), strict=True):
+        some = [*prompts[:4], *random_prompts(CHUNK + 1)]
+        each = llm.pool(some, Pool(output="token_embeddings", normalises=False))
+        for rows, hidden in zip(each, hidden_states(model_dir, some), strict=True):
             assert np.allclose(rows, hidden, atol=1e-4)
 
 
