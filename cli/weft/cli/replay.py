@@ -125,6 +125,8 @@ class Replay:
     async def _send(self, prompt: LoggedPrompt) -> Result:
         if not prompt.prompt_ids:
             return Result(prompt.request_id, "skipped", "its tokens were not logged")
+        if prompt.is_pooled:
+            return Result(prompt.request_id, "skipped", "vectors were wanted, which are not logged")
         try:
             request = to_request(prompt)
         except ParseError as error:

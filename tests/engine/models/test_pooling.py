@@ -24,6 +24,7 @@ from weft.testing.models.tiny_embedders import (
     write_modules,
 )
 from weft.testing.models.tiny_encoders import make_encoder
+from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -84,8 +85,9 @@ def test_decoders_embed_what_is_cut_into_steps_and_what_is_cached(
         assert (num_found > 100) == (pooling == "lasttoken")
         sizes = llm.engine.sizes()
         assert not any(sizes[name] for name in ("groups", "prefilling", "slots", "running"))
-        each = llm.pool(prompts[:4], Pool(output="token_embeddings", normalises=False))
-        for rows, hidden in zip(each, hidden_states(model_dir, prompts[:4]), strict=True):
+        some = [*prompts[:4], *random_prompts(CHUNK + 1)]
+        each = llm.pool(some, Pool(output="token_embeddings", normalises=False))
+        for rows, hidden in zip(each, hidden_states(model_dir, some), strict=True):
             assert np.allclose(rows, hidden, atol=1e-4)
 
 
@@ -190,6 +192,11 @@ def test_what_is_not_supported_is_refused_at_load(tmp_path: Path, seed: int) -> 
     model_dir = make_embedder("qwen3", tmp_path / "m", seed, pooling="mean")
     with pytest.raises(ConfigError, match="mean of a decoder"):
         make_llm(model_dir, deterministic=True)
+    with pytest.raises(ConfigError, match="draws no tokens"):
+        make_llm(model_dir, drafter="ngram")
+    target = make_tiny("qwen3", tmp_path / "target", seed, vocab_size=VOCAB)
+    with pytest.raises(ModelError, match="draft_dir"):
+        make_llm(target, drafter="model", draft_dir=model_dir)
     for task, match in (("generate", "lacks tensors"), ("classify", "no classification head")):
         with pytest.raises(ModelError, match=match):
             make_llm(model_dir, task=task)

@@ -152,6 +152,17 @@ def test_a_rank_that_is_lost_ends_the_engine_in_time(
     assert not any(rank.is_running() for rank in ranks)
 
 
+def test_a_rank_that_does_not_answer_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "START_LIMIT_S", 0.05)  # Less than it takes to import torch.
+    monkeypatch.setattr(start, "_EXIT_S", 0.1)
+    others = psutil.Process().children()
+    with pytest.raises(ConfigError, match="rank 1 does not answer"):
+        LLM(make_model("llama", tmp_path / "model", 0), tp=2, num_pages=48)
+    assert set(psutil.Process().children()) <= set(others)
+
+
 def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> None:
     folder = make_model("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match=r"query heads.*tp = 1, 2, 4, 8"):

@@ -134,6 +134,18 @@ async def test_a_log_says_how_to_ask_again_and_nothing_of_what_was_said(tmp_path
         assert results[0]["verdict"] == "skipped"
 
 
+async def test_prompts_of_which_vectors_were_wanted_are_skipped(tmp_path: Path) -> None:
+    (prompt,) = prompts(3)[:1]
+    prompt.is_pooled = True
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f"{to_line(prompt)}\n")
+    script = Scripted()
+    async with gateway(tmp_path, script) as harness:
+        script.harness = harness
+        _, (result,) = await replay(harness, str(path))
+    assert (result["verdict"], "vectors" in result["detail"]) == ("skipped", True)
+
+
 @pytest.mark.parametrize("content", ["tokens", "text"])
 async def test_a_log_with_content_is_replayed_and_compared(tmp_path: Path, content: str) -> None:
     script = Scripted()

@@ -362,14 +362,19 @@ def test_histogram_equals_the_client_library() -> None:
 # Vectors
 
 
-def test_vectors_that_another_owner_sends_again_are_taken_once() -> None:
-    """The first owner was lost between the last vector and the end."""
-    vectors = PromptVectors(2)
-    event = decode_pb2.SessionEvent.Vectors(width=3, values=random.randbytes(24))
-    assert not vectors.add(event)
+def test_vectors_that_are_sent_again_are_taken_once() -> None:
+    """By another owner behind the last one, or by one that was preempted, in other pieces."""
+    rows = [random.randbytes(12) for _ in range(5)]
+
+    def event(first: int, end: int) -> decode_pb2.SessionEvent.Vectors:
+        values = b"".join(rows[first:end])
+        return decode_pb2.SessionEvent.Vectors(width=3, values=values, first_row=first)
+
+    vectors = PromptVectors(5)
+    for first, end in ((0, 2), (0, 1), (1, 4), (4, 5)):
+        assert not vectors.add(event(first, end))
     vectors.restart()
-    assert not vectors.add(event)
+    assert not vectors.add(event(0, 5))
     assert vectors.is_complete
-    assert vectors.values == event.values
-    more = decode_pb2.SessionEvent.Vectors(width=3, values=event.values, first_row=1)
-    assert "of 2" in vectors.add(more)
+    assert vectors.values == b"".join(rows)
+    assert "behind 0" in PromptVectors(5).add(event(1, 2))

@@ -335,6 +335,12 @@ def _load_models(
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())
+    if config.drafter != "none" and loaded.pooling.task != "generate":
+        raise ConfigError(
+            f"drafter = {config.drafter}: the model serves the task {loaded.pooling.task}, which "
+            "draws no tokens; leave it at none",
+            param="drafter",
+        )
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)

@@ -511,7 +511,8 @@ class Engine:
             request, start, *_ = plan.chunks[pooled.request - before]
             if request.state is State.FINISHED:
                 continue
-            self._out.vectors(request.key, start if len(made) > 1 else 0, made)
+            is_by_token = pooled.pool.output == "token_embeddings"
+            self._out.vectors(request.key, start if is_by_token else 0, made)
             if pooled.is_last:
                 self._end_sample(request, "stop", None)
 

@@ -289,7 +289,11 @@ def _take(batch: GatewayBatch, groups: dict[str, list[GeneratedSample]]) -> list
         groups[scores.request_id][0].prompt_logprobs += scores.logprobs
     for vectors in batch.vectors:
         made = np.frombuffer(vectors.values, "<f4").reshape(-1, vectors.width)
-        groups[vectors.request_id][0].vectors.append(made)
+        held = groups[vectors.request_id][0].vectors
+        # A prompt that was preempted sends its first ones again.
+        num_known = sum(map(len, held)) - vectors.first_row
+        assert num_known >= 0, "vectors are missing"
+        held.append(made[num_known:])
     for tokens in batch.all_tokens():
         sample = groups[tokens.request_id][tokens.sample]
         sample.token_ids += tokens.ids

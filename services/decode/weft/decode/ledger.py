@@ -40,6 +40,7 @@ class Ledger:
             adapter=message.adapter.name,
             sampling=sampling,
             stop=stop,
+            is_pooled=message.HasField("pool"),
             top_logprobs=message.logprobs.top_logprobs if message.HasField("logprobs") else None,
             num_prompt_tokens=len(prompt),
             prompt_ids=prompt if self._has_tokens else None,

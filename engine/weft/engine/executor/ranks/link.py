@@ -16,11 +16,11 @@ _HEADER = struct.Struct("<I")
 
 
 class LinkClosed(Exception):
-    """The other end is gone."""
+    """The other end is gone, or does not answer in time."""
 
 
 class RankLink:
-    """One end of a socket pair; calls wait."""
+    """One end of a socket pair; calls wait as long as its timeout says."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

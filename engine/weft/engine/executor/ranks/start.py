@@ -80,6 +80,7 @@ class Ranks:
 
     def _start(self, config: EngineConfig, rank: int) -> _Follower:
         ours, theirs = socket.socketpair()
+        ours.settimeout(START_LIMIT_S)
         environment = {**os.environ, "OMP_NUM_THREADS": str(config.num_threads)}
         with theirs:
             process = subprocess.Popen(
@@ -220,7 +221,7 @@ class Ranks:
         try:
             status = follower.process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
-            return f"rank {follower.rank} has closed its socket"
+            return f"rank {follower.rank} does not answer any more, but has not ended"
         how = f"exit status {status}" if status >= 0 else f"signal {-status}"
         return f"rank {follower.rank} (process {follower.process.pid}) ended by {how}"
 

@@ -48,6 +48,7 @@ def load_draft_model(
             lambda done, total: progress(done, total, "loading the draft model"),
             dummy=is_dummy,
             num_added_tokens=target.config.num_added_tokens,
+            task="generate",
         )
     except ModelError as error:
         message = f"draft_dir = {folder}, which drafter = model loads: {error.message}"

@@ -55,6 +55,8 @@ class LoggedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """weft.v1.SamplingParams as protobuf's JSON, with the seed that was used."""
     stop: dict[str, Any] = {}
     """weft.v1.StopCriteria as protobuf's JSON."""
+    is_pooled: bool = False
+    """Whether vectors were wanted in place of tokens; they are not logged."""
     top_logprobs: int | None = None
     num_prompt_tokens: int = 0
     prompt_ids: list[int] | None = None

@@ -8,7 +8,8 @@ _NUMBER_BYTES = 4
 
 
 class PromptVectors:
-    """Vectors of one prompt, which come in order. An owner that begins anew sends all again.
+    """Vectors of one prompt, which come in order. An owner that begins anew sends the first ones
+    again, which are not taken then.
 
     Args:
         num_rows: How many are to come; 0: none.
@@ -52,11 +53,12 @@ class PromptVectors:
         told = f"vectors {event.first_row} to {event.first_row + count - 1}"
         if not event.width or rest or not count or event.width != (self.width or event.width):
             return f"{told} of {event.width} numbers in {len(event.values)} bytes"
-        if event.width == self.width and event.first_row + count <= self._num_received:
-            return ""  # Told once more, by an owner that begins anew.
-        if event.first_row != self._num_received or event.first_row + count > self._num_rows:
+        if event.first_row > self._num_received or event.first_row + count > self._num_rows:
             return f"{told}, of {self._num_rows}, behind {self._num_received}"
+        num_known = self._num_received - event.first_row
+        if num_known >= count:
+            return ""  # Told once more.
         self.width = event.width
-        self._num_received += count
-        self._parts.append(event.values)
+        self._num_received += count - num_known
+        self._parts.append(event.values[num_known * event.width * _NUMBER_BYTES :])
         return ""

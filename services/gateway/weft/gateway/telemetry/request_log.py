@@ -81,6 +81,7 @@ class GatewayRequestLog:
                     adapter="" if request.adapter is None else request.adapter.name,
                     sampling=sampling,
                     stop=stop,
+                    is_pooled=request.wants is not None,
                     top_logprobs=request.top_logprobs,
                     num_prompt_tokens=generation.num_prompt_tokens,
                     prompt_ids=generation.prompt.ids if self._has_ids else None,
