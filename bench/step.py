@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class FakeModel:
         generator = torch.Generator().manual_seed(1)
         self._logits = torch.randn(max_rows, vocab_size, generator=generator)
         self._hidden = torch.zeros(max_rows, 1)
-        self.config: Any = None
+        self.config: Any = SimpleNamespace(hidden_size=1)
         self.called_at_s = 0.0
         self.returned_at_s = 0.0
 

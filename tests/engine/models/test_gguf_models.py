@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint import demo
+from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.loader import LoadedModel, load_model
@@ -63,7 +64,7 @@ def make(kind: str, types: dict[str, str], tmp_path: Path, **fields: object) -> 
 
 
 def load(path: Path) -> LoadedModel:
-    return load_model(demo.resolve_model(str(path)), "float32")
+    return load_model(resolve_model(str(path)), "float32")
 
 
 def check_greedy(loaded: LoadedModel, floats: Path) -> None:
@@ -108,14 +109,14 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_that_of_the_file(tmp_path: Path) -> None:
     path, _ = make("llama", {}, tmp_path)
-    folder = demo.resolve_model(str(path))
+    folder = resolve_model(str(path))
     assert folder.name == "tiny"
     ours, theirs = Tokenizer.from_file(str(folder / "tokenizer.json")), source_tokenizer(path)
     for text in ("def f(x):\n    return 12345 + x", "  Grüße, 世界! ", "a<|end|>b"):
         ids = ours.encode(text).ids
         assert ids == [0, *theirs.encode(text).ids]
         assert ours.decode(ids[1:], skip_special_tokens=False) == text
-    assert demo.resolve_model(str(path)) == folder
+    assert resolve_model(str(path)) == folder
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -135,10 +136,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_demo_models_own_file_has_the_demo_models_numbers() -> None:
-    folder = demo.resolve_model(demo.DEMO_GGUF)
+    folder = resolve_model(demo.DEMO_GGUF)
     prompt = [random.randrange(3, 40_000) for _ in range(20)]
     texts = [
         PagedDriver(load_model(one, "float32").model, num_pages=16).greedy([prompt], 12)
-        for one in (folder, demo.resolve_model(demo.DEMO_NAME))
+        for one in (folder, resolve_model(demo.DEMO_NAME))
     ]
     assert texts[0] == texts[1]

@@ -93,7 +93,10 @@ def test_a_gate_with_its_up_projection(inner: int, k: int, dtype: torch.dtype) -
         peer_gate, peer_up = F.linear(x.float(), wide).chunk(2, dim=-1)
         out = gate_up_silu(x, packed)
         peer = (F.silu(peer_gate) * peer_up).to(dtype)
-        assert_as_exact(out, peer, F.silu(gate) * up, slack=loose(dtype, torch.full((1,), 8.0)))
+        # On some ways gate and up are rounded before they are multiplied.
+        slack = loose(dtype, torch.full((1,), 8.0))
+        slack += torch.finfo(dtype).eps * (gate * up).abs().max().item()
+        assert_as_exact(out, peer, F.silu(gate) * up, slack=slack)
 
 
 @pytest.mark.usefixtures("path")

@@ -45,10 +45,10 @@ def test_int8_weights_need_cpus(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_class_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "gemma"
+    folder = tmp_path / "llama4"
     folder.mkdir()
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"vocab_size": 9}}
+    config = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"vocab_size": 9}}
     (folder / "config.json").write_text(json.dumps(config))
     told = refused(tmp_path, "--model", str(folder))
-    assert "'Gemma3ForConditionalGeneration' is not supported; supported: Llama" in told
+    assert "'Llama4ForConditionalGeneration' is not supported; supported: Arcee" in told
     assert "hidden_size" not in told

@@ -403,7 +403,9 @@ def test_any_text_is_shown_or_parsed(tools: ToolFormat) -> None:
             assert call.name
         is_last_open = not whole.calls or _is_json(whole.calls[-1].arguments)
         for call in whole.calls[:-1]:
-            assert _is_json(call.arguments) or tools is HARMONY, (seed, text)
+            # What is streamed as it is written is found to be no JSON when it is too late.
+            is_as_written = bool(call.arguments) and call.arguments in text
+            assert _is_json(call.arguments) or is_as_written, (seed, text)
         assert is_last_open or tools is HARMONY or whole.calls[-1].arguments[0] == "{", (seed, text)
         if not whole.calls:
             told = "".join((whole.reasoning + whole.content).split())

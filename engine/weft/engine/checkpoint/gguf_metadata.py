@@ -127,6 +127,9 @@ class GgufMetadata:
         heads, hidden_size = self.own("attention.head_count"), self.own("embedding_length")
         theta = self.number("rope.freq_base")
         head_dim = self.get(f"{self.architecture}.attention.key_length", hidden_size // heads)
+        self._refuse("rope.dimension_count", head_dim)
+        self._refuse("attention.sliding_window", 0)
+        self._refuse("attention.value_length", head_dim)
         special = {
             f"{kind}_token_id": self[f"tokenizer.ggml.{name}_token_id"]
             for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
@@ -156,6 +159,14 @@ class GgufMetadata:
             "model_type": model_type,
             **dict(sorted(content.items())),
         }
+
+    def _refuse(self, key: str, only: int) -> None:
+        """Raises ModelError for a value of the architecture that changes what it computes."""
+        value = self.get(f"{self.architecture}.{key}", only)
+        if value != only:
+            raise ModelError(
+                f"{self.where}: {self.architecture}.{key} is {value}; only {only} is supported"
+            )
 
     def _rotation(self, theta: float, head_dim: int) -> dict[str, Any]:
         prefix = f"{self.architecture}.rope.scaling"

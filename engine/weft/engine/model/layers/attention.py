@@ -184,4 +184,4 @@ class Attention:
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
         products = shape_of(self.qkv_proj), shape_of(self.o_proj)
-        return Attention, products, id(self.cos_sin), self.is_usual
+        return Attention, products, id(self.cos_sin), self.is_usual, self.spec.scale
