@@ -293,16 +293,18 @@ class SamplingParams(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     SPECULATE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 = greedy. Range 0..100, default 1."""
+    """0 = greedy. Range 0..100. Absent: the model's default, else 1."""
     top_p: _builtins.float
-    """Nucleus mass kept, range (0, 1], default 1."""
+    """Nucleus mass kept, range (0, 1]. Absent: the model's default, else 1."""
     top_k: _builtins.int
-    """Number of candidates kept; 0 = all, the default."""
+    """Number of candidates kept; 0 = all. Absent: the model's default, else 0."""
     min_p: _builtins.float
-    """Candidates below min_p times the largest probability are dropped. Range 0..1, default 0."""
+    """Candidates below min_p times the largest probability are dropped. Range 0..1. Absent: the
+    model's default, else 0.
+    """
     repetition_penalty: _builtins.float
-    """Divides (positive) or multiplies (negative) logits of seen tokens. Range 0.001..100, default
-    1.
+    """Divides (positive) or multiplies (negative) logits of seen tokens. Range 0.001..100. Absent:
+    the model's default, else 1.
     """
     presence_penalty: _builtins.float
     """Subtracted from logits of generated tokens. Range -2..2, default 0."""
