@@ -13,6 +13,7 @@ from weft.engine.base.arrays import NO_NUMBERS, BoolArray, Float32Array, Int64Ar
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.request import TokenLogprob
+from weft.engine.base.tasks import Pool
 from weft.engine.scheduler.columns import RequestColumns
 from weft.engine.scheduler.state import Request
 
@@ -83,6 +84,11 @@ class Pooled(Protocol):
     @property
     def request(self) -> int:
         """Number of the request in the step."""
+        ...
+
+    @property
+    def pool(self) -> Pool:
+        """What is wanted of them."""
         ...
 
     @property
