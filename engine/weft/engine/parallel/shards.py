@@ -65,8 +65,7 @@ def _divides(config: ModelConfig, size: int) -> bool:
 
 
 def kv_heads_of(heads: int, rank: int, size: int) -> slice:
-    """The KV heads of a rank; several ranks have the same head if there are fewer heads than ranks.
-    """
+    """The KV heads of a rank; several ranks share a head if there are fewer heads than ranks."""
     if heads >= size:
         share = heads // size
         return slice(rank * share, (rank + 1) * share)
