@@ -306,7 +306,7 @@ class OwnerFills:
     # -- internals -------------------------------------------------------------------------------
 
     def _end_token(self, request: Request) -> int:
-        """End of the range that the first candidate may fill; the owner runs a prompt's last token."""
+        """End of the range for the first candidate; the owner runs a prompt's last token."""
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
         if request.candidates and request.candidates[0].kind == "kvstore":

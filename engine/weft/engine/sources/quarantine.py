@@ -32,5 +32,5 @@ class QuarantineWatch:
 
     @property
     def over_s(self) -> float:
-        """Seconds for which too many pages have been quarantined; 0: the share is within the limit."""
+        """Seconds for which too many pages have been quarantined; 0: the limit is kept."""
         return 0.0 if self._since is None else self._clock() - self._since

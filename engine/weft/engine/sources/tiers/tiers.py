@@ -227,13 +227,13 @@ class Tiers:
     # -- up --------------------------------------------------------------------------------------
 
     def num_held_pages(self, request: Request, num_pages: int) -> int:
-        """How many of a request's first `num_pages` pages are in the pool or in tiers, up to a gap."""
+        """How many of a request's first `num_pages` pages the pool and tiers hold, up to a gap."""
         cached = self._num_cached_pages(request, num_pages)
         runs = self._find(request, cached, num_pages)
         return runs[-1].end_page if runs else cached
 
     def look_up(self, request: Request) -> None:
-        """Registers a new request; while it waits, its pages are fetched from disk to host memory."""
+        """Registers a new request; while it waits, its pages move from disk to host memory."""
         if self.disk is not None:
             self._waiting.append(request)
 
