@@ -32,11 +32,11 @@ class AttentionSpec(NamedTuple):
     scale: float
     """Factor on the scores."""
     window: int | None = None
-    """Positions that a row attends to at most, or None for all; not on a GPU beside a first
-    position.
+    """Most positions to which a row attends, or None for all. On a GPU a window excludes a
+    `first_position`.
     """
     is_fixed: bool = False
-    """A row's result does not depend on the step's other rows on a GPU either; not with
+    """Whether a row's result must not depend on the step's other rows on a GPU either; excludes
     ancestors.
     """
     sinks: torch.Tensor | None = None
@@ -74,20 +74,20 @@ class GroupStep(NamedTuple):
     MAX_TREE_ROWS rows may have other words.
     """
     is_cold: bool = False
-    """Requests of several rows are known to have nothing before the step."""
+    """Whether requests of several rows are known to have no positions before the step."""
     is_settled: bool = False
-    """Set by `settled` for consecutive layers in which all rows attend: the step is checked, and
-    kernels may read it, and what the pool has before its rows, ahead of launches before them.
+    """Set by `settled` for consecutive layers in which all rows attend. The step is checked, and
+    kernels may read the step and the pool's earlier positions before the preceding launches end.
     """
     prompts: PromptRows | None = None
-    """Of a settled step: rows that FlashAttention-3 takes."""
+    """In a settled step, the rows that FlashAttention-3 computes."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool that the step runs on.
     """
 
     def pool_of(self, first: torch.Tensor) -> torch.Tensor:
-        """The pool of the group's pages, where that of the first group is given."""
+        """The pool of the group's pages, given the pool of the first group."""
         return first if self.pool is None else self.pool
 
 
@@ -106,14 +106,14 @@ def paged_attention(
 
     Row j of a request with q_len rows attends to positions first_position .. kv_len - q_len + j;
     with a window only to the last `window` of them, its own included (sliding window attention,
-    Mistral 7B, arXiv 2310.06825, section 2). One that sees none of them gets zeros. K and V of this
-    step must be in the pool already. K and V that no row sees are not read, nor is the table beyond
-    kv_len.
+    Mistral 7B, arXiv 2310.06825, section 2). A row without visible positions gets zeros. K and V of
+    this step must be in the pool already. Kernels read neither K and V that no row sees nor the
+    table beyond kv_len.
 
     With ancestors a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et
-    al., arXiv 2305.09781, section 4.2), one behind the other in the pool, parents first: row j sees
-    the positions before all of them, and of them those that its word names. It is at the position
-    that follows by its depth, which is what a window counts from.
+    al., arXiv 2305.09781, section 4.2), which follow one another in the pool, parents first. Row j
+    sees all positions before the tree, and the tree's rows that its word names. Its depth in the
+    tree determines its position, from which a window counts.
 
     Args:
         q: [T, Hq, D], contiguous.
@@ -122,9 +122,9 @@ def paged_attention(
         layer: Layer of the pool to read.
         spec: The layer's constants.
         step: Where the rows' K and V are; `places` is not used.
-        own: K and V of these rows, from `own_kv`, or None: they are read from the pool.
-        first_position: First that is attended to; EAGLE drafts have nothing at position 0.
-        earlier_rows: So many rows of each tree came with earlier steps: bit i is about position
+        own: K and V of these rows, from `own_kv`; None: kernels read them from the pool.
+        first_position: First position to attend to; EAGLE drafts have nothing at position 0.
+        earlier_rows: Number of rows of each tree in earlier steps: bit i stands for position
             kv_len - q_len - earlier_rows + i. Only with ancestors; q_len + earlier_rows is at
             most MAX_TREE_ROWS then, whatever the words. Not on a GPU beside a window.
 
@@ -198,12 +198,12 @@ def settled(
 ) -> GroupStep:
     """A step for consecutive layers on a GPU in which every row attends, checked for all of them.
 
-    A launch that is not dependent (`weft.kernels.gpu.dependent_launch`), such as that which makes
-    the stream of an embedding, must be behind all that fills `step` and the pool.
+    A launch that is not dependent (`weft.kernels.gpu.dependent_launch`), such as the one that turns
+    an embedding into the stream, must follow all launches that fill `step` and the pool.
 
     Args:
         step: The step.
-        spec: Of one of the layers, which differ in nothing but their windows.
+        spec: Constants of one of the layers, which may differ only in their windows.
         rows: T.
         dtype: Of the rows.
         pool: As in `paged_attention`.
@@ -221,10 +221,10 @@ def settled(
 
 
 def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | None:
-    """Where K and V of a settled step's rows are beside the pool, if kernels read them there.
+    """K and V of a settled step's rows outside the pool, if kernels read them there; else None.
 
     Args:
-        qkv: [T, (Hq + 2 * Hkv) * D]: has V already; memory for K is made.
+        qkv: [T, (Hq + 2 * Hkv) * D]: contains V already; the function allocates memory for K.
         spec: The layer's constants.
         step: The step.
     """
@@ -244,8 +244,8 @@ def gains_by_exact_lengths(
     max_kv_len: int,
     window: int | None = None,
 ) -> bool:
-    """Whether a GPU's attention over such a step is faster if the lengths are known at launch, as
-    they are not in a captured graph: cuDNN handles long cold prompts.
+    """Whether a GPU's attention over such a step is faster if the host knows the lengths at launch
+    (a captured graph does not): cuDNN then handles long prompts without cached positions.
 
     Args:
         heads: Hq.
@@ -377,7 +377,7 @@ def depths_of(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """
     bits = torch.arange(64, device=words.device)
     is_seen = (words.unsqueeze(1) >> bits & 1 == 1) & (bits <= rows.unsqueeze(1))
-    # The last bit stands for all behind it, too.
+    # Bit 63 also stands for all later rows.
     return is_seen.sum(dim=1) - 1 + (rows - 63).clamp(min=0) * (words < 0)
 
 

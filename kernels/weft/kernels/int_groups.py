@@ -17,20 +17,20 @@ SMALLEST_GROUP = 32
 _HIGHEST = 15
 """Largest number of 4 bits."""
 _CENTRE = 8
-"""What is added to numbers of 4 bits without offsets, to keep them."""
+"""Added to 4-bit numbers without offsets, so that they are stored from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntGroups:
     """A matrix of scale * number + offset, one scale and offset for each group of a row.
 
-    What GPTQ, AWQ, compressed-tensors' pack-quantized and GGUF's types with integers keep, all of
-    them exactly: an integer zero point makes the offset -scale * zero.
+    This form represents the integers of GPTQ, AWQ, compressed-tensors' pack-quantized and GGUF
+    exactly; an integer zero point becomes the offset -scale * zero.
     """
 
     data: torch.Tensor
-    """Of 4 bits [N, K / 2 rounded up] uint8, the first of two numbers in the lower bits: numbers
-    from 0 to 15, or without offsets from -8 to 7, kept as number + 8. Of 8 bits [N, K] int8.
+    """4 bits: [N, K / 2 rounded up] uint8, with the first of two numbers in the lower bits; numbers
+    from 0 to 15, or without offsets from -8 to 7, stored as number + 8. 8 bits: [N, K] int8.
     """
     scales: torch.Tensor
     """[N, K / group rounded up] float32 or float16, finite."""
@@ -84,7 +84,7 @@ class IntGroups:
         return wide.to(dtype)
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same of some of the rows ([L] int64)."""
+        """Some of the rows ([L] int64) in floats."""
         offsets = None if self.offsets is None else self.offsets[rows]
         part = IntGroups(self.data[rows], self.scales[rows], offsets, self.columns, self.group)
         return part.dequantised(dtype)

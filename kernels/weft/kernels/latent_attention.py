@@ -28,9 +28,9 @@ def latent_attention(
 ) -> torch.Tensor:
     """Causal attention of each request's new rows over its pages, in the absorbed form.
 
-    Queries have been multiplied with what makes keys of latents, and the result is to be multiplied
-    with what makes values of them (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). The step's own
-    vectors must be in the pool already. Rows may form trees; see `paged_attention`.
+    The caller has multiplied the queries by the projection of latents to keys, and multiplies the
+    result by the projection of latents to values (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+    The step's own vectors must be in the pool already. Rows may form trees; see `paged_attention`.
 
     Args:
         q: [T, H, D], contiguous.
@@ -82,7 +82,7 @@ def latent_attention_reference(
 
 
 def _seen(number: torch.Tensor, root: int, kv_len: int, words: torch.Tensor | None) -> torch.Tensor:
-    """[N, kv_len]: what rows of a request, of these numbers, see of it."""
+    """[N, kv_len]: which positions of a request its rows with these numbers see."""
     positions = torch.arange(kv_len, device=number.device)
     seen = positions <= (root + number).unsqueeze(1)
     if words is None:

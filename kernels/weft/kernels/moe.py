@@ -62,9 +62,9 @@ class RouterForm(NamedTuple):
     kept_groups: int = 1
     """Groups that a row may choose from."""
     summed: int = 1
-    """A group is as good as the sum of so many of its best experts: 1 or 2."""
+    """Number of a group's best experts whose scores add up to the group's score: 1 or 2."""
     least_sum: float = 1e-20
-    """Shares that are to add up to 1 are divided by no less."""
+    """Least divisor of shares that are normalised to add up to 1."""
     scale: float = 1.0
     """Factor on shares."""
 
@@ -197,7 +197,7 @@ def pack_experts(
 def _on_gpu(
     matrix: PackableMatrix, dtype: torch.dtype | None
 ) -> torch.Tensor | Fp8Channels | Fp8Blocks:
-    """What of an expert's matrix is stacked on a GPU."""
+    """The form in which an expert's matrix is stacked on a GPU."""
     if isinstance(matrix, torch.Tensor):
         return matrix
     assert dtype is not None

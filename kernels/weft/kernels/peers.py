@@ -1,4 +1,4 @@
-"""Ranks that hold shares of one model: what layers ask of them."""
+"""The interface of layers to the ranks that hold shares of one model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Peers(Protocol):
         ...
 
     def native(self) -> cpu.PeersStruct:
-        """The same for native operations, valid as long as this object lives; on a CPU."""
+        """The group in the form for native operations on a CPU, valid while this object lives."""
         ...
 
     def check(self, lost: int) -> None:

@@ -1,4 +1,4 @@
-"""Matrices kept as numbers of few bits and scales.
+"""Matrices stored as numbers of few bits with scales.
 
 The numbers and their scales are one object whose type says how the scales lie; a kernel names the
 types that it takes.
@@ -85,7 +85,7 @@ class Fp8Blocks:
     """FP8 with a scale for each block of `rows` times FP8_GROUP numbers.
 
     Blocks at the end of an axis may be cut off. Checkpoints of DeepSeek and Qwen3 have blocks of
-    128 rows; projections of which one is no multiple of that are one product with smaller blocks.
+    128 rows. If a projection's rows are no multiple of 128, the fused product has smaller blocks.
     """
 
     data: torch.Tensor
@@ -239,7 +239,7 @@ def _fp8_scales(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("a weight that is not finite cannot be quantised")
     scales = largest / FP8_MAX
-    # What is nearly as small as floats can be stays zeros.
+    # Blocks whose numbers are nearly as small as floats can be become zeros.
     return scales, torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0)
 
 

@@ -30,10 +30,11 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Splits q, k and v, normalises and rotates q and k, stores k and v.
 
-    The rotation is of pairs of elements: i and i + H, each i below H ("neox" halves, as Hugging
-    Face's Llama), H being D/2 - num_adjacent, and behind them 2 i and 2 i + 1 (as GPT-J's). So
-    the whole head may be either; and of a head that is rotated in part, the rest are adjacent pairs
-    with cosine 1 and sine 0.
+    The rotation turns pairs of elements. With H = D/2 - num_adjacent, the first 2 H elements form
+    the pairs i and i + H for i below H ("neox" halves, as in Hugging Face's Llama). The elements
+    after them form adjacent pairs 2 i and 2 i + 1 (as in GPT-J). A whole head may have either form.
+    If only a part of a head is rotated, its other elements are adjacent pairs with cosine 1 and
+    sine 0.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.

@@ -17,14 +17,14 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class BackgroundJob(Protocol):
-    """A copy job: run in the thread, completed on the owner's."""
+    """A copy job, which runs in the background thread and ends on the owner's thread."""
 
     def run(self) -> None:
         """Copies the bytes."""
         ...
 
     def end(self) -> None:
-        """Completes the job, whatever became of `run`, even if it was not run."""
+        """Completes the job, whether `run` succeeded, failed or was never called."""
         ...
 
 
@@ -33,8 +33,9 @@ class BackgroundThread:
 
     Args:
         name: Name of the thread.
-        wake: Called after a move was run (any thread).
-        host: The thread to which jobs that call `give_way` yield; None: they yield to none.
+        wake: Called by any thread after a job has run.
+        host: Priority of the engine thread, to which jobs that call `give_way` yield; None: jobs
+            do not yield.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class BackgroundThread:
         self._done: deque[BackgroundJob] = deque()
         self._is_closing = False
         self.num_open = 0
-        """Number of jobs given and not yet ended."""
+        """Number of jobs that were queued and have not ended."""
         self._num_begun = self._num_run = 0
         self.current: BackgroundJob | None = None
         """The job being run; None: the thread is idle."""
@@ -56,12 +57,12 @@ class BackgroundThread:
         self._thread.start()
 
     def give(self, move: BackgroundJob) -> None:
-        """Queues a move."""
+        """Queues a job."""
         self.num_open += 1
         self._jobs.put(move)
 
     def take(self) -> bool:
-        """Ends the jobs that were run; returns whether there were any."""
+        """Ends the jobs that have run; returns whether there were any."""
         has_any = bool(self._done)
         while self._done:
             move = self._done.popleft()
@@ -70,7 +71,7 @@ class BackgroundThread:
         return has_any
 
     def stuck_s(self, now: float) -> float:
-        """Seconds that the current move has been under way, as observed by these calls.
+        """Seconds that the current job has been running, as observed by calls of this method.
 
         Args:
             now: Monotonic seconds, of one clock.
@@ -82,8 +83,8 @@ class BackgroundThread:
         return now - self._seen_at
 
     def take_back(self) -> list[BackgroundJob]:
-        """Takes back the jobs that have not begun, for the caller to end; the thread ends with its
-        current one.
+        """Takes back the jobs that have not begun; the caller must end them. The thread stops after
+        its current job.
         """
         self._is_closing = True
         moves: list[BackgroundJob] = []
@@ -113,7 +114,7 @@ class BackgroundThread:
             self._host.enter_thread()
         while (move := self._jobs.get()) is not None:
             if self._is_closing:
-                # Taken before `take_back` could have it: it ends without having been run.
+                # The thread took this job before `take_back` could: the job ends without a run.
                 self._done.append(move)
                 self._wake()
                 return

@@ -17,14 +17,15 @@ PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority",
 EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 """Eviction policies (`weft.engine.memory.eviction`)."""
 HEAD_DRAFTERS = ("eagle", "eagle3")
-"""Drafters that use the head in `draft_dir`, which must be of that kind; eagle is EAGLE-1 and 2."""
+"""Drafters that use the draft head in `draft_dir`; eagle covers EAGLE-1 and EAGLE-2 heads."""
 
 MAX_TREE_NODES = 31
-"""Most drafts of a request in one step that form a tree."""
+"""Most drafts in the draft tree of one request in one step."""
 MAX_TREE_REQUESTS = 4
-"""Most requests in a step that verifies trees; with more, extra rows are no longer cheap."""
+"""Most requests in a step that verifies trees; in larger steps extra rows are no longer cheap."""
 MAX_DECODES_BESIDE = 64
-"""Rows of running requests that a large step has room for in addition; so many hardly slow it down.
+"""Rows of running requests that a step takes in addition to `max_step_tokens` on a GPU; this many
+rows hardly slow a large step down.
 """
 NEVER_SHIP_TOKENS = 1 << 40
 """Value of `local_prefill_max_tokens` with which every prompt is prefilled locally."""
@@ -38,7 +39,7 @@ class Bound(NamedTuple):
     le: float | None = None
 
     def allows(self, value: float) -> bool:
-        """Whether a number is within; NaN never is."""
+        """Whether a number lies within the bounds; NaN never does."""
         return (
             value == value
             and (self.ge is None or value >= self.ge)
@@ -109,106 +110,112 @@ class EngineConfig:
     worker_id: str = "worker-0"
     """Stable worker name, kept over restarts."""
     task: Literal["auto", "generate", "embed", "classify", "score"] = "auto"
-    """What the model serves: tokens, embeddings, classes, or scores by the logits of two tokens;
-    auto: what its files are for.
+    """The task that the model serves: tokens, embeddings, classes, or scores computed from the
+    logits of two tokens. auto: the model's files decide.
     """
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16."""
     quantization: str = "auto"
-    """Number format of the products' weights: auto (what the checkpoint has), or int8, made at load
-    from floats."""
+    """Number format of the weights of linear layers. auto: the checkpoint's format. Otherwise a
+    format into which the loader quantises a checkpoint of floats, such as int8."""
     device: str = "cpu"
-    """A torch device. With tp > 1 that of rank 0, whose followers take the next GPUs, or one a
-    rank, separated by commas."""
+    """A torch device. With tp > 1 either rank 0's device, after which the other ranks take the
+    next GPUs, or one device for each rank, separated by commas."""
     tp: int = 1
-    """Ranks, processes that hold a share of the weights and of the KV pool each: tensor
-    parallelism."""
+    """Number of ranks (tensor parallelism). Each rank is a process that holds a share of the
+    weights and of the KV pool."""
     rank_timeout_s: float = 10.0
-    """Seconds that a rank waits for another one in a step; then the engine ends."""
+    """Seconds that a rank waits for another rank in a step before the engine ends."""
     page_size: int = 16
     """Token positions per page."""
     kv_memory_bytes: int | None = None
     """Size of the KV pool, bytes; ignored if num_pages is given. None: 1 GiB on a CPU; on a GPU
-    what the weights, the largest step and the graphs leave.
+    the memory that the weights, the largest step and the graphs leave free.
     """
     device_memory_share: float = 1.0
-    """Share of a GPU's memory that a pool sized by what is left leaves this engine at most, all of
-    its other memory included: for several workers on one GPU.
+    """Largest share of a GPU's memory that this engine takes for everything together, where the
+    pool takes the free memory. Lower it to run several workers on one GPU.
     """
     num_pages: int | None = None
     window_pages: Literal["auto", "keep"] = "auto"
-    """Pages of layers with a sliding window, in models that also have others: auto, they are freed
-    behind the window unless something needs them all (`keeps_windows`); keep, all are kept.
+    """Pages of sliding-window layers in models that also have layers without a window. auto: the
+    engine frees pages behind the window unless a feature needs all of them (`keeps_windows`).
+    keep: the engine keeps all of them.
     """
     max_context_tokens: int | None = None
-    """Longest prompt and output together; by default the model's limit."""
+    """Most tokens of a prompt and its output together; None: the model's limit."""
     max_running_requests: int = 64
     max_waiting_requests: int = 1024
     max_queued_fill_tokens: int = 262_144
-    """Queued prompt tokens beyond which a filler declines as busy."""
+    """Queued prompt tokens beyond which a filler declines fills as busy."""
     max_step_tokens: int = 512
-    """Most new tokens in one step, on a GPU beside 64 of running requests; also the largest prefill
-    chunk.
+    """Most new tokens in one step, and the largest prefill chunk. On a GPU a step takes up to
+    `MAX_DECODES_BESIDE` tokens of running requests in addition.
     """
     prefill_chunk_tokens: int = 256
     """Largest chunk of one prompt in a step; a multiple of page_size."""
     shared_step_tokens: int | None = None
-    """Prompt tokens of a step up to which further prompts join the first one: with more, prompts
-    that come first would wait for those behind them, and a device is busy with fewer. None: as many
-    as fit.
+    """Prompt tokens of a step up to which further prompts join the first one. In a larger step the
+    first prompts would wait for later ones, although fewer tokens keep the device busy. None: as
+    many as fit.
     """
     inter_token_target_s: float = 0.1
-    """Inter-token latency target, seconds: prompt chunks are cut so that a step that also decodes
-    keeps to it, unless first tokens that wait count for more.
+    """Inter-token latency target, seconds. The scheduler cuts prompt chunks so that a step that
+    also decodes meets the target, unless the delay of first tokens outweighs it.
     """
     first_token_weight: float = 1.0
     """Worth of a second of delay of a first token, in seconds of delay of next tokens
     (`weft.engine.scheduler.prompt_budget`). 0: prompts always keep to the target.
     """
     step_lead_s: float = 0.002
-    """On a GPU worker that exchanges pages with others: seconds before the expected end of a step
-    of running requests at which the next one begins, in addition to what the host needs for that.
-    What comes until then takes part in it. Longer than a step: it begins at once.
+    """On a GPU worker that exchanges pages with other workers: seconds before the expected end of
+    a step of running requests at which the engine begins the next step, in addition to the host's
+    own time. Requests that arrive before take part in the next step. With a value longer than a
+    step the next step begins at once.
     """
     scheduling_policy: PolicyName = "fcfs"
     """Order in which waiting requests are admitted (`weft.engine.scheduler.policies`)."""
     ageing_s: float = 30.0
-    """Waiting time that counts as one level of priority or makes up for one full step of prompt
-    tokens, and after which a short prefix does not matter.
+    """Waiting time, seconds, that counts as one level of priority or makes up for one full step of
+    prompt tokens. A request that has waited this long is no longer passed over for its short
+    cached prefix.
     """
     preemption_threshold: int | None = 10
-    """With `priority`: a running request is preempted for one that is this many levels more urgent.
+    """With the policy `priority`: the scheduler preempts a running request for one that is this
+    many levels more urgent.
     """
     max_fill_fraction: float = 0.3
     """Largest share of the pool that remote fills may reserve."""
     max_quarantine_fraction: float = 0.1
-    """Largest share of the pool that may be quarantined for longer than a lease: beyond it the
-    worker is to exit. 1: never.
+    """Largest share of the pool that may stay in quarantine for longer than a lease; the worker
+    exits if more does. 1: the worker never exits for this reason.
     """
     local_prefill_max_tokens: int | None = None
-    """None: the cost rule decides. N: remainders of at most N tokens run locally, longer ones ship.
+    """None: the cost rule decides where a prompt's remainder is computed. N: this engine computes
+    remainders of at most N tokens, and other workers compute longer ones.
     """
     has_store: bool = False
-    """Whether there is a KV store in which to look prompts up and to put computed pages."""
+    """Whether the engine looks prompts up in a KV store and puts computed pages there."""
     lease_s: float = 10.0
     renew_interval_s: float = 3.0
     fill_progress_timeout_s: float = 5.0
     transport: Literal["auto", "nixl", "data"] = "auto"
     staging_bytes: int | None = None
-    """Memory that pages pass through on their way from and to a pool on a GPU. None: 2 GiB in the
-    host's memory, in the GPU's own a sixteenth of it and at most 4 GiB; no more than the size of
-    the pool if that is given.
+    """Bytes of the staging area, which pages pass through on their way from and to a pool on a
+    GPU. None: 2 GiB in host memory; in GPU memory a sixteenth of it, at most 4 GiB. Never more
+    than the size of the pool, if that is given.
     """
     staging_memory: Literal["auto", "host", "device"] = "auto"
-    """Kind of memory used for staging pages. auto: the GPU's own where NIXL works, another GPU of
-    this host can reach it or another worker shares it (`device_memory_share`), and no KV store is
-    there; else the host's.
+    """Kind of memory used for staging pages. auto: GPU memory if NIXL works, no KV store is
+    configured, and another GPU of this host can reach this one or another worker shares it
+    (`device_memory_share`); else host memory.
     """
     force_staging: bool = False
     """Whether to stage pages of a pool on a CPU too (tests)."""
     page_digests: bool = True
-    """Whether pages that arrive are checked against their sender's digests. Without, corruption in
-    transit goes unnoticed; a KV store requires it, and so does every peer that has it on.
+    """Whether the engine checks pages that arrive against their sender's digests. Without the
+    check, corruption in transit goes unnoticed. A KV store requires it, and so does every peer
+    that has it on.
     """
     num_threads: int | None = None
     """Compute threads; default: all cores."""
@@ -224,16 +231,17 @@ class EngineConfig:
     host_cache_bytes: int = 0
     """Host memory for pages evicted from the pool; 0: none."""
     disk_cache_dir: Path | None = None
-    """Folder for pages on disk, in a subfolder named by the worker's id; None: none are kept there.
+    """Folder for pages on disk; the engine uses its subfolder named by the worker's id. None: the
+    engine keeps no pages on disk.
     """
     disk_cache_bytes: int = 10 << 30
     """Most bytes of pages on disk."""
     write_through_threshold: int = 0
-    """Requests that find a page before it is copied to host memory, disk and KV store; 0: it is
-    copied when it is computed."""
+    """Number of requests that must find a page before the engine copies it to host memory, disk
+    and KV store; 0: the engine copies a page when it is computed."""
     load_back_threshold: int | None = None
-    """None: pages are loaded from tiers and the KV store if that is faster than computing them. N:
-    they are loaded if at least N tokens are held.
+    """None: the engine loads pages from tiers and the KV store if that is faster than computing
+    them. N: the engine loads them if they hold at least N tokens.
     """
     enable_lora: bool = False
     """Whether to serve LoRA adapters; memory for them is allocated at start."""
@@ -242,63 +250,66 @@ class EngineConfig:
     max_loras: int = 16
     """Most adapters on the device at once, and so in one step."""
     lora_memory_bytes: int | None = None
-    """Device memory of adapters. None: as much as max_loras adapters of rank 16 take that change
+    """Device memory of adapters, bytes. None: room for max_loras adapters of rank 16 that change
     every projection of the model. Draft adapters for an EAGLE-3 head on a GPU need additional
     memory.
     """
     lora_projections: tuple[str, ...] = ()
-    """Projections that adapters may change, among which that memory is divided: q, k, v, o, gate,
-    up, down; embed_tokens, lm_head; router; experts, or shared_experts where all of them share A of
-    gate and up and B of down. Empty: the first seven, as far as the model has them.
+    """Projections that adapters may change; the device memory of adapters is divided among them:
+    q, k, v, o, gate, up, down; embed_tokens, lm_head; router; experts, or shared_experts for
+    adapters whose experts share A of gate and up and B of down. Empty: those of the first seven
+    that the model has.
     """
     lora_host_bytes: int = 4 << 30
-    """Host memory of adapters; those beyond it are read from disk again."""
+    """Host memory of adapters, bytes; the engine reads adapters that do not fit from disk again."""
     lora_whole_matrices: int = 0
-    """Adapters on the device at once that bring an embedding of their own, and as many that bring
-    an LM head, where lora_projections names these. Their memory comes in addition.
+    """Most adapters on the device at once that replace the embedding, and most that replace the LM
+    head, if lora_projections names these. Their memory comes in addition.
     """
     lora_added_tokens: int = 0
-    """Most tokens that an adapter may add to the model's vocabulary. Embedding and LM head get as
-    many rows more.
+    """Most tokens that an adapter may add to the model's vocabulary. The embedding and the LM head
+    get this many additional rows.
     """
     draft_dir: Path | None = None
-    """Directory of the draft. An EAGLE head keeps its KV in the model's pages: workers that fill
-    each other's pages must have the same one. With drafter = model it holds a whole model, whose KV
-    is never shared.
+    """Directory of the draft head or draft model. An EAGLE head keeps its KV in the model's pages,
+    so workers that fill each other's pages must have the same head. With drafter = model the
+    directory holds a whole model, whose KV stays on this worker.
     """
     drafter: DrafterName = "none"
-    """Source of the draft tokens that the model verifies, several in one step: eagle3 or eagle, a
-    head of that kind in draft_dir; model, a smaller model of the same vocabulary there; or ngram,
-    which searches the request's own text.
+    """Source of the draft tokens, of which the model verifies several in one step: eagle3 or eagle
+    (a head of that kind in draft_dir), model (a smaller model of the same vocabulary in
+    draft_dir), or ngram (a search in the request's own text).
     """
     max_draft_tokens: int = 5
-    """Most drafts of a request in one step that form a chain; how many pay is measured."""
+    """Most drafts in the draft chain of one request in one step. With draft_gate = measured the
+    engine chooses a smaller number if that yields more tokens a second."""
     draft_width: int = 1
-    """With eagle3: width of draft trees; this many nodes of each level get as many children each,
-    up to 31 drafts a step; whether trees pay is measured. 1: chains only.
+    """With eagle3: width of draft trees. This many nodes of each level get as many children each,
+    up to 31 drafts in a step. The gate measures whether trees pay. 1: chains only.
     """
     draft_gate: DraftGateName = "measured"
-    """How the number of drafts is chosen: measured, the number that yields the most tokens a
-    second; or fixed, always the most, as trees where allowed and a step has few requests.
+    """How the gate chooses the number of drafts. measured: the number that yields the most tokens a
+    second. fixed: always the largest number, as trees where trees are allowed and a step has few
+    requests.
     """
     poison_free_pages: bool = False
     """Fill pages with NaN when they become free (tests)."""
     deterministic: bool = False
-    """Whether a request gets the same bits alone, in any batch and however it is cut into steps;
-    refused where the machine's operations do not guarantee that.
+    """Whether a request's results have the same bits alone, in any batch and with any division into
+    steps. The engine refuses to start if the machine's operations do not guarantee that.
     """
     constraint_compile_s: float = 10.0
     """Seconds that compiling one constraint may take."""
     constraint_cache: int = 256
-    """Most compiled constraints that are kept for later requests."""
+    """Most compiled constraints that the engine keeps for later requests."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether to plan and start a step while the device still runs the previous one; auto: on a
-    GPU.
+    """Whether the engine plans and starts a step while the device still runs the previous one.
+    auto: on a GPU.
     """
     cuda_graphs: bool = True
-    """Capture steps at start; on CUDA devices only."""
+    """Whether to capture steps as CUDA graphs at start."""
     enable_faults: bool = False
-    """Whether faults can be injected and published pages are audited (tests of the mesh)."""
+    """Whether tests can inject faults, and the engine audits published pages."""
     dummy_weights: bool = False
     """Random weights instead of the checkpoint's (benchmarks)."""
 
@@ -309,7 +320,7 @@ class EngineConfig:
             for name, value, bound in values
             if value is not None and not bound.allows(value)
         ]
-        # What fields must be to each other says little while one is wrong by itself.
+        # Relations between fields are checked only once each field is right by itself.
         wrong = wrong or [
             f"{name} = {getattr(self, name)}: must be {wanted}"
             for name, is_good, wanted in self._relations()
@@ -362,7 +373,7 @@ class EngineConfig:
         ]
 
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
-        """The same for what several ranks do not do yet."""
+        """Constraints that tensor parallelism adds, in the form of `_relations`."""
         if self.tp == 1:
             return []
         needs = [
@@ -414,16 +425,16 @@ class EngineConfig:
 
     @property
     def decodes_beside(self) -> int:
-        """Rows of running requests for which a step has room beside `max_step_tokens`.
+        """Rows of running requests that a step takes in addition to `max_step_tokens`.
 
-        On a GPU, where a few tokens that prompts leave to a step of their own cost nearly as much
-        as some hundred.
+        Only on a GPU: a separate step for the last few tokens of prompts would take nearly as long
+        as a step of some hundred.
         """
         return min(MAX_DECODES_BESIDE, self.max_running_requests) if self.is_on_gpu else 0
 
     @property
     def keeps_windows(self) -> str:
-        """Why pages are kept behind sliding windows, in words; empty: they are freed."""
+        """The reason why the engine keeps pages behind sliding windows; empty: it frees them."""
         reasons = (
             (self.window_pages == "keep", "window_pages is keep"),
             (self.tp > 1, "ranks divide one page group"),
@@ -438,7 +449,7 @@ class EngineConfig:
 
     @property
     def _never_fills(self) -> bool:
-        """Whether no other worker is asked for pages."""
+        """Whether this engine never asks other workers for pages."""
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
 
     @property

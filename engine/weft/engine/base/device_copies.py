@@ -1,6 +1,6 @@
 """Copies of host arrays to a device in one transfer, and of device tensors to the host.
 
-Nothing here waits for the device but `wait`.
+Only the methods named `wait` block until the device has done its work.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 _ALIGNMENT_BYTES = 16
 _NUM_BUFFERS = 12
-"""Enough for the copies of two steps, since a copy waits for the step before its own. A step has up
-to five: requests to draft for, their adapters, columns, rows that the device completes, and
-adapters of the LM head. With fewer buffers the host would wait in the middle of a step.
+"""Number of pinned buffers: enough for the copies of two steps, since a copy waits for the step
+before its own. A step makes up to five copies: requests to draft for, their adapters, columns, rows
+that the device completes, and adapters of the LM head. With fewer buffers the host would wait in
+the middle of a step.
 """
 _GROUP = 4
-"""Buffers with one event, recorded behind the last of their copies: recording takes the host longer
-than telling the device to copy."""
+"""Number of buffers that share one event, recorded after the last of their copies. The host needs
+more time to record an event than to enqueue a copy."""
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -41,7 +42,7 @@ class PinnedBuffers:
     """Pinned host buffers that copies start from, used in turn, since copies may still be running.
 
     Args:
-        device: copies go to; the memory is pinned for a CUDA device.
+        device: Destination of the copies; the memory is pinned for a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +78,7 @@ class DeviceCopies:
     """Copies host arrays to a device, asynchronously where possible.
 
     Args:
-        device: where to.
+        device: Destination of the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,8 +116,8 @@ class Mark:
     """A point in a device's queue of work.
 
     Args:
-        device: it; of a CPU, everything is done already.
-        event: of a mark that nobody waits for any more, to be used again.
+        device: The device; on a CPU every mark is reached at once.
+        event: Event of an earlier mark that nothing waits for any more, to be used again.
     """
 
     def __init__(self, device: torch.device, event: torch.cuda.Event | None = None) -> None:
@@ -144,11 +145,12 @@ class Mark:
 
 
 class Marks:
-    """Marks of one stream of work, each valid until a few further ones: they share events.
+    """Marks of one stream of work. They share a few events, so a mark is valid only until `number`
+    further marks were added.
 
     Args:
         device: See `Mark`.
-        number: Of marks that are valid at a time.
+        number: Number of marks that are valid at a time.
     """
 
     def __init__(self, device: torch.device, number: int) -> None:
@@ -159,7 +161,7 @@ class Marks:
         self._next = 0
 
     def add(self) -> Mark:
-        """A mark of the work so far."""
+        """Marks the work that was enqueued so far."""
         event = self._events[self._next]
         self._next = (self._next + 1) % len(self._events)
         return Mark(self._device, event)
@@ -169,7 +171,7 @@ class Fetched:
     """A tensor being copied to the host, through pinned memory if it is on a GPU.
 
     Args:
-        values: of any device; may be freed or written to by later work.
+        values: Tensor on any device; later work may free it or write to it.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -183,12 +185,13 @@ class Fetched:
 
 
 class HostCopies:
-    """Copies of int64 tensors to the host, each valid until a few further ones: they share memory.
+    """Copies of int64 tensors to the host. They share memory, so a copy is valid only until
+    `number` further copies were begun.
 
     Args:
         device: Where the tensors are.
         size: Elements of the largest one.
-        number: Of copies that are valid at a time.
+        number: Number of copies that are valid at a time.
     """
 
     def __init__(self, device: torch.device, size: int, number: int) -> None:
@@ -200,8 +203,8 @@ class HostCopies:
         self._next = 0
 
     def begin(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to copy a contiguous tensor, which later work may write to; returns what waits for
-        the copy.
+        """Starts to copy a contiguous tensor, which later work may write to; returns a function
+        that waits for the copy.
         """
         host = self._hosts[self._next][: values.numel()].view(values.shape)
         self._next = (self._next + 1) % len(self._hosts)

@@ -1,4 +1,4 @@
-"""Shapes of drafts: which chains and trees may be verified, and which are compared."""
+"""Shapes of drafts: the chains and trees that a step may verify, and those that a gate compares."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from weft.engine.base.config import MAX_TREE_NODES
 
 
 class DraftShape(NamedTuple):
-    """Number and shape of the drafts that requests may bring to a step."""
+    """Number and shape of the drafts of each request in a step."""
 
     num_drafts: int
     """Drafts per request."""
     depth: int
-    """Most drafts that can be accepted at once; of a chain all."""
+    """Most drafts that one step can accept; for a chain all of them."""
     width: int = 1
     """Width of a tree: this many nodes of a level get as many children each. 1: a chain."""
 
@@ -29,32 +29,32 @@ class DraftShape(NamedTuple):
 
     @property
     def num_grown(self) -> int:
-        """Number of nodes grown, from which those of a tree are chosen."""
+        """Number of nodes that the drafter grows; it chooses the nodes of the tree from them."""
         return self.width + self.width * self.width * (self.depth - 1)
 
     @property
     def num_places(self) -> int:
-        """Number of positions behind the last token where K and V of drafts are written."""
+        """Number of positions after the last token where the drafter writes K and V of drafts."""
         return max(self.num_drafts, self.width * (self.depth - 1)) if self.is_tree else self.depth
 
 
 DEPTHS = (0, 1, 2, 3, 4, 5, 7)
-"""Numbers of drafts of chains that are compared; 0: none."""
+"""Lengths of the chains that a gate compares; 0: no drafts."""
 
 
 TREES = ((7, 5), (15, 6), (MAX_TREE_NODES, 6))
-"""Nodes and depths of trees that are compared with them; no tree is less deep than one with fewer
-nodes.
+"""Nodes and depths of the trees that a gate compares with the chains. The depth never falls as the
+number of nodes rises.
 """
 
 
 def depths_up_to(max_drafts: int) -> list[int]:
-    """Numbers of drafts that are compared, up to a maximum."""
+    """Lengths of the chains that a gate compares, up to a maximum."""
     return [*(depth for depth in DEPTHS if depth < max_drafts), max_drafts]
 
 
 def tree_shapes(width: int) -> list[DraftShape]:
-    """Trees that are compared, with this many children per node; none for chains."""
+    """Trees of this width that a gate compares; none for width 1."""
     if width == 1:
         return []
     shapes = [DraftShape(nodes, depth, width) for nodes, depth in TREES]

@@ -1,4 +1,4 @@
-"""Drafts of a request: chains, trees, and those that still lie on the device."""
+"""Drafts of a request: chains, trees, and drafts that are still on the device."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def parents_of(drafts: Sequence[int]) -> Sequence[int]:
 
 
 Fetch = Callable[[], list[list[int]]]
-"""Waits for the drafts of each request."""
+"""A function that waits for the drafts and returns those of each request."""
 
 
 class LaterDrafts(Sequence[list[int]]):
-    """Drafts of requests that lie on the device, where they may still be computed.
+    """Drafts of requests that are on the device, which may still be computing them.
 
     Args:
         counts: Number of drafts of each request.
@@ -45,30 +45,30 @@ class LaterDrafts(Sequence[list[int]]):
         self._fetched: list[list[int]] | None = None
 
     def begin(self) -> None:
-        """Starts the drafts that have not begun, with inputs of their own. The step is launched
-        afterwards.
+        """Starts the drafts that have not begun, with inputs that are sent for them. The caller
+        launches the step afterwards.
         """
 
     def begin_within(
         self, num_requests: int, adapter_slots: Int32Array | None, num_before: int
     ) -> None:
-        """Starts what has not begun, with the inputs of the step itself, which were sent just now.
+        """Starts the drafts that have not begun, with the inputs of the step, which were just sent.
 
         Args:
-            num_requests: That the step is padded to.
+            num_requests: Number of requests to which the step is padded.
             adapter_slots: Adapter slots of the step's requests, [R]; None: none has an adapter.
-            num_before: Number of the step's requests before these.
+            num_before: Number of requests that precede these in the step.
         """
 
     def come_with(self, fetch: Fetch) -> None:
-        """Notes that they come to the host, as with the tokens of the step that verifies them;
-        `fetch` waits for them.
+        """Notes that the drafts are being copied to the host, for example with the tokens of the
+        step that verifies them; `fetch` waits for the copy.
         """
         self._fetch = fetch
 
     @property
     def is_coming(self) -> bool:
-        """Whether they come to the host, so that they can be asked for."""
+        """Whether the drafts are being copied to the host, so that callers can read them."""
         return self._fetch is not None
 
     def __len__(self) -> int:

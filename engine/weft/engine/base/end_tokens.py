@@ -17,8 +17,8 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """The end tokens that generation_config.json names; else those of config.json; else none.
 
-    So does `transformers`, but that it takes nothing from config.json when there is a
-    generation_config.json without any.
+    `transformers` does the same, except that it ignores config.json if there is a
+    generation_config.json, even one that names no end tokens.
 
     Args:
         config: Content of config.json.
@@ -26,7 +26,7 @@ def end_token_ids(
         where: Directory of both, for messages.
 
     Raises:
-        ModelError: The ends are no token ids.
+        ModelError: A file names end tokens that are not token ids.
     """
     for file, source in (("generation_config.json", generation), ("config.json", config)):
         value = source.get(_FIELD)
@@ -40,13 +40,13 @@ def end_token_ids(
 
 
 def tokenizer_end_token(folder: Path) -> tuple[int, ...]:
-    """What to take where those files name none: the id of the tokenizer's `eos_token`.
+    """The id of the tokenizer's `eos_token`, for models whose files name no end tokens.
 
     Args:
-        folder: With tokenizer.json, and tokenizer_config.json or special_tokens_map.json.
+        folder: Folder of tokenizer.json, and of tokenizer_config.json or special_tokens_map.json.
 
     Returns:
-        One id, or none where the files are missing, malformed or silent.
+        One id; none if the files are missing, malformed or name no `eos_token`.
     """
     name = None
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -61,7 +61,7 @@ def tokenizer_end_token(folder: Path) -> tuple[int, ...]:
             return (added["id"],) if isinstance(added.get("id"), int) else ()
     model = tokenizer.get("model")
     entries = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(entries, list):  # of a unigram model: token and score
+    if isinstance(entries, list):  # unigram models list pairs of token and score
         entries = {entry[0]: index for index, entry in enumerate(entries)}
     found = entries.get(name) if isinstance(entries, dict) else None
     return (found,) if isinstance(found, int) else ()

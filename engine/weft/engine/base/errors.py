@@ -6,7 +6,7 @@ from __future__ import annotations
 class WeftError(Exception):
     """An error that says what failed, where, and whether a retry can help.
 
-    Subclasses fix the reason and the codes; callers give the message and what they know.
+    Subclasses fix the reason and the codes; callers give the message and further facts.
     """
 
     reason: str = "INTERNAL"
@@ -38,7 +38,7 @@ class WeftError(Exception):
         """Further facts for the caller: keys in lower case, and values."""
 
     def blame(self, param: str) -> None:
-        """Names the field at fault as the client knows it; also in the message."""
+        """Sets the field at fault, by the client's name for it, and adds it to the message."""
         self.param = param
         self.message = f"{param}: {self.message}"
 
@@ -238,8 +238,8 @@ def error_class(reason: str) -> type[WeftError]:
 
 
 class RanksLost(BaseException):
-    """A rank of this engine is gone, late or has failed, so that nothing can go on here.
+    """A rank of this engine is gone, late or has failed, so this process cannot continue.
 
-    It is no `Exception`: who handles the failure of a step or of a request must not go on after it.
-    The process ends, and all ranks with it.
+    It is not an `Exception`: handlers of failed steps and requests must not catch it. The process
+    ends, and all other ranks with it.
     """

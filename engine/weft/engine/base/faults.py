@@ -5,8 +5,8 @@
 
 A point costs one attribute look-up while nothing is armed. Nothing can be armed before the process
 has called `enable` (the services' `--enable-faults`). Like loggers, points are known by name in the
-whole process. Those of product code are declared here; points that break what must never break are
-declared beside the wrappers that hold them (`weft.common.sabotage`).
+whole process. This module declares the points of product code. Points that break a guarantee of the
+product are declared beside the wrappers that hold them (`weft.common.sabotage`).
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class FaultPoint:
     Args:
         name: Part and action, as `ship.post`.
         where: Description of the point, for people.
-        kinds: Kinds of faults that can happen there besides delay, stall and kill. A point that
-            knows `sabotage` knows only that: it breaks what must never break.
+        kinds: Kinds of faults that can happen there besides delay, stall and kill. A point of kind
+            `sabotage` supports no other kind: it breaks a guarantee of the product.
     """
 
     def __init__(self, name: str, where: str, *kinds: FaultKind) -> None:
@@ -107,7 +107,7 @@ class FaultPoint:
         self._lock = threading.Lock()
 
     def fire(self) -> FaultKind:
-        """Passes the point: waits, dies or raises here, or returns what the caller has to do.
+        """Passes the point: waits, kills the process, raises, or returns the kind for the caller.
 
         Raises:
             InjectedFault: For `error`.
@@ -121,8 +121,8 @@ class FaultPoint:
         return "" if fault is None else await self._wait_async(fault)
 
     def repeat(self, item: T) -> Sequence[T]:
-        """Yields a message as often as it is to be processed: never after `drop`, twice after
-        `duplicate`, else once.
+        """The copies of a message that the caller processes: none for `drop`, two for `duplicate`,
+        else one.
         """
         return _repeated(item, self.fire())
 
@@ -222,7 +222,7 @@ class FaultBoard:
         """Arms a fault at its point.
 
         Raises:
-            FaultsDisabled: This process was not started for it.
+            FaultsDisabled: This process was not started with fault injection.
             InvalidRequest: There is no such point or kind, or a value is out of range.
         """
         self.check_enabled()

@@ -1,10 +1,10 @@
-"""Threads of the engine's process give way to the thread that turns it.
+"""Background threads of the engine's process give way to the engine thread.
 
 Python runs one thread at a time. A step of a GPU engine calls torch some dozens of times, and each
-call lets another thread have Python's lock, which then comes back late: one that reads an adapter
-made single steps several milliseconds longer. So such a thread works in slices, between which it
-waits while the engine's thread plans, launches and commits; it goes on while that one waits for the
-device, which is most of the time. No torch.
+call may hand Python's lock (the GIL) to another thread, which returns it late: a thread that reads
+an adapter makes single steps several milliseconds longer. Therefore background threads work in
+slices. Between slices a background thread waits while the engine thread plans, launches and
+commits; it works while the engine thread waits for the device, which is most of the time. No torch.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import time
 from contextvars import ContextVar
 
 SLICE_S = 2e-4
-"""Seconds between two times of giving way."""
+"""Seconds that a background thread works before it gives way."""
 MAX_WAIT_S = 1e-3
-"""Longest wait at a time."""
+"""Longest single wait of a background thread, seconds."""
 PATIENCE, MAX_PATIENCE_S = 2.0, 0.05
-"""Seconds of waiting that each second of work earns, and most that are kept for later: where the
-host is busy all the time, work takes three times as long.
+"""Seconds that a background thread may wait for each second that it works, and the most waiting
+time that it can save up. If the host is always busy, background work takes three times as long.
 """
 
 
 class HostPriority:
-    """Whether the engine's thread computes; each call of it takes a microsecond."""
+    """Tells background threads whether the engine thread computes; a call takes a microsecond."""
 
     def __init__(self) -> None:
         self._rests = threading.Event()
         self._rests.set()
 
     def begin(self) -> None:
-        """The engine's thread continues to compute."""
+        """The engine thread continues to compute."""
         self._rests.clear()
 
     def end(self) -> None:
-        """It waits, for the device or for work."""
+        """The engine thread begins to wait, for the device or for work."""
         self._rests.set()
 
     def enter_thread(self) -> None:
-        """From now on `give_way` in this thread waits for this one's engine."""
+        """Makes `give_way`, if called in the current thread, wait for this engine thread."""
         _guest.set(_Guest(self))
 
     def wait(self, most_s: float) -> None:
-        """Waits while the engine's thread computes, for a limited time."""
+        """Waits while the engine thread computes, at most this many seconds."""
         self._rests.wait(most_s)
 
 
@@ -53,7 +53,7 @@ class _Guest:
     def __init__(self, host: HostPriority) -> None:
         self._host = host
         self._began_at = 0.0
-        """When its slice began."""
+        """When the thread's current slice of work began."""
         self._patience_s = MAX_PATIENCE_S
 
     def give_way(self) -> None:
@@ -71,7 +71,11 @@ _guest: ContextVar[_Guest | None] = ContextVar("guest", default=None)
 
 
 def give_way() -> None:
-    """Between small pieces of long work: waits if it is time to, in threads that do so."""
+    """Lets the engine thread go first; long work calls this between small pieces.
+
+    It waits only in threads that called `HostPriority.enter_thread`, and only if their slice is
+    over.
+    """
     guest = _guest.get()
     if guest is not None:
         guest.give_way()

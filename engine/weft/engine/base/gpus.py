@@ -15,8 +15,8 @@ _CUDA_BUILD = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)
 
 @cache
 def num_usable_gpus() -> int:
-    """GPUs that the driver shows this process (`CUDA_VISIBLE_DEVICES` counts) and that the
-    installed torch was built for; 0 without a driver.
+    """Number of GPUs that the driver shows this process (`CUDA_VISIBLE_DEVICES` applies), if the
+    installed torch is a CUDA build; 0 without a driver.
     """
     if not torch_has_cuda():
         return 0
@@ -31,7 +31,7 @@ def num_usable_gpus() -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build; it is not imported for that."""
+    """Whether the installed torch is a CUDA build; finds out without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""Turns among processes of one machine."""
+"""A named lock among the processes of one machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _ANY_USER = 0o666
 
 @contextmanager
 def machine_lock(name: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Runs a block while no other process of this machine runs one of this name.
+    """Holds a lock of this name while a block runs; one process of the machine holds it at a time.
 
-    A process that ends, however it does, gives up its turn.
+    A process that ends, even by a signal, releases the lock.
 
     Args:
         name: Part of a file's name.
         timeout_s: Longest wait, seconds.
-        on_wait: Called once if another process has the turn.
+        on_wait: Called once if another process holds the lock.
 
     Raises:
-        ConfigError: The others took longer, or the file cannot be opened.
+        ConfigError: The lock was not free within `timeout_s`, or its file cannot be opened.
     """
     path = Path(tempfile.gettempdir()) / f"weft-{name}.lock"
     lock = FileLock(path, mode=_ANY_USER)

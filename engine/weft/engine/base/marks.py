@@ -1,4 +1,4 @@
-"""Points in a device's queue of work, for those who only carry them. No torch."""
+"""Points in a device's queue of work, for modules that pass them on without torch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 MAX_TOP_LOGPROBS = 20
 MIN_REPETITION_PENALTY = 1e-3
 MAX_REPETITION_PENALTY = 100.0
-"""Limit of the penalty, which divides logits: they must stay finite."""
+"""Largest repetition penalty; logits are divided by the penalty and must stay finite."""
 GREEDY_TEMPERATURE = 1e-5
 """Temperature below which decoding is greedy."""
 
@@ -21,26 +21,27 @@ MAX_SESSION_ID_BYTES = 128
 
 ConstraintKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
 MAX_MARK_TOKENS = 16
-"""Most tokens that end reasoning, and most alternatives to a constraint."""
+"""Most tokens in the sequence that ends reasoning, and most alternatives to a constraint."""
 MAX_CONSTRAINT_BYTES = 64 << 10
-"""Largest text, or choices, of a constraint, bytes."""
+"""Largest text of a constraint, or of all its choices together, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """Tokens that tell where the reasoning is with which a sample may begin."""
+    """The tokens that begin and end the reasoning at the start of a sample."""
 
     begin: int | None = None
-    """Token that opens it, if it is the sample's first; None: the prompt has opened it."""
+    """Token that begins the reasoning if it is the sample's first token; None: the prompt has
+    already begun it."""
     end: tuple[int, ...]
-    """Tokens that end it, one behind the other; not empty."""
+    """Sequence of tokens that ends the reasoning; not empty."""
     until: int | None = None
-    """Token that has to come behind `end`, with any others in between; None: none has to."""
+    """Token that must follow `end`, directly or later; None: no token must."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """A constraint on the whole text of a sample, or on what comes behind its reasoning."""
+    """A constraint on the whole text of a sample, or on the text that follows its reasoning."""
 
     kind: ConstraintKind
     text: str = ""
@@ -48,11 +49,11 @@ class Constraint:
     choices: tuple[str, ...] = ()
     """The allowed texts; the sample is one of them."""
     reasoning: Reasoning | None = field(default=None, compare=False)
-    """What may come before the constrained text; None: nothing. Equal constraints may differ in
-    it and in `alternatives`: their grammar is the same.
+    """Reasoning that may precede the constrained text; None: none may. This field and
+    `alternatives` take no part in comparisons, since they do not change the grammar.
     """
     alternatives: tuple[int, ...] = field(default=(), compare=False)
-    """Tokens that may come in place of the constrained text; behind one of them all is free."""
+    """Tokens that may replace the constrained text; any text may follow such a token."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +63,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn; ranges as in protos/weft/v1/common.proto."""
+    """Parameters of drawing the next token; ranges as in protos/weft/v1/common.proto."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,7 +79,7 @@ class SamplingParams:
     n: int = 1
     constraint: Constraint | None = None
     speculates: bool = True
-    """Whether tokens may be drafted, where that pays; the text is the same."""
+    """Whether the engine may draft tokens if that pays; the text does not change."""
 
     @property
     def is_greedy(self) -> bool:
@@ -121,5 +122,5 @@ class PromptLogprobs(NamedTuple):
     request_id: str
     attempt: int
     first_position: int
-    """Position in the prompt of the first of them; the prompt's first token has none."""
+    """Position in the prompt of the first of these tokens; position 0 has no log-probability."""
     logprobs: list[TokenLogprob]

@@ -1,10 +1,10 @@
 """Placement of a prompt's pages on the KV store's replicas.
 
-A prompt is cut into stretches, the first ones short: many prompts begin alike, and their replica
-shall not have to hold what follows as well. All pages of a stretch are where the key of its first
-page says, so everybody finds them there, and a prompt takes few fills. Which replica a key says
-follows from rendezvous hashing (Thaler and Ravishankar, 1998): when one is lost, only its stretches
-go elsewhere.
+A prompt is cut into stretches. The first ones are short: many prompts begin alike, and the replica
+of a common beginning should not have to hold all their continuations. The key of a stretch's first
+page determines the replica of all its pages, so every worker finds them, and a prompt takes few
+fills. Rendezvous hashing (Thaler and Ravishankar, 1998) maps keys to replicas: if a replica is
+lost, only its stretches move to others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ranked(names: Sequence[str], shard: bytes) -> list[str]:
     """Replicas in their order of preference for a stretch.
 
     Args:
-        names: Names of the replicas, the same for everybody.
+        names: Names of the replicas; all workers must use the same.
         shard: Key of the stretch's first page.
     """
     if len(names) == 1:

@@ -1,4 +1,4 @@
-"""What a request wants of a model: tokens, or vectors made of its prompt's hidden states."""
+"""Tasks of a model: tokens, or vectors made from the hidden states of prompts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Task = Literal["generate", "embed", "classify", "score"]
-"""What a model serves: tokens, embeddings, values of its classification head, or logits of named
-tokens behind a prompt.
+"""Task of a model: tokens, embeddings, values of its classification head, or scores from the
+logits of named tokens after a prompt.
 """
 TASKS: tuple[Task, ...] = ("generate", "embed", "classify", "score")
 Output = Literal["embedding", "token_embeddings", "classes", "label_logits"]
-"""embedding: one vector a prompt; token_embeddings: one a token; classes: values of the
-classification head; label_logits: logits of `Pool.label_ids` for the token behind the prompt.
+"""embedding: one vector per prompt; token_embeddings: one vector per token; classes: values of the
+classification head; label_logits: logits of `Pool.label_ids` for the token after the prompt.
 """
 Pooling = Literal["last", "mean", "first"]
-"""The hidden states that a prompt's vector is made of: the last token's, the mean of all, or the
-first token's.
+"""The hidden states that become a prompt's vector: the last token's, the mean of all tokens', or
+the first token's.
 """
 MAX_LABELS = 64
 """Most tokens whose logits a request may name."""
@@ -31,23 +31,24 @@ _TASK_OF: dict[Output, Task] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Vectors that a request wants in place of tokens."""
+    """A request's parameters for vectors in place of tokens."""
 
     output: Output
     label_ids: tuple[int, ...] = ()
-    """With label_logits: the tokens, 1 to `MAX_LABELS`."""
+    """With label_logits: the tokens whose logits are returned, 1 to `MAX_LABELS`."""
     dimensions: int | None = None
-    """Leading entries of an embedding that are wanted, before it is normalised (Matryoshka); None:
-    all.
+    """Number of leading entries of an embedding to return, cut off before normalisation
+    (Matryoshka); None: all.
     """
     normalises: bool | None = None
-    """Whether embeddings get length 1; None: as the model's files say."""
+    """Whether embeddings are scaled to length 1; None: the model's files decide."""
     segment_start: int = 0
     """Position of the first token of the second of a pair of texts; 0: there is one text."""
     pooling: Pooling = "last"
-    """Set by the engine from the model's files."""
+    """The hidden states to use; the engine sets this field from the model's files."""
     is_whole: bool = False
-    """Whether prompts are computed in one step, of nothing that is cached; set by the engine."""
+    """Whether the model computes a prompt in one step and without cached pages; the engine sets
+    this field."""
 
     @property
     def task(self) -> Task:
@@ -66,8 +67,8 @@ class PooledVectors(NamedTuple):
     request_id: str
     attempt: int
     first_row: int
-    """Number of the first of these vectors; 0 where a prompt has one."""
+    """Index of the first of these vectors among the prompt's vectors."""
     width: int
-    """Numbers in each."""
+    """Entries of each vector."""
     values: bytes
     """float32, little-endian, one vector after another."""

@@ -1,4 +1,4 @@
-"""A model's tokenizer, from all files that have a part in it: one rule for engine and gateway."""
+"""Reads a model's tokenizer from all of its files: one rule for engine and gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROLES = (
     "mask_token",
 )
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
-"""Fields with lists of special tokens; since transformers 5 one of tokens by name, too."""
+"""Fields that list special tokens; transformers 5 may write the second as an object by name."""
 
 
 class TokenizerFiles(NamedTuple):
@@ -35,10 +35,10 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """Reads a JSON object; an empty one if it is not there and not required.
+    """Reads a JSON object; returns an empty one if the file is missing and not required.
 
     Raises:
-        ModelError: It is missing, or no such file.
+        ModelError: A required file is missing, or the file does not hold a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -54,11 +54,11 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """The tokenizer of tokenizer.json with what transformers adds to it: tokens that only the files
-    beside it name, and which tokens are special.
+    """The tokenizer of tokenizer.json with the additions that transformers makes: tokens that only
+    other files name, and the marks of special tokens.
 
     Args:
-        folder: The model's.
+        folder: Folder of the model.
 
     Raises:
         ModelError: There is no tokenizer.json, or a token cannot have the id that a file gives it.
@@ -75,7 +75,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     tokenizer.no_padding()
     for token_id, (token, where) in sorted(_added_tokens(folder, config).items()):
         _add(tokenizer, token_id, token, where)
-    # As in transformers: a config that lists added tokens is whole, and older files do not count.
+    # As in transformers: if the config lists added tokens, special_tokens_map.json is ignored.
     is_whole = isinstance(config.get("added_tokens_decoder"), dict)
     older = {} if is_whole else read_json(folder / "special_tokens_map.json")
     fields = {**older, **config}
@@ -98,7 +98,7 @@ def decoder_types(tokenizer: Tokenizer) -> list[str]:
 
 
 def _make_special(tokenizer: Tokenizer, token: AddedToken) -> None:
-    """Makes a token special, if there is one, with the flags that it has."""
+    """Marks a token as special and keeps its other flags, if the vocabulary has the token."""
     if tokenizer.token_to_id(token.content) is not None:
         token.special = True
         tokenizer.add_special_tokens([token])
@@ -157,7 +157,7 @@ def _added_tokens(
 
 
 def _add(tokenizer: Tokenizer, token_id: int, token: AddedToken, where: str) -> None:
-    """Adds a token, or what a file says otherwise of one that is there."""
+    """Adds a token, or changes the flags of an existing one to those that a file gives."""
     if tokenizer.token_to_id(token.content) is None and token_id != tokenizer.get_vocab_size():
         raise ModelError(
             f"{where}: {token.content!r} is token {token_id}, which tokenizer.json lacks, with "

@@ -128,8 +128,8 @@ def load_class(architecture: str) -> Any:
 
 
 def configuration_reader(architecture: str) -> Callable[..., Any] | None:
-    """What reads config.json in place of `ModelConfig`: a function of a family or of encoders, or
-    what the class of another distribution brings; None: nothing does.
+    """The function that reads config.json in place of `ModelConfig`: that of a family, of encoders,
+    or of a class from another distribution; None: there is none.
 
     Raises:
         ModelError: No such architecture, or its module cannot be imported.
@@ -149,7 +149,7 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
 
 
 def _encoder_reader(*arguments: Any) -> Any:
-    # Imported here: it needs the class that it makes.
+    # Imported here, since that module imports `ModelConfig`.
     from weft.engine.checkpoint.encoder_config import read_encoder_config
 
     return read_encoder_config(*arguments)

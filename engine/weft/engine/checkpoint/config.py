@@ -28,7 +28,7 @@ from weft.engine.checkpoint.quantization import Quantization, read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
 
 MAX_POSITIONS = 1 << 24
-"""Most positions of a model: their rotations are a table."""
+"""Most positions of a model; the table of rotations has a row for each."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
@@ -43,7 +43,7 @@ class _Family:
     """Properties of an architecture that config.json does not mention."""
 
     qkv_bias: bool | None = None
-    """None: `attention_bias` decides, for the output projection too."""
+    """Whether q, k and v have biases; None: `attention_bias` decides, also for the output."""
     qk_norm: bool = False
     head_dim: int | None = None
     """Head size where the file has none; None: hidden_size / num_attention_heads."""
@@ -115,21 +115,21 @@ class ModelConfig:
     quantization: Quantization | None = None
     """How the checkpoint's products are quantised; None: they are floats."""
     decoder: DecoderConfig | None = None
-    """What layers are made of, where they are not as the fields above say; see
+    """Parts of the layers, if the fields above cannot describe them; see
     `weft.engine.checkpoint.parts`.
     """
     latent: LatentConfig | None = None
     """Latent attention; None: heads have keys and values of their own."""
     names: NamesConfig = NamesConfig()  # noqa: RUF009 - frozen
-    """What the checkpoint calls its parts."""
+    """Names of the checkpoint's parts."""
     num_added_tokens: int = 0
-    """Rows behind the checkpoint's, for tokens that adapters add; zeros of the model itself."""
+    """Additional rows after the checkpoint's, for tokens that adapters add; zeros without one."""
     frees_windows: bool = False
     """Whether layers with a sliding window have pages of their own, freed behind the window."""
     head: Literal["tokens", "classes", "none"] = "tokens"
-    """What the model makes of final hidden states: logits of tokens, values of classes, nothing."""
+    """Head of the model: logits of tokens, values of classes, or none."""
     is_encoder: bool = False
-    """Whether tokens see those behind them too: prompts are computed whole, and have no KV."""
+    """Whether tokens also attend to later tokens: prompts are computed whole and have no KV."""
     num_labels: int = 0
     """Classes of the classification head; 0: there is none."""
 
@@ -186,7 +186,7 @@ class ModelConfig:
         fields = Fields(raw, where)
         architecture = _architecture(fields)
         try:
-            # First of all: what another architecture's file has or lacks says nothing.
+            # Checked first: errors about fields of an unsupported architecture would mislead.
             check_architecture(architecture)
             read_config = configuration_reader(architecture)
         except ModelError as error:
@@ -241,8 +241,8 @@ class ModelConfig:
 
     @property
     def page_groups(self) -> list[tuple[int | None, list[int]]]:
-        """The layers of each page group, by number, and the window that all of a group have at
-        most; None: the group keeps all positions. The first group is one that does.
+        """For each page group its window and the numbers of its layers. None as window: the group
+        keeps all positions, as the first group always does.
         """
         numbers = list(range(self.num_layers))
         if not (self.frees_windows and self.has_mixed_windows):
@@ -274,7 +274,7 @@ class ModelConfig:
 
 
 def _checked(config: object, architecture: str, where: str) -> ModelConfig:
-    """What another distribution has read."""
+    """Checks a configuration that a class of another distribution has read."""
     if not isinstance(config, ModelConfig) or config.architecture != architecture:
         raise ModelError(
             f"{where}: read_config of {architecture} returned {config!r:.80}; it must be a "
@@ -368,7 +368,7 @@ def _sliding_window(fields: Fields, family: _Family) -> SlidingWindow | None:
 
 
 def _window_length(fields: Fields, family: _Family) -> int | None:
-    # Mistral's class knows no such field.
+    # Mistral's class ignores `use_sliding_window`.
     is_always_on = family.windows == "all" and not family.has_window_switch
     if not (is_always_on or fields.flag("use_sliding_window", not family.has_window_switch)):
         return None

@@ -25,7 +25,7 @@ _MAX_THREADS = 4
 def model_digest(
     config: ModelConfig, dtype: str, files: Sequence[Path], scheme: bytes = b""
 ) -> bytes:
-    """BLAKE2b-256 over the weights' files, what of the configuration counts, the dtype and the
+    """BLAKE2b-256 over the weights' files, the fingerprint of the configuration, the dtype and the
     quantisation.
 
     Args:
@@ -52,7 +52,7 @@ def combine_digests(
 
 
 def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes:
-    """BLAKE2b-256 that names a draft head; what it shares with its target is in that one's digest.
+    """BLAKE2b-256 that names a draft head; the target's digest covers the parts that both share.
 
     Args:
         fingerprint: The part of its configuration that counts.
@@ -72,8 +72,8 @@ def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:
     """`draft_digest` of a head's directory.
 
     Args:
-        fingerprint: Of its configuration.
-        dtype: That it computes in, with or without torch's prefix.
+        fingerprint: Fingerprint of the head's configuration.
+        dtype: Dtype in which the head computes, with or without torch's prefix.
         draft_dir: The directory.
 
     Raises:
@@ -114,7 +114,7 @@ def file_digest(path: Path, report: Callable[[int], None] | None = None) -> byte
 def _cached_file_digest(path: Path) -> bytes:
     real = path.resolve()
     stat = real.stat()
-    # Writing changes the last one, whatever is done to the others.
+    # Every write changes the last value, even if a program resets the others.
     key = [str(real), stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino, stat.st_ctime_ns]
     name = hashlib.blake2b(str(real).encode(), digest_size=16).hexdigest()
     record = _record_folder() / f"{name}.json"
@@ -123,7 +123,7 @@ def _cached_file_digest(path: Path) -> bytes:
         if stored["key"] == key and len(known := bytes.fromhex(stored["digest"])) == 32:
             return known
     digest = file_digest(real)
-    # Without a place to keep it the next start reads the file again.
+    # If the digest cannot be stored, the next start reads the file again.
     with suppress(OSError):
         _write_atomically(record, {"key": key, "digest": digest.hex()})
     return digest

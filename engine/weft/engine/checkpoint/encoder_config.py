@@ -23,12 +23,12 @@ _GLOBAL_THETA, _LOCAL_THETA = 160_000.0, 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig(ModelConfig):
-    """An encoder. What it has not in common with decoders is at neutral values there."""
+    """Configuration of an encoder; fields that only decoders use have neutral values."""
 
     is_encoder: bool = True
     activation: ActivationName = "gelu"
     norm_eps: float
-    """Of layer norms."""
+    """Epsilon of layer norms."""
     num_token_types: int = 0
     """Kinds of texts in a pair that have an embedding; 0: none."""
     position_offset: int = 0

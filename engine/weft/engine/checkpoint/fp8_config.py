@@ -18,7 +18,7 @@ _BLOCK = [128, 128]
 
 
 class Fp8Config(NamedTuple):
-    """What `Quantization` keeps of it."""
+    """The values of an FP8 configuration that `Quantization` keeps."""
 
     scales: Literal["channels", "blocks", "tensors"]
     scale_name: str

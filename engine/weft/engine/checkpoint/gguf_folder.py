@@ -17,7 +17,7 @@ from weft.engine.checkpoint.quantization import GGUF
 from weft.kernels.build import cache_folder
 
 _VERSION = "1"
-"""Raised when what is made of a file changes."""
+"""Version of the folder's content; raise it when the conversion of a file changes."""
 
 
 def gguf_folder(path: Path) -> Path:
@@ -43,7 +43,7 @@ def gguf_folder(path: Path) -> Path:
         raise ModelError(f"cannot read {path} or write what is made of it: {error}") from error
     try:
         _write(path, folder)
-        # A second process that did the same meanwhile made the same.
+        # Another process has made the same folder meanwhile.
         shutil.rmtree(target, ignore_errors=True)
         os.replace(folder, target)
     except OSError as error:

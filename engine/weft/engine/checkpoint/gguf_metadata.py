@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as Hugging Face's files say it."""
+"""Converts the metadata of a GGUF file to the form of Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OUTER_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 ROTATION_FACTORS = "rope_freqs.weight"
-"""What the wavelengths of Llama 3.1's rotation are divided by; `rope_parameters` says so too."""
+"""Tensor of divisors of the wavelengths of Llama 3.1's rotation; `rope_parameters` replaces it."""
 
 
 class GgufMetadata:

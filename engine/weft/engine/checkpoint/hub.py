@@ -41,7 +41,7 @@ _NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository of a hub, and which state of it."""
+    """A repository of a hub, and its revision."""
 
     repository: str
     """`organisation/name`."""
@@ -82,7 +82,7 @@ def is_wanted(path: str) -> bool:
 
 
 def pull(name: HubName) -> Path:
-    """The folder of a model, with what is missing of it downloaded.
+    """Downloads the missing files of a model and returns its folder.
 
     Shows bars of progress on a terminal's standard error. A download that was cut goes on where it
     ended. The architecture is checked before any weights are fetched. Where the hub cannot be
@@ -114,7 +114,7 @@ def pull(name: HubName) -> Path:
 
 
 def cached_models() -> list[CachedModel]:
-    """What the cache holds of models, by name."""
+    """The models in the cache, by name."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:

@@ -28,9 +28,9 @@ class IntPacking:
     group: int
     """Columns with the same scale; 0: all of a row."""
     zero_shift: int = 0
-    """What is missing from the zero points that the file has: 1 in GPTQ's first version."""
+    """Number to add to the file's zero points: 1 in GPTQ's first version, else 0."""
     is_symmetric: bool = False
-    """compressed-tensors: without zero points. The others have always some."""
+    """Whether there are no zero points; only compressed-tensors can omit them."""
 
 
 def read_packed(section: Fields, method: str) -> tuple[IntPacking, tuple[str, ...]] | str:

@@ -1,4 +1,4 @@
-"""What config.json says of multi-head latent attention.
+"""Sizes of multi-head latent attention from config.json.
 
 Pure Python, as `weft.engine.checkpoint.config`.
 """
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Of each position one latent is kept, of which all heads make their keys and values, and one
-    rotated key that all heads share.
+    The cache keeps for each position one latent, from which all heads derive their keys and values,
+    and one rotated key that all heads share.
     """
 
     q_rank: int | None
-    """Width of the latent that queries are made of; None: they are made of the stream."""
+    """Width of the latent from which queries are projected; None: they come from the stream."""
     kv_rank: int
     """Width of the latent."""
     nope_dim: int
-    """Elements of a query head that meet what is made of the latent."""
+    """Elements of a query head without rotation, which match the latent's part of the key."""
     rope_dim: int
     """Rotated elements of a query head, and of the shared key."""
     value_dim: int

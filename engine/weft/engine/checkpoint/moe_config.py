@@ -1,4 +1,4 @@
-"""Mixtures of experts as configurations say them.
+"""Configurations of mixtures of experts.
 
 Pure Python, as `weft.engine.checkpoint.config`.
 """
@@ -23,7 +23,7 @@ class RouterConfig:
     groups: int = 1
     kept_groups: int = 1
     summed: int = 1
-    """A group is as good as the sum of so many of its best experts."""
+    """Number of a group's best experts whose scores add up to the group's score."""
     least_sum: float = 1e-20
     scale: float = 1.0
 

@@ -1,4 +1,4 @@
-"""How a model makes vectors of hidden states, as sentence-transformers' files beside it say.
+"""How a model turns hidden states into vectors, read from the files of sentence-transformers.
 
 Pure Python: the gateway reads prompts and limits here without importing torch.
 """
@@ -48,7 +48,7 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """What a model directory says of the vectors that its model makes."""
+    """Settings of a model's vectors, read from its directory."""
 
     task: Task
     pooling: Pooling

@@ -39,7 +39,7 @@ ASKED_HELP = (
 GGUF = "gguf"
 """`quant_method` of a directory made of a GGUF file."""
 ROUTERS = r"re:.*\.gate$"
-"""Which experts a token gets is decided in floats: it is little to read, and much depends on it."""
+"""Pattern of routers, which stay in floats: they are small, and results depend on them strongly."""
 _OTHER_ROUTERS = (".router", ".router.layer", ".shared_expert_gate")
 """What other families call them, and the gate of a shared expert."""
 
@@ -58,7 +58,7 @@ class Quantization:
     """
 
     scales: Literal["channels", "blocks", "tensors"] = "channels"
-    """What has a scale: each row, each block of 128 rows and columns, or each projection."""
+    """Unit with one scale: a row, a block of 128 rows and columns, or a projection."""
     scale_name: str = "weight_scale"
     """What a checkpoint calls a projection's scales."""
     has_input_scale: bool = False

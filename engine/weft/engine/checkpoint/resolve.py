@@ -1,4 +1,4 @@
-"""What a user may give as a model, and the folder that it means."""
+"""Resolves a user's name of a model to a folder."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Pins of chat sessions: pages that a session's requests left in the prefix cache are evicted last.
 
-A session is named by its client. When one of its requests has ended, its pages, from the first on,
-are pinned until the session has been still for a while, is released, or pinned pages are more than
-they may be: then the session that has been still for longest loses its pins. A pin orders what is
-given up and holds nothing: when requests need the pages of all sessions they get them, again those
-of the stillest session first and its last page first.
+The client names a session. When one of its requests has ended, the request's pages are pinned. They
+stay pinned until the session has been idle for a while, is released, or too many pages are pinned:
+then the session that has been idle for longest loses its pins. A pin only changes the order of
+eviction. Requests that need pinned pages get them; pages of the session that has been idle for
+longest go first, and of a session its last page first.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class SessionPins:
     """The pinned sessions of one prefix cache. For use by one thread.
 
     Args:
-        cache: Whose pages are pinned.
-        max_pages: Pinned at most, pages of several sessions counted once.
-        max_tenant_pages: Most pages of one tenant's sessions, pages of each session counted.
-        ttl_s: A session ends when none of its requests has for so long.
+        cache: Cache whose pages are pinned.
+        max_pages: Most pinned pages; a page of several sessions counts once.
+        max_tenant_pages: Most pinned pages of one tenant; a page counts once per session.
+        ttl_s: Seconds without an ended request after which a session loses its pins.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class SessionPins:
     def pin(self, key: SessionKey, tenant: str, leaf: Node, now: float) -> None:
         """Pins the pages of a session's finished request in place of the session's earlier ones.
 
-        Of more pages than there may be the first ones are pinned.
+        If the request has more pages than may be pinned, only the first ones are.
 
         Args:
             key: Key of the session.
-            tenant: Whose it is.
-            leaf: Where the request's pages end in the cache, which has them.
+            tenant: Tenant of the session.
+            leaf: Cached node at which the request's pages end.
             now: Monotonic seconds.
         """
         most = min(self._max_pages, self._max_tenant_pages)
@@ -99,7 +99,7 @@ class SessionPins:
             leaf, num_pages = leaf.parent, num_pages - 1
         if num_pages:
             self._num_stamps += 1
-            # Before the old pin ends, so that what both have is never without.
+            # The new pin begins before the old one ends, so that common pages stay pinned.
             self._cache.pin(leaf, self._num_stamps)
         self._end(key)
         if not num_pages:

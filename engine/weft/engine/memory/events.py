@@ -1,8 +1,8 @@
 """Changes of the prefix cache, published to routers that choose workers by cached prefixes.
 
-Two callbacks collect during a step; `take` turns what they heard into numbered changes. Within one
-batch a page that was stored and removed again leaves no trace, so stored and removed are disjoint
-and their order does not matter.
+Two callbacks collect changes during a step, and `take` returns them with numbers. A page that was
+stored and removed again within one batch is left out. Stored and removed pages are therefore
+disjoint, and their order does not matter.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KvEvents:
             self._removed[key] = None
 
     def take(self) -> list[KvChange]:
-        """The changes since the last call: usually one event or none."""
+        """The changes since the last call: usually one or none."""
         if not self._stored and not self._removed:
             return []
         stored = [(short_key(key), short_key(parent)) for key, parent in self._stored.items()]

@@ -1,7 +1,7 @@
 """Eviction policies of cached pages: one small key function per policy.
 
-The page with the least key goes. Keys are compared among pages that nobody uses and that no other
-cached page follows, so a prompt is always given up from its end.
+The cache evicts the page with the least key among the pages that no request uses and that no cached
+page follows. The pages of a prompt are therefore always evicted from its end.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ TOKEN_BYTES = 4
 
 
 _OF_PAGES = hashlib.blake2b(digest_size=32, person=b"weft-page")
-"""Copied for each digest: making one takes longer than a page's tokens."""
+"""Hash object that is copied for each digest: a new one takes longer than hashing a page's tokens.
+"""
 
 
 def _page_digest(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
@@ -64,7 +65,7 @@ SHORT_KEY_BYTES = 8
 def short_key(key: bytes) -> int:
     """The first bytes of a page key, as a little-endian number.
 
-    For guesses about who holds what. Identity is the whole key.
+    Short keys serve to guess which worker holds a page. Only the whole key identifies a page.
     """
     return int.from_bytes(key[:SHORT_KEY_BYTES], "little")
 
@@ -90,7 +91,7 @@ class ShortKeys:
     def upto(self, num_pages: int) -> list[int]:
         """Keys of at least the first `num_pages` pages, which must be full.
 
-        The list is the live one: do not change it.
+        The caller must not change the returned list, which later calls extend.
         """
         keys = self._keys
         if len(keys) < num_pages:
@@ -130,7 +131,7 @@ class PageKeys:
     def upto(self, tokens: Sequence[int], num_pages: int) -> list[bytes]:
         """Keys of the first `num_pages` pages of `tokens` (which must have that many).
 
-        The returned list is the live one when all keys are asked for: do not change it.
+        The caller must not change the returned list, which may be the internal one.
         """
         keys, size = self._keys, self._page_size
         if len(keys) < num_pages:

@@ -1,12 +1,12 @@
 """The one module that knows how KV lies in memory.
 
 A layout has groups of planes. Planes of a group share page numbers and page tables: a page of the
-group is one range of bytes, its planes one behind the other. Of a plane a pool is
+group is one range of bytes, in which the planes follow one another. The pool of a plane is
 `[num_pages, heads, layers, parts, page_size, dim]`, contiguous within a page: a head range of a
 page is one range of bytes, and each (page, head, layer, part) is a dense `[page_size, dim]` matrix
-for attention. How far it is from page to page is the tensor's first stride. All groups have one
-plane; their pools are contiguous as a whole. Groups behind the first one have pools and page
-numbers of their own, of which a request keeps those that its window still reaches.
+for attention. The tensor's first stride is the distance between pages. At present every group has
+one plane, and its pool is contiguous as a whole. Each group after the first has a pool and page
+numbers of its own; a request keeps only those of its pages that its window still reaches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PagedPlane:
     """Entries of one shape for each position; independent of tensor parallelism."""
 
     name: str = "target"
-    """target; of layers with a sliding window that have a group of their own, `window_plane`."""
+    """`target`, or `window_plane(reach)` for sliding-window layers with a group of their own."""
     layers: int
-    """A draft head's KV is one layer more, the last."""
+    """Number of layers; the KV of a draft head counts as one more, the last."""
     heads: int
     """KV heads over all ranks."""
     dim: int
@@ -32,13 +32,13 @@ class PagedPlane:
     dtype: str
     """float32, float16 or bfloat16."""
     parts: tuple[str, ...] = ("k", "v")
-    """What is kept of each position and head: K and V, or one vector that is both."""
+    """Number of vectors per position and head: K and V, or one vector that serves as both."""
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
 
 
 def window_plane(reach: int) -> str:
-    """Name of the plane of layers that attend to so many positions at most."""
+    """Name of the plane of layers that attend to at most `reach` positions."""
     return f"window-{reach}"
 
 
@@ -49,11 +49,11 @@ class PageGroup:
     planes: tuple[PagedPlane, ...]
     """Planes of the group, in the order in which they lie in a page."""
     reach: int | None = None
-    """Last positions, a row's own included, that rows attend to at most; None: all of them."""
+    """Most last positions, a row's own included, to which a row attends; None: all positions."""
 
     @property
     def plane(self) -> PagedPlane:
-        """The plane of a group that has one."""
+        """The only plane of the group."""
         (plane,) = self.planes
         return plane
 
@@ -79,7 +79,7 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What a model keeps of its tokens, page by page."""
+    """Shape of the data that a model keeps of its tokens in pages."""
 
     page_size: int
     """Token positions per page."""

@@ -2,12 +2,12 @@
 
 Every usable page is in exactly one of four states:
 
-    free         nobody refers to it, its content means nothing
+    free         reference count 0, not indexed; its content means nothing
     used         reference count >= 1 (requests, reservations of fills, shipping)
     cached       reference count 0, indexed; evictable unless a page that follows it is used
     quarantined  a write to it may still arrive; leaves only by `end_quarantine`
 
-Page 0 is the null page: never handed out, target of writes that mean nothing.
+Page 0 is the null page: it is never allocated and takes the writes of padding rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ NULL_PAGE = 0
 
 
 def window_reserve(reach: int, page_size: int) -> int:
-    """Pages that a request may have at most, beside those of the prompt tokens of two steps: its
-    window may begin and end inside pages, and another page is computed before one is freed.
+    """Most pages of a window group that a request holds, without the pages of the prompt tokens of
+    two steps. The window may begin and end inside pages, and the request gets a page before it
+    frees one.
     """
     return -(-reach // page_size) + 3
 
@@ -34,7 +35,7 @@ def step_reserve(max_step_tokens: int, page_size: int) -> int:
 
 
 class OutOfPages(Exception):
-    """Fewer pages are available than requested (internal: the scheduler reacts)."""
+    """Fewer pages are available than requested; the scheduler handles this error."""
 
 
 class PageCounts(NamedTuple):
@@ -51,9 +52,9 @@ class PageMemory:
     """Reference-counted pages over one pool.
 
     Args:
-        num_pages: pages of the pool, the null page included.
-        index: of published pages, or None for no prefix caching.
-        tracks_freed: remember freed pages for `take_freed`, which must then be called.
+        num_pages: Pages of the pool, the null page included.
+        index: Index of published pages, or None for no prefix caching.
+        tracks_freed: Remember freed pages for `take_freed`, which the caller must then call.
     """
 
     def __init__(
@@ -73,19 +74,17 @@ class PageMemory:
         self._wipes: list[int] = []
         self.num_evictions = 0
         self.on_published: list[Callable[[int, bytes, bytes], None]] = []
-        """Called for every page that was indexed, with the page, its key and the key of the page
-        before it.
-        """
+        """Called with every page that was indexed, its key, and the key of the page before it."""
         self.on_evicted: list[Callable[[bytes], None]] = []
         """Called with the key of every page that left the index."""
         self.on_reclaimed: Callable[[Evicted], None] | None = None
-        """Called for every page that left the index to make room. Its content stays until the page
-        is written to, which may be from the next step on.
+        """Called with every page that left the index to make room. Its content stays until a write,
+        which may come with the next step.
         """
 
     @property
     def num_usable_pages(self) -> int:
-        """Pages that can be allocated at all."""
+        """Number of the pool's pages without the null page."""
         return self._num_pages - 1
 
     @property
@@ -100,7 +99,7 @@ class PageMemory:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that `allocate` can return beyond those reserved."""
+        """Pages that `allocate` can return beyond the reserved ones."""
         evictable = self._index.num_evictable_pages if self._index else 0
         return len(self._free) + evictable - self._promised
 
@@ -125,10 +124,10 @@ class PageMemory:
         """Allocates pages with one reference each, evicting cached ones as needed.
 
         Args:
-            num_pages: how many.
-            namespace: of the KV that will lie there; pages that held another one's are due for
-                wiping before their next use (`take_wipes`).
-            promised: draw on an earlier `promise`.
+            num_pages: Number of pages.
+            namespace: Namespace of the KV that the pages will hold. Pages that held KV of another
+                namespace must be wiped before their next use (`take_wipes`).
+            promised: Draw on an earlier `promise`.
 
         Raises:
             OutOfPages: not that many are available; nothing changed.
@@ -156,8 +155,8 @@ class PageMemory:
     def retain(self, pages: Iterable[int]) -> None:
         """Adds one reference to each page, which must be used or cached.
 
-        Cached pages may be promised: who takes them releases them again if `num_available_pages` is
-        negative then.
+        This may take cached pages that were promised to others. If `num_available_pages` is
+        negative afterwards, the caller must release the pages again.
         """
         for page in pages:
             if self._num_refs[page] == 0:
@@ -170,8 +169,8 @@ class PageMemory:
     def release(self, pages: Sequence[int]) -> None:
         """Drops one reference of each page; without references it becomes cached or free.
 
-        Of a prompt's pages in their order the last is left first, to be evicted first: what comes
-        before a page is of use without it, what follows it is not.
+        The pages of a prompt are released from the last to the first, so that the last one is
+        evicted first: earlier pages are useful without later ones, but not the other way round.
         """
         for page in reversed(pages):
             refs = self._num_refs[page] - 1
@@ -188,7 +187,7 @@ class PageMemory:
     def reclaim(self) -> Evicted | None:
         """Evicts the least valuable cached page and returns it with one reference.
 
-        None when there is none. Its content is what was cached.
+        The page still has its cached content. None: there is no such page.
         """
         evicted = self._index.evict() if self._index is not None else None
         if evicted is not None:
@@ -198,7 +197,7 @@ class PageMemory:
         return evicted
 
     def forget(self, page: int) -> None:
-        """Frees an unreferenced page that its index has dropped by itself."""
+        """Frees an unreferenced page that the index has dropped of its own accord."""
         assert self.is_unreferenced(page)
         assert self._index is None or not self._index.has_page(page)
         self._set_free(page)
@@ -208,7 +207,7 @@ class PageMemory:
         return self._num_refs[page] == 0
 
     def num_shared_pages(self, pages: Iterable[int]) -> int:
-        """Number of leading pages that others reference as well."""
+        """Number of leading pages that other users reference as well."""
         return sum(1 for _ in takewhile(lambda page: self._num_refs[page] > 1, pages))
 
     def published(self, page: int, key: bytes, parent: bytes) -> None:

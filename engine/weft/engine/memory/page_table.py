@@ -26,9 +26,9 @@ class PageTable:
     """Page numbers by slot. The row after the last slot contains only the null page.
 
     Args:
-        max_requests: slots.
-        max_pages: pages of the longest request.
-        keeps_changes: remember what was set for `take_changes`, which must then be called.
+        max_requests: Number of slots.
+        max_pages: Pages of the longest request.
+        keeps_changes: Remember changed entries for `take_changes`, which the caller must then call.
     """
 
     def __init__(self, max_requests: int, max_pages: int, *, keeps_changes: bool) -> None:
@@ -52,7 +52,7 @@ class PageTable:
         return ends
 
     def extend(self, slot: int, pages: Sequence[int]) -> None:
-        """Sets the slot's row to `pages`, of which it already has the first ones."""
+        """Sets the slot's row to `pages`; the row already holds a prefix of them."""
         known, count = int(self._num_set[slot]), len(pages)
         if known < count:
             self.pages[slot, known:count] = pages[known:]
@@ -61,7 +61,7 @@ class PageTable:
                 self._changed.append((slot, known, count))
 
     def put(self, slot: int, begin: int, pages: Sequence[int]) -> None:
-        """Sets the slot's entries from `begin` on; those before may be of pages that are gone."""
+        """Sets the slot's entries from `begin` on; earlier entries may name freed pages."""
         self.pages[slot, begin : begin + len(pages)] = pages
         if self._changed is not None:
             self._changed.append((slot, begin, begin + len(pages)))
@@ -71,7 +71,7 @@ class PageTable:
         return self._num_set[slots]
 
     def enter(self, slot: int, first: int, pages: Int64Array) -> None:
-        """Sets pages of the slot's row from index `first` on, which is at most behind its last."""
+        """Sets entries of the slot's row from index `first` on, which is at most its length."""
         end = first + len(pages)
         self.pages[slot, first:end] = pages
         self._num_set[slot] = end
@@ -79,14 +79,14 @@ class PageTable:
             self._changed.append((slot, first, end))
 
     def append(self, slots: Int64Array, indices: Int64Array, pages: Int64Array) -> None:
-        """Sets one page of each of some slots' rows, behind all that they have. A step of decodes
-        brings these to the device itself: `take_changes` omits them unless they are noted.
+        """Appends one page to each of some slots' rows. A step of decodes sends these entries to
+        the device itself, so `take_changes` omits them unless `note` names them.
         """
         self.pages[slots, indices] = pages
         self._num_set[slots] = indices + 1
 
     def note(self, slots: Int64Array, indices: Int64Array) -> None:
-        """Has `take_changes` bring appended pages, since the step does not."""
+        """Makes `take_changes` return appended entries, for steps that do not send them."""
         if self._changed is not None:
             columns = zip(slots.tolist(), indices.tolist(), strict=True)
             self._changed += [(slot, index, index + 1) for slot, index in columns]

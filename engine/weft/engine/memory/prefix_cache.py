@@ -51,7 +51,7 @@ class PageIndex(Protocol):
 
     @property
     def num_evictable_pages(self) -> int:
-        """Number of those pages that `evict` could return one after another."""
+        """Number of unused pages that consecutive calls of `evict` could return."""
         ...
 
 
@@ -81,9 +81,9 @@ class PageEntry:
         self.group = group
         self.is_used = True
         self.is_quiet = False
-        """Whether the current use is not by a reader, so that it does not refresh the page."""
+        """Whether the current use is a copy to another tier, which does not refresh the page."""
         self.ticket = 0
-        """Ticket of its entry in the heaps; 0: it has none."""
+        """Ticket of the page's entry in the heaps; 0: it has none."""
         self.created = self.last_used = now
         self.num_hits = 0
         self.priority = priority
@@ -93,7 +93,7 @@ _Heap = list[tuple[Key, int, PageEntry]]
 
 
 class _Queues:
-    """Unused pages in the order of eviction: first those that no held page follows."""
+    """Unused pages in the order of eviction: pages that no held page follows come first."""
 
     __slots__ = ("inner", "leaves")
 
@@ -120,12 +120,12 @@ class _Queues:
 class PageKeyCache:
     """Index of pages by key, used by lower tiers and the KV store.
 
-    A key's presence implies nothing about its parents'; `match` stops at the first gap. Of pages
-    whose parent is told, one that another held page follows goes after that, if it can.
+    The index may hold a key without its parent; `match` stops at the first gap. If parents are
+    given, a page is evicted after the held pages that follow it, where possible.
 
     Args:
-        policy: orders pages that may be given up; the last use of one is when its use ended.
-        has_groups: `evict_of` is wanted.
+        policy: Order of eviction; a page's last use is the time when its use ended.
+        has_groups: Whether `evict_of` is available.
     """
 
     def __init__(self, policy: EvictionPolicy = lru, *, has_groups: bool = False) -> None:
@@ -170,9 +170,9 @@ class PageKeyCache:
 
         Args:
             key: 32 bytes.
-            page: Its number.
+            page: Number of the page.
             parent: Key of the page before it; empty: unknown.
-            group: Whose page it is, for `evict_of`.
+            group: Group of the page, for `evict_of`.
             priority: Priority of the request that computed the page.
         """
         if key in self._by_key:
@@ -242,7 +242,7 @@ class PageKeyCache:
         return self._group_pages.get(group, 0)
 
     def drop(self, page: int) -> None:
-        """Removes a page from the index, in use or not, since its content cannot be trusted."""
+        """Removes a page, used or unused, whose content cannot be trusted."""
         entry = self._by_page.get(page)
         if entry is not None:
             self._remove(entry)

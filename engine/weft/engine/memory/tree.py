@@ -1,16 +1,15 @@
 """Radix tree over (namespace, tokens) whose nodes are full pages.
 
-The idea is RadixAttention's (Zheng et al., 2023): KV stays where it is when its request ends, and
-a tree of tokens finds it for the next prompt. Here an edge is always one page of tokens, so nodes
-are never split, a page's use and age are its own, and giving up a prompt takes no more than what
-is needed. A match goes on inside the page in which it ends: of a node's children, the one with the
-longest common start is found by bisection, since in sorted order it is a neighbour of what is
-looked for.
+The idea is RadixAttention's (Zheng et al., 2023): KV stays in its pages when its request ends, and
+a tree of tokens finds it for the next prompt. Here an edge is always one page of tokens. Nodes are
+therefore never split, each page has its own use and age, and eviction takes single pages. A match
+may end inside a page: bisection finds the child with the longest common beginning, since in sorted
+order it is a neighbour of the wanted tokens.
 
     held        used, or some node below is used
-    evictable   not held: it will be given up before anything above it
-    leaf        without children: only evictable leaves are given up, so no path has a gap
-    pinned      for a chat session: given up after all that are not; it holds nothing
+    evictable   not held; evicted before its ancestors
+    leaf        without children; only evictable leaves are evicted, so no path has a gap
+    pinned      for a chat session: evicted after all pages that are not pinned
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Node:
         """Number of children that are held."""
         self.is_used = True
         self.ticket = 0
-        """Ticket of its entry in the heap; 0: it has none."""
+        """Ticket of the node's entry in the heap; 0: it has none."""
         self.created = self.last_used = now
         self.num_hits = 0
         self.num_pins = self.pinned_at = 0
@@ -80,7 +79,7 @@ class Match(NamedTuple):
     partial: Node | None
     """A page whose beginning matches the rest of the prompt; None: there is none."""
     num_partial_tokens: int
-    """Number of its tokens that match, fewer than a page."""
+    """Number of matching tokens in `partial`, fewer than a page."""
 
     def num_tokens(self, page_size: int) -> int:
         """Total number of tokens found."""
@@ -94,8 +93,8 @@ class PrefixTree:
     """Index of full, immutable pages by content. `PageMemory` reports which pages are in use.
 
     Args:
-        page_size: token positions a page.
-        policy: orders pages that may be given up.
+        page_size: Token positions per page.
+        policy: Order of eviction.
     """
 
     def __init__(self, page_size: int, policy: EvictionPolicy = lru) -> None:
@@ -106,7 +105,7 @@ class PrefixTree:
         self._node_by_page: dict[int, Node] = {}
         self._heap: list[tuple[Key, int, Node]] = []
         self._bared: tuple[Key, int, Node] | None = None
-        """The parent of the page evicted last, which became a leaf by that."""
+        """Parent of the page evicted last; the eviction made it a leaf."""
         self._num_tickets = 0
         self._time = 0
         self.num_unused_pages = 0
@@ -116,9 +115,9 @@ class PrefixTree:
         self.num_pinned_pages = 0
         """Number of pinned pages, in use or not."""
         self.num_pinned_evictions = 0
-        """Pinned pages that were evicted nevertheless, since start."""
+        """Number of pinned pages that were evicted nevertheless, since start."""
         self.on_removed: list[Callable[[Node], None]] = []
-        """Called with every node that leaves the tree, which is as it was."""
+        """Called with every node that leaves the tree; the node's fields are unchanged."""
 
     # -- finding and adding ----------------------------------------------------------------------
 
@@ -147,7 +146,7 @@ class PrefixTree:
         """Notes that a request uses a match.
 
         Args:
-            leaf: Last page of what it found.
+            leaf: Last node of the match.
             priority: Priority of the request.
         """
         self._time += 1
@@ -177,16 +176,16 @@ class PrefixTree:
             keys: Keys of the request's pages, and its namespace.
             tokens: Tokens of the request.
             pages: Pages of the request; those before `end` are full.
-            first: Pages before were given to an earlier call.
-            end: Pages before are given now.
-            leaf: The node that the last call returned; None: there was none, or it is unknown.
+            first: Index of the first page that no earlier call was given.
+            end: Index after the last page to index now.
+            leaf: Node that the last call returned; None: there was none, or it is unknown.
             priority: Priority of the request.
-            num_spare_pages: How many unused pages above the new ones may stop being evictable by
-                this; None: all.
+            num_spare_pages: Most unused ancestors of the new pages that the call may make
+                unevictable; None: any number.
 
         Returns:
-            Where the path ends, for the next call (None: it could not be entered now, the next
-            call tries again), and the new nodes.
+            The node at which the path ends, for the next call (None: the path could not be entered
+            now, and the next call tries again), and the new nodes.
         """
         if leaf is None or leaf.page < 0:
             first = 0
@@ -217,7 +216,7 @@ class PrefixTree:
         """Indexes one page after an indexed page in use, as generated tokens fill it.
 
         Returns:
-            The node at that place: a new one, or that of another page, which stays.
+            The node for these tokens: a new one, or an existing one with another page.
         """
         children = leaf.children
         if children is not None:
@@ -312,11 +311,12 @@ class PrefixTree:
     def pin(self, leaf: Node, stamp: int) -> None:
         """Pins a page and its ancestors: they are evicted after pages that are not pinned.
 
-        A pin holds nothing, so it never keeps a request from its pages.
+        A pin never keeps a request from getting pages.
 
         Args:
-            leaf: A page that is cached.
-            stamp: Rises from pin to pin; of pinned pages those with the smallest are evicted first.
+            leaf: A cached page.
+            stamp: Number that rises with each pin; pinned pages with the smallest are evicted
+                first.
         """
         node = leaf
         while node.parent is not None:
@@ -328,7 +328,7 @@ class PrefixTree:
             node = node.parent
 
     def unpin(self, leaf: Node) -> None:
-        """Releases a pin, whatever of it has been evicted since."""
+        """Releases a pin, even if some of its pages were evicted meanwhile."""
         node = leaf
         while node.parent is not None:
             node.num_pins -= 1
@@ -345,7 +345,7 @@ class PrefixTree:
         while True:
             entry, self._bared = self._bared, None
             if entry is not None:
-                # Most often it goes next, and never enters the heap.
+                # The parent is usually evicted next, without entering the heap.
                 entry = heappushpop(self._heap, entry)
             elif self._heap:
                 entry = heappop(self._heap)
@@ -391,7 +391,7 @@ class PrefixTree:
             return
         parent.children = parent.order = None
         if parent.parent is None:
-            # A request may still name it as where its path ends.
+            # A request may still refer to the root as the end of its path.
             parent.page = -1
             del self._roots[parent.tokens]
         elif not parent.is_used:
@@ -435,7 +435,7 @@ class PrefixTree:
 
 
 def _num_evictable_above(node: Node | None) -> int:
-    """How many of this node and its ancestors become held when it does."""
+    """How many nodes, this one and its ancestors, become held when this one does."""
     count = 0
     while node is not None and not (node.is_used or node.num_held):
         count += 1
@@ -444,7 +444,9 @@ def _num_evictable_above(node: Node | None) -> int:
 
 
 def _closest_child(node: Node, wanted: bytes) -> tuple[Node | None, int]:
-    """The child with the longest common start with `wanted`, and its tokens; None: no token."""
+    """The child with the longest common beginning with `wanted`, and the beginning's tokens; None:
+    no child shares a token.
+    """
     children = node.children
     if not children or not wanted:
         return None, 0
@@ -460,7 +462,7 @@ def _closest_child(node: Node, wanted: bytes) -> tuple[Node | None, int]:
 
 
 def _num_common_tokens(one: bytes, other: bytes) -> int:
-    """Leading tokens that both have in common."""
+    """Number of leading tokens that both have in common."""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     if not differing:

@@ -1,9 +1,9 @@
-"""Index of the pages of a window group: what cached paths of the prefix tree have of them.
+"""Index of the pages of a window group, which belong to nodes of the prefix tree.
 
-A tree's nodes are pages of the first group, which keeps all positions. The pages of a group whose
-layers have a sliding window are an addition to some of these nodes, and each may be given up by
-itself: a node without one is still part of its path. A request can go on behind a node only if the
-last ones before have their pages, as far back as the window reaches.
+The tree's nodes are pages of the first group, which keeps all positions. A node may have a page of
+the window group in addition. Each of these pages may be evicted by itself, and its node stays in
+the tree. A request can continue after a node only if the last nodes up to it, as far back as the
+window reaches, have their pages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.tree import Node, PrefixTree
 
 _MAX_PASSED_OVER = 64
-"""Pages of pinned nodes that are passed over for one that is evicted."""
+"""Most pages of pinned nodes that an eviction passes over."""
 
 
 class WindowIndex:
     """Implements `weft.engine.memory.prefix_cache.PageIndex` for the pages of a window group.
 
-    Of unused pages those go first that a request left behind its window and no other one has begun
-    with, the oldest of them first; then the least recently used ones, those of pinned nodes last.
+    Eviction first takes unused pages that a request left behind its window and with which no other
+    request has begun, the oldest first. Then it takes the least recently used pages; pages of
+    pinned nodes come last.
 
     Args:
         tree: Index of the first group's pages.
@@ -32,7 +33,7 @@ class WindowIndex:
 
     def __init__(self, tree: PrefixTree, reach: int, page_size: int) -> None:
         self.num_needed = -(-(reach - 1) // page_size)
-        """Pages before a page border that rows behind it attend to at most."""
+        """Most pages before a page border to which rows after it attend."""
         self._pages: dict[Node, int] = {}
         self._nodes: dict[int, Node] = {}
         self._found: set[int] = set()
@@ -44,8 +45,8 @@ class WindowIndex:
         tree.on_removed.append(self._removed)
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
-        """The most pages of a path, but no more than `num_pages`, behind which a request can go on:
-        all that its rows attend to is there.
+        """The most leading pages of a path, up to `num_pages`, after which a request can continue:
+        the index has all pages of the group to which its rows attend.
         """
         end = index = num_pages
         while index > 0 and end - index < self.num_needed:
@@ -55,7 +56,7 @@ class WindowIndex:
         return end
 
     def pages_before(self, path: Sequence[Node]) -> list[int]:
-        """The pages that a request needs which goes on behind a path that is continuable."""
+        """The pages of the group that a request needs to continue after a path."""
         return [self._pages[node] for node in path[max(0, len(path) - self.num_needed) :]]
 
     def add(self, node: Node, page: int) -> bool:
@@ -70,8 +71,8 @@ class WindowIndex:
         self._found.update(pages)
 
     def leave_behind(self, pages: Iterable[int]) -> None:
-        """Notes that a request has released these pages, in their order, since its window does not
-        reach them any more.
+        """Notes that a request has released these pages, in order, because its window no longer
+        reaches them.
         """
         for page in pages:
             if page in self._unused and page not in self._found:
@@ -108,7 +109,7 @@ class WindowIndex:
 
     @property
     def num_evictable_pages(self) -> int:
-        """See `PageIndex.num_evictable_pages`: all, since no page needs another one's place."""
+        """See `PageIndex.num_evictable_pages`: all unused pages, in any order."""
         return self.num_unused_pages
 
     def check_integrity(self) -> None:
@@ -138,7 +139,7 @@ class WindowIndex:
         return node
 
     def _drop_unused(self, page: int) -> bool:
-        """Takes a page out of the queues; whether it was in one."""
+        """Takes a page out of the queues; returns whether it was in one."""
         for queue in (self._left, self._unused):
             if page in queue:
                 del queue[page]

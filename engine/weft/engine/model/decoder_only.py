@@ -65,7 +65,7 @@ class DecoderOnlyLM:
 
     @property
     def lm_head(self) -> LMHead:
-        """The LM head; only of models that have one."""
+        """The LM head; callers must know that the model has one."""
         assert self._lm_head is not None, "the model has no LM head"
         return self._lm_head
 
@@ -87,7 +87,8 @@ class DecoderOnlyLM:
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs one ragged step: [L, hidden], final hidden states of `step.logits_rows`.
 
-        `taps` gets what enters the layers that it names; none of them is the number of layers.
+        `taps` gets the inputs of the layers that it names; each index is less than the number of
+        layers.
         """
         return self.model(step, pool, taps)
 
@@ -110,7 +111,7 @@ class DecoderOnlyLM:
         return logits
 
     def scale_logits(self, logits: torch.Tensor) -> None:
-        """Does in place to logits what the model does behind its LM head: nothing."""
+        """Changes logits in place as the model does after its LM head; here not at all."""
 
 
 def _read_lm_head(
@@ -136,7 +137,7 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
 
 
 def place_in_pools(config: ModelConfig, layers: Sequence[Layer]) -> None:
-    """Tells the layers of a stack which page groups they are in; before runs are made of them."""
+    """Assigns the layers of a stack to page groups; must be called before runs are made."""
     for group, (_, numbers) in enumerate(config.page_groups):
         for in_pool, number in enumerate(numbers):
             layers[number].mixer.move(group, in_pool)

@@ -1,4 +1,4 @@
-"""What all bidirectional encoders have in common: whole prompts, no KV, no tokens drawn."""
+"""The common base of bidirectional encoders, which take whole prompts and keep no KV."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.kernels.lora import LoraStep
 
 
 class Encoder(ABC):
-    """A `Model` whose tokens see those behind them too.
+    """A `Model` whose tokens also attend to later tokens.
 
-    Its pages count tokens and hold nothing: a step has whole prompts.
+    Steps have whole prompts, so pages only count tokens and hold no data.
     """
 
     classes: DenseLayers | None

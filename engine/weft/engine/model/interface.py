@@ -38,7 +38,7 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """[L, hidden] from `forward` -> [L, config.num_embeddings] float32.
 
-        Only of models that have an LM head. `lora` is the step's for these rows:
+        Only models with an LM head implement it. `lora` are the adapters of these rows:
         `step.lora.select(step.logits_rows)`.
         """
 
@@ -73,9 +73,9 @@ class ConfiguredModelClass(ModelClass, Protocol):
             where: What messages call the source.
 
         Returns:
-            The configuration, or one of a frozen subclass with further fields, which the class gets
-            when it is built. All that changes hidden states must be among its fields: they identify
-            cached pages.
+            The configuration, or an instance of a frozen subclass with further fields; the model's
+            constructor gets it. Every value that changes hidden states must be a field, since the
+            fields identify cached pages.
 
         Raises:
             ModelError: A value is missing, malformed or not supported.

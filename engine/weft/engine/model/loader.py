@@ -1,4 +1,4 @@
-"""A model directory to a model that is ready to run."""
+"""Loads a model directory into a model that is ready to run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights, and what identifies them."""
+    """A model with its weights and their digest."""
 
     model: Model
     config: ModelConfig
@@ -47,11 +47,11 @@ class LoadedModel:
     dtype: str
     """Dtype of computation and of the KV cache; never auto."""
     weight_format: str
-    """Of the products' weights: the dtype, or that of the quantisation."""
+    """Number format of the weights of linear layers: the dtype, or the quantisation's format."""
     pooling: PoolingConfig
-    """The task, and how vectors are made."""
+    """The task, and the settings of its vectors."""
     heads: PooledHeads
-    """What makes vectors of pooled hidden states."""
+    """Heads that turn pooled hidden states into vectors."""
 
     @property
     def embedding_size(self) -> int:
@@ -73,8 +73,8 @@ def load_model(
     task: str = "auto",
     peers: Peers | None = None,
 ) -> LoadedModel:
-    """Loads a Hugging Face directory of config.json and safetensors files, or what `resolve_model`
-    makes of a GGUF file.
+    """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
+    `resolve_model` made for a GGUF file.
 
     Tensors are read by mmap, fused and packed one projection at a time: beyond the packed model
     the memory needed is that of one fused projection and of one file's pages.
@@ -86,8 +86,8 @@ def load_model(
         progress: Called with (bytes read, bytes in all) as tensors are read.
         quantization: auto (what the checkpoint has), or a format to be made at load (see
             `resolve_quantization`).
-        is_fixed: A token's results do not depend on what else a step holds, wherever that takes
-            other operations; the digest says so then.
+        is_fixed: Whether a token's results must not depend on the step's other tokens. If that
+            takes other operations, the digest differs.
         dummy: Takes only config.json and makes up the weights; for benchmarks.
         num_added_tokens: See `ModelConfig.num_added_tokens`.
         frees_windows: See `ModelConfig.frees_windows`.
@@ -96,7 +96,7 @@ def load_model(
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
-        ConfigError: The dtype or the quantisation does not exist, or not on this device.
+        ConfigError: The dtype or the quantisation is unknown, or not supported on this device.
     """
     config = ModelConfig.load(model_dir)
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
@@ -211,7 +211,7 @@ def open_checkpoint(
 
 
 _FIXED = "fixed-3"
-"""Raised with every change of the bits that operations of deterministic mode make on a GPU."""
+"""Version of deterministic mode on a GPU; raise it when its operations yield other bits."""
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:

@@ -1,4 +1,4 @@
-"""What turns pooled hidden states into vectors: dense layers and classification heads."""
+"""Heads that turn pooled hidden states into vectors: dense layers and classification heads."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class DenseLayer:
 
 
 class DenseLayers:
-    """Dense layers one behind the other; none: vectors stay as they are."""
+    """A sequence of dense layers; an empty one leaves vectors unchanged."""
 
     def __init__(self, layers: Sequence[DenseLayer] = ()) -> None:
         self._layers = tuple(layers)
 
     @property
     def out_features(self) -> int | None:
-        """Width of what they make; None: that of what they get."""
+        """Width of the output; None: the width of the input."""
         return self._layers[-1].weight.shape[0] if self._layers else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,10 @@ class DenseLayers:
 
 @dataclass(frozen=True, slots=True)
 class PooledHeads:
-    """The heads of a model, by what they are for."""
+    """The heads of a model, by purpose."""
 
     embedding: DenseLayers
-    """Of one vector a prompt."""
+    """Head of embeddings, one vector per prompt."""
     classes: DenseLayers | None
     """The classification head; None: there is none."""
 

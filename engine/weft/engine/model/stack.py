@@ -21,8 +21,8 @@ from weft.kernels.stream import Stream, Taps, stream_of
 class Run:
     """Consecutive layers of equal shape; the unit in which a step goes through a stack.
 
-    On a CPU layers of grouped-query attention and a gated MLP are one native operation. All others
-    go operation by operation over the stream, which fuses what it can.
+    On a CPU a run of layers with grouped-query attention and a gated MLP is one native operation.
+    All other runs apply single operations to the stream, which fuses some of them.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -40,7 +40,7 @@ class Run:
         return step
 
     def by_operation(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
-        """The same, never as one native operation."""
+        """Like a call, but always by single operations."""
         rows = stream.rows
         stream.begin_run(self.layers[0].folds(rows, step.lora))
         for layer in self.layers:
@@ -66,7 +66,7 @@ def run_all(
         hidden: [T, hidden], contiguous; may be overwritten.
         step: The step.
         pool: Of K and V.
-        taps: Gets what enters those of these layers that it names, or None.
+        taps: Gets the inputs of the layers that it names, or None.
         peers: See `Stream`.
 
     Returns:
@@ -139,7 +139,7 @@ class Stack:
         if 2 * rows.shape[0] > hidden.shape[0] or step.has_trees:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self.norm(hidden.index_select(0, rows))
-        # Of the last layer only the wanted rows are needed, apart from their K and V.
+        # The last layer writes K and V of all rows, but computes only the wanted ones.
         last = self.layers[-1]
         stream = Stream(run_all(self._but_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)

@@ -1,4 +1,4 @@
-"""What a model takes of each rank's memory, by arithmetic."""
+"""The memory that a model takes on each rank, computed from its configuration."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from weft.engine.checkpoint.config import ModelConfig
 
 
 class Footprint(NamedTuple):
-    """Numbers, each of the size of the dtype, that one rank holds."""
+    """Counts of the numbers that one rank holds; each number has the size of the dtype."""
 
     weights: int
-    """Of the model, norms included."""
+    """Numbers of the model's weights, norms included."""
     kv: int
-    """Of the KV cache, for each token."""
+    """Numbers of the KV cache per token."""
 
 
 def footprint_of_rank(config: ModelConfig, size: int) -> Footprint:
-    """What each of `size` ranks holds of a model that can be divided among so many.
+    """Counts what each of `size` ranks holds of a model that can be divided among them.
 
-    Attention and MLPs are divided, KV heads as far as there are enough of them. Embedding, LM head,
-    routers and norms are whole on every rank.
+    Attention and MLPs are divided; several ranks hold the same KV head if there are fewer KV heads
+    than ranks. Embedding, LM head, routers and norms are whole on every rank.
     """
     hidden, dim, layers = config.hidden_size, config.head_dim, config.num_layers
     heads, kv_heads = config.num_heads // size, max(1, config.num_kv_heads // size)

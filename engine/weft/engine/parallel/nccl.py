@@ -11,19 +11,19 @@ from torch._C._distributed_c10d import FileStore
 from weft.kernels import cpu
 
 _TIMEOUT = datetime.timedelta(seconds=60)
-"""Of one collective: then torch's watchdog ends the process, and the group with it."""
+"""Longest time of one collective. Then torch's watchdog ends the process, and the group with it."""
 
 
 class NcclPeers:
     """Implements `weft.kernels.peers.Peers`.
 
-    NCCL reduces each number in one place and copies the sum to all others, so that they get the
-    same bits; in which order it adds depends on the size.
+    NCCL reduces each number on one rank and copies the sum to all others, so that all ranks get the
+    same bits. The order of the additions depends on the size.
 
     Args:
-        rank: This one.
+        rank: Number of this rank.
         size: Number of ranks.
-        device: Its GPU, no other rank's.
+        device: GPU of this rank; no other rank uses it.
         store_path: A file that all ranks use to find one another, new for each group.
     """
 
@@ -35,7 +35,7 @@ class NcclPeers:
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
         )
-        # The communicator and its kernels are there before memory is measured.
+        # A first sum creates the communicator and loads its kernels before memory is measured.
         self.add_sum(torch.zeros((1, 8), device=device), torch.zeros((1, 8), device=device))
         torch.cuda.synchronize(device)
 

@@ -13,10 +13,10 @@ from weft.engine.base.errors import ConfigError
 
 
 class Segment:
-    """An anonymous file of memory, mapped here; it ends with the last process that has it.
+    """An anonymous memory file, mapped into this process; it lives as long as some process has it.
 
     Args:
-        number: Its file descriptor, which is closed when this object goes.
+        number: File descriptor, which is closed when this object is destroyed.
         size: Bytes.
     """
 
@@ -25,14 +25,14 @@ class Segment:
         self._file = os.fdopen(number, "r+b", buffering=0)
         self._map = mmap.mmap(number, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        """Where it is mapped here."""
+        """Address at which this process maps the memory."""
 
     @classmethod
     def create(cls, size: int, name: str) -> Segment:
-        """Zeros; memory is taken from the system only as it is first written.
+        """Creates a segment of zeros; the system provides memory only as it is first written.
 
         Raises:
-            ConfigError: The system refuses it.
+            ConfigError: The system refuses the memory.
         """
         try:
             number = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -52,10 +52,10 @@ class Segment:
         return self._file.fileno()
 
     def bytes_at(self, begin: int, size: int) -> NDArray[np.uint8]:
-        """A part of it, uint8."""
+        """A part of the segment, uint8."""
         return np.frombuffer(self._map, np.uint8, size, begin)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Its first bytes as a tensor."""
+        """The first bytes of the segment as a tensor."""
         count = torch.Size(shape).numel()
         return torch.frombuffer(self._map, dtype=dtype, count=count).view(shape)

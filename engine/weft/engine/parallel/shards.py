@@ -1,4 +1,4 @@
-"""What each rank has of a model, and of its pages."""
+"""The share of a model and of its pages that each rank has."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DIVIDED = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
-"""Architectures whose products are all divided, as tests show against one rank."""
+"""Architectures that can be divided among ranks; tests compare them with one rank."""
 
 
 def check_divides(config: ModelConfig, size: int) -> None:
     """Refuses a number of ranks among which a model cannot be divided.
 
     Raises:
-        ConfigError: With the numbers that would do.
+        ConfigError: The model cannot be divided; the message names the numbers that work.
     """
     if size == 1:
         return
@@ -65,7 +65,7 @@ def _divides(config: ModelConfig, size: int) -> bool:
 
 
 def kv_heads_of(heads: int, rank: int, size: int) -> slice:
-    """The KV heads of a rank; where there are fewer than ranks several have the same one."""
+    """The KV heads of a rank; several ranks share a head if there are fewer heads than ranks."""
     if heads >= size:
         share = heads // size
         return slice(rank * share, (rank + 1) * share)
@@ -74,7 +74,7 @@ def kv_heads_of(heads: int, rank: int, size: int) -> slice:
 
 
 def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
-    """The pages of one of `size` ranks: its KV heads of every plane."""
+    """The layout of the pages of one of `size` ranks, which holds its KV heads of every plane."""
     groups = tuple(
         PageGroup(
             tuple(replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes)

@@ -9,7 +9,7 @@ The segment holds counters, a ring of frames from rank 0 to all others, and slot
     taken[r]       slots of the ring that rank r has read        rank r
     ended[r]       frames that rank r has done                   rank r
 
-Waiting and adding up are native (csrc/peers.h): some spins, then a futex.
+Native code (csrc/peers.h) waits, by some spins and then a futex, and adds the sums.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _COUNTER_BYTES = 64
 _RING_SLOTS = 8
 _SLOT_BYTES = 1 << 18
 _SLOT_HEADER = struct.Struct("<II")
-"""Of a ring's slot: bytes of the frame in it, and bytes of the frame that follow in later ones."""
+"""Header of a slot of the ring: bytes of the frame in this slot, and bytes in later slots."""
 _SUM_FLOATS = 1 << 18
-"""Most numbers that are added up at once; longer sums are cut."""
+"""Most numbers that one exchange adds up; longer sums are cut into several exchanges."""
 _FOREVER_S = 1e9
 _STOPPED, _LATE = 1, 2
 
@@ -52,20 +52,20 @@ def _sums_at(size: int) -> int:
 class SharedGroup:
     """One rank's view of the group; implements `weft.kernels.peers.Peers`.
 
-    Used by one thread, but for `stop`.
+    One thread uses it; any thread may call `stop`.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int, limit_s: float) -> None:
         """Joins a group.
 
         Args:
-            segment: Of `segment_bytes(size)`.
-            rank: This one.
+            segment: Segment of `segment_bytes(size)` bytes.
+            rank: Number of this rank.
             size: Number of ranks.
             limit_s: Longest wait for another rank in a step.
 
         Raises:
-            ConfigError: There are no native operations.
+            ConfigError: The native operations are not available.
         """
         native = cpu.native_cpu()
         if native is None:
@@ -100,7 +100,7 @@ class SharedGroup:
         """Frames that this rank has posted or taken."""
         self._first_round = 0
         self.why: Callable[[], str] = lambda: "the group was stopped"
-        """Tells why somebody has stopped the group."""
+        """Returns the reason why the group has ended, for error messages."""
         self.limit(limit_s)
 
     def limit(self, seconds: float) -> None:
@@ -142,10 +142,10 @@ class SharedGroup:
             self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
     def post(self, parts: Sequence[NDArray[np.uint8] | bytes]) -> None:
-        """Sends a frame to all others; its parts lie one behind the other.
+        """Sends a frame, the concatenation of its parts, to all other ranks.
 
         Raises:
-            RanksLost: A rank reads nothing any more.
+            RanksLost: A rank no longer reads frames.
         """
         frame = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
         room, left = _SLOT_BYTES - _SLOT_HEADER.size, len(frame)
@@ -166,7 +166,7 @@ class SharedGroup:
         self._first_round = self._struct.round
 
     def take(self) -> bytes:
-        """The next frame of rank 0; waits for it for as long as it takes.
+        """The next frame of rank 0; waits for it without a limit.
 
         Raises:
             RanksLost: The group ends.
@@ -185,20 +185,20 @@ class SharedGroup:
         return b"".join(parts)
 
     def end(self) -> None:
-        """Says that this rank has done all frames that it has taken."""
+        """Announces that this rank has done all frames that it has taken."""
         self._native.announce(self._ended[self.rank], self.num_frames & 0xFFFFFFFF)
 
     def await_ended(self) -> None:
-        """Waits until all others have done all frames.
+        """Waits until all other ranks have done all frames.
 
         Raises:
-            RanksLost: One of them does not.
+            RanksLost: A rank is gone, or has not done them in time.
         """
         for rank in range(1, self.size):
             self._await(self._ended[rank], self.num_frames, rank, f"the end of {self._step}")
 
     def stop(self) -> None:
-        """Ends the group: every wait of every rank fails from now on. For any thread."""
+        """Ends the group: from now on every wait of every rank fails. Any thread may call this."""
         self._native.announce(self._stop, 1)
 
     @property

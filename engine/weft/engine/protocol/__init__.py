@@ -1,1 +1,1 @@
-"""What crosses the border between an engine and the server process in front of it. No torch."""
+"""Data that an engine and the server process in front of it exchange. No torch."""

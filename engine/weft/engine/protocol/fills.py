@@ -19,7 +19,7 @@ class FillStart:
 
 @dataclass(slots=True, kw_only=True)
 class LeaseQuery:
-    """Asks a filler what became of a lease, and stops it."""
+    """Asks a filler for the state of a lease, and stops the lease."""
 
     query: int
     lease_id: bytes
@@ -35,7 +35,8 @@ class FillerEvent:
 
 @dataclass(slots=True, kw_only=True)
 class LeaseAnswer:
-    """Answer of a filler to our query about a lease; `filler_epoch` is who answered."""
+    """Answer of a filler to our query about a lease; `filler_epoch` identifies the process that
+    answered."""
 
     lease_id: bytes
     worker_id: str

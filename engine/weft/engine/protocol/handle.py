@@ -13,7 +13,7 @@ ADAPTER_DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlTargetInfo:
-    """What a filler needs to write into an owner's pool over NIXL."""
+    """Data that a filler needs to write into an owner's pool over NIXL."""
 
     version: str
     agent_name: str
@@ -67,7 +67,7 @@ class FillTimings:
     """Durations measured by the filler since it accepted the fill."""
 
     accepted_at: float = 0.0
-    """That moment, on the filler's monotonic clock; means nothing on other machines."""
+    """Time of the acceptance on the filler's monotonic clock; meaningless on other machines."""
     queued_s: float = 0.0
     first_write_posted_s: float = 0.0
     last_chunk_computed_s: float = 0.0
@@ -75,7 +75,7 @@ class FillTimings:
     """When the last chunk had been read from the pool and digested, and was posted."""
     last_write_complete_s: float = 0.0
     reported_s: float = 0.0
-    """When the engine took note of that and said that all is done."""
+    """When the engine noticed that and sent `done`."""
     computed_tokens: int = 0
     bytes: int = 0
 
@@ -106,7 +106,7 @@ class FillEvent:
     data: bytes = b""
     is_stopped: bool = False
     needs_fence: bool = False
-    """Whether writes taken by the filler's network can still arrive until the owner's end is
-    closed.
+    """Whether writes that the filler's network took can still arrive until the owner closes its end
+    of the connection.
     """
     timings: FillTimings | None = None

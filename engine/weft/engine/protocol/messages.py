@@ -51,7 +51,7 @@ class Inbox:
     fill_renewals: list[bytes] = field(default_factory=list)
     fill_stops: list[bytes] = field(default_factory=list)
     taken_fill_events: list[tuple[int, int]] = field(default_factory=list)
-    """(stream, its events so far that are with gRPC), of streams that carry data."""
+    """Pairs (stream, number of its events that gRPC has taken), for streams that carry data."""
     broken_fill_streams: list[int] = field(default_factory=list)
     lease_queries: list[LeaseQuery] = field(default_factory=list)
     filler_events: list[FillerEvent] = field(default_factory=list)
@@ -60,15 +60,16 @@ class Inbox:
     store_answers: list[StoreAnswer] = field(default_factory=list)
     store_put_results: list[StorePutResult] = field(default_factory=list)
     drain: bool = False
-    """Takes no new work; requests that wait are handed back, those that run go on."""
+    """Drain: the engine takes no new work and hands waiting requests back; running ones go on."""
     hand_back: bool = False
-    """Hands back what still runs: its owners can resume it elsewhere."""
+    """Hand running requests back too, so that gateways can resume them on other workers."""
     flush_cache: list[int] = field(default_factory=list)
     """Query ids of flush orders."""
     dump_state: list[tuple[int, int]] = field(default_factory=list)
-    """(query, entries of each list at most)."""
+    """Pairs (query, most entries of each list)."""
     adapter_orders: list[AdapterOrder] = field(default_factory=list)
-    """Handled before everything else: what comes with them may name the adapters."""
+    """Orders about adapters. The engine handles them first, since requests in the same inbox may
+    name the adapters."""
     fault_orders: list[FaultOrder] = field(default_factory=list)
     """Orders for the fault points of the engine's process."""
     log_level: str = ""
@@ -98,5 +99,5 @@ class Outbox:
     """Pairs (query, JSON object)."""
     adapter_replies: list[AdapterReply] = field(default_factory=list)
     fault_replies: list[tuple[int, list[FaultState]]] = field(default_factory=list)
-    """(query, faults armed in the engine's process)."""
+    """Pairs (query, faults armed in the engine's process)."""
     load: LoadReport | None = None

@@ -1,4 +1,4 @@
-"""What an engine reports about itself: its load, its tiers, and what it is."""
+"""Reports of an engine about its load, its tiers, and its properties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TierReport:
     """State of one tier below the pool."""
 
     name: str
-    """host, disk, or store: the KV store, whose pages are not counted here."""
+    """host, disk, or store (the KV store, which counts its pages itself)."""
     total_pages: int
     free_pages: int
     cached_pages: int
@@ -28,7 +28,7 @@ class TierReport:
 
 @dataclass(slots=True, kw_only=True)
 class WindowCounts:
-    """Pages by state of a group that is freed behind a window."""
+    """Pages by state in a page group whose pages are freed behind a sliding window."""
 
     free: int
     cached: int
@@ -43,7 +43,7 @@ class LoadReport:
     waiting_requests: int
     filling_requests: int
     queued_tokens: int
-    """Prompt tokens to be computed, without what the prefix cache has of those that wait."""
+    """Prompt tokens still to be computed; for waiting requests without their cached prefixes."""
     request_tokens: int
     """Prompt and generated tokens of all requests."""
     total_pages: int
@@ -61,21 +61,22 @@ class LoadReport:
     decode_step_s: float
     """Mean time of the latest steps in which requests decoded; 0: none did yet."""
     decode_step_requests: float
-    """Mean requests that decoded in those."""
+    """Mean number of requests that decoded in those steps."""
     new_token_ratio: float
     """Share of their `max_tokens` that requests are expected to generate, for admission."""
     stale_after_s: float
     is_draining: bool
     is_idle: bool
-    """Whether there is no request, lease or put, so that the engine's end would go unnoticed."""
+    """Whether there is no request, lease or put, so that the engine can end without harm."""
     transport_detail: str
-    """Transports and lanes now (lanes are known once pages travelled)."""
+    """Transports and lanes in use; lanes are known only after pages have travelled."""
     counters: dict[str, int]
     tiers: list[TierReport] = field(default_factory=list)
     adapters: list[AdapterState] = field(default_factory=list)
-    """Adapters whose state has changed since the last report: there may be thousands."""
+    """Adapters whose state has changed since the last report. Others are left out, since there may
+    be thousands."""
     gone_adapters: list[bytes] = field(default_factory=list)
-    """Digests of those that are no more since then."""
+    """Digests of adapters that were removed since the last report."""
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
@@ -83,19 +84,19 @@ class LoadReport:
     window_pages: dict[str, WindowCounts] = field(default_factory=dict)
     """Pages of the planes whose pages are freed behind a window, by name."""
     draft_depths: dict[int, int] = field(default_factory=dict)
-    """Drafts that each request brings to a step, by the number of requests in it from which on
-    that holds; none where nothing is drafted."""
+    """Drafts per request, by the least number of requests in a step for which the entry holds;
+    empty if nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine reports once, when it is ready."""
+    """Properties that an engine reports once, when it is ready."""
 
     epoch: int
     model_digest: bytes
     dtype: str
     weight_format: str
-    """Number format of the products' weights: `dtype`, or that of the quantisation."""
+    """Number format of the weights of linear layers: `dtype`, or the format of the quantisation."""
     vocab_size: int
     max_context_tokens: int
     num_pages: int
@@ -110,18 +111,19 @@ class EngineInfo:
     notices: list[str]
     engine_pid: int
     kv_parts: tuple[str, ...] = ("k", "v")
-    """What a page has of each position and head, `head_dim` elements each."""
+    """Parts that a page holds for each position and head, of `head_dim` elements each."""
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
     task: Task = "generate"
-    """What the model serves."""
+    """Task that the model serves."""
     embedding_size: int = 0
-    """Entries of its embeddings; 0: it serves none."""
+    """Entries of the model's embeddings; 0: it serves none."""
     num_labels: int = 0
-    """Classes of its classification head; 0: it has none."""
+    """Classes of the model's classification head; 0: it has none."""
     max_loras: int = 0
-    """Adapters on the device at once; 0: it serves none."""
+    """Most adapters on the device at once; 0: the engine serves none."""
     max_lora_rank: int = 0
     window_planes: dict[str, int] = field(default_factory=dict)
-    """Layers of the planes whose pages are freed behind a window, by name; `layers` are the others.
+    """Numbers of layers in the planes whose pages are freed behind a window, by plane name;
+    `layers` counts the other layers.
     """

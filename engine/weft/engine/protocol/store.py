@@ -19,7 +19,7 @@ class StoreSegment:
 
 @dataclass(slots=True, kw_only=True)
 class StoreAnswer:
-    """The store's answer to a lookup; nothing when it could not be asked."""
+    """The store's answer to a lookup; empty if the store could not be asked."""
 
     lookup: int
     segments: list[StoreSegment] = field(default_factory=list)
@@ -36,7 +36,7 @@ class StorePutResult:
     is_answered: bool
     stored_pages: int = 0
     wants_data: bool = False
-    """The store cannot read the pool: it asks for the pages' bytes."""
+    """Whether the store cannot read the pool and asks for the pages' bytes instead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class StorePut:
     namespace: bytes
     keys: list[bytes]
     parents: list[bytes]
-    """Keys of the pages before them in their prompts; empty: none."""
+    """For each page the key of the page before it in its prompt; empty: it is the first."""
     shards: list[bytes]
     """Shard key of each page, which determines its replica (`weft.engine.base.shards`)."""
     digests: list[int]

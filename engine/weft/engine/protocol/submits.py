@@ -17,9 +17,9 @@ class SampleProgress:
 
     sample: int
     tokens: list[int]
-    """Generated so far, on other owners."""
+    """Tokens that other owners have generated so far."""
     is_finished: bool = False
-    """Whether the sample is complete: it is not run again, and nothing is reported of it."""
+    """Whether the sample is complete; the engine neither runs it again nor reports on it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Submit:
     top_logprobs: int | None = None
     """Number of alternatives per token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens."""
+    """Number of alternatives per prompt token; None: no log-probabilities of the prompt."""
     pool: Pool | None = None
-    """Vectors that are wanted in place of tokens; None: tokens are."""
+    """Parameters of a request for vectors; None: the request wants tokens."""
     candidates: list[FillCandidate] = field(default_factory=list)
     first_token_timeout_s: float = 600.0
     total_timeout_s: float = 600.0
@@ -48,9 +48,9 @@ class Submit:
     tenant: str = ""
     """Tenant that is charged, where tenants are treated fairly; empty: one shared tenant."""
     adapter: bytes = b""
-    """Content digest (32 bytes) of the adapter that it is to be run with; empty: the base model."""
+    """Content digest (32 bytes) of the adapter to use; empty: the base model."""
     session_id: str = ""
-    """Chat session whose KV is to be kept; empty: none."""
+    """Chat session whose pages the engine pins; empty: none."""
     ends_session: bool = False
     """Whether this is the last request of the session."""
     progress: list[SampleProgress] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Cancel:
 
 @dataclass(slots=True, kw_only=True)
 class SessionEnd:
-    """A chat session is over: nothing is kept for it any more."""
+    """Ends a chat session; the engine releases its pins."""
 
     cache_salt: str
     session_id: str
@@ -84,7 +84,7 @@ class Ping:
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Requests asked about: (request id, attempt)."""
     expects_constraints: bool = False
-    """Constrained requests may come."""
+    """Whether constrained requests may follow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,13 +120,13 @@ class Tokens(NamedTuple):
 
 
 class TokenColumns(NamedTuple):
-    """One new token each of many samples: what `Tokens` says of one."""
+    """One new token for each of many samples, as columns; a row holds the data of a `Tokens`."""
 
     request_ids: list[str]
     attempts: list[int]
     samples: list[int]
     indices: list[int]
-    """Numbers of the tokens among the generated ones."""
+    """Index of each token among its sample's generated tokens."""
     ids: list[int]
     logprobs: dict[int, TokenLogprob]
     """Log-probabilities by row, of the samples that want them."""
@@ -149,7 +149,7 @@ class TokenColumns(NamedTuple):
         )
 
     def entries(self) -> Iterator[Tokens]:
-        """Yields the same one by one."""
+        """Yields the rows as `Tokens`."""
         for row, (request_id, attempt, sample, index, token) in enumerate(self.rows()):
             logprobs = [self.logprobs[row]] if row in self.logprobs else []
             yield Tokens(request_id, attempt, sample, index, [token], logprobs)
@@ -181,7 +181,7 @@ class Finished:
 
 @dataclass(slots=True, kw_only=True)
 class Failed:
-    """A whole request was refused or broke."""
+    """A whole request was refused or has failed."""
 
     request_id: str
     attempt: int
@@ -206,7 +206,8 @@ class GatewayBatch:
     gateway: int
     accepted: list[Accepted] = field(default_factory=list)
     tokens: list[Tokens] = field(default_factory=list)
-    """Tokens of drafts, and repeated ones; of a sample also in `columns`, these come first."""
+    """Tokens of samples that got drafts, and repeated tokens. They precede the tokens that
+    `columns` has for the same sample."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     vectors: list[PooledVectors] = field(default_factory=list)
     columns: list[TokenColumns] = field(default_factory=list)

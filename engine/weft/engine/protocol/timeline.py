@@ -1,4 +1,4 @@
-"""The history of a request and of its fills, and who could fill it."""
+"""The history of a request and of its fills, and its possible fillers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FillCandidate:
     first_token: int = 0
     """For a KV store: position at which the held pages begin."""
     match_tokens: int = 0
-    """Leading tokens that it holds; for a KV store, the end of what it holds."""
+    """Number of leading tokens that it holds; for a KV store, position where the held pages end."""
     queued_tokens: int = 0
     tokens_per_second: float = 0.0
     kind: str = "prefill"
@@ -77,15 +77,15 @@ class Timeline:
     matched_tokens: int = 0
     local_prefill_tokens: int = 0
     local_prefill_began_s: float | None = None
-    """When the first step that computed some of them here was planned."""
+    """When this engine planned the first step that computed prompt tokens of the request."""
     fills: list[FillRecord] = field(default_factory=list)
     first_token_s: float | None = None
     finish_s: float | None = None
     num_steps: int = 0
     num_drafted_tokens: int = 0
-    """Drafts that were verified."""
+    """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Drafts that were accepted."""
+    """Number of drafts that were accepted."""
     num_tree_steps: int = 0
     """Number of steps in which its drafts formed a tree."""
     num_preemptions: int = 0

@@ -25,11 +25,11 @@ class AuditReport:
 
 
 class PageAudit:
-    """Digests of all published pages of one engine. Used by its thread.
+    """Digests of all published pages of one engine. Only the engine thread uses it.
 
     Args:
-        digest_pages: digests of some pages as they lie in the pool.
-        memory: publishes the pages.
+        digest_pages: Computes digests of pages in the pool.
+        memory: Owner of the pages, which publishes them.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class PageAudit:
         """Records pages that an owner accepts from a filler.
 
         Args:
-            pages: As they lie in the pool.
-            sent: Their digests by the filler's word.
+            pages: Pages of the pool.
+            sent: Digests of these pages that the filler sent.
         """
         found = self._digest_pages(pages)
         self._num_corrupt += sum(a != b for a, b in zip(found, sent, strict=True))

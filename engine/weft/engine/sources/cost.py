@@ -13,17 +13,18 @@ from weft.engine.scheduler.state import Request
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
 MIN_MEASURED_TOKENS = 32
-"""Prompt tokens below which a step says nothing about longer ones, so that a step may always bring
-these.
+"""Prompt tokens below which a step's time does not predict longer steps; a step may always have
+this many.
 """
 
 MAX_TRIED_TOKENS = 512
 """Largest remainder that is run locally to measure the local rate."""
 MAX_TRIES = 8
-"""Most measurements tried; if the cost is not known by then, prompts are too short to tell."""
+"""Most remainders that run locally to measure; if the rate is unknown then, prompts are too short.
+"""
 TRY_AGAIN = 32
-"""One in this many remainders for which shipping would be slower is shipped anyway, so that fillers
-that were slow for a while, or have just started, are measured again.
+"""One in this many remainders ships although that would be slower, so that fillers that were slow
+for a while or have just started are measured again.
 """
 MAX_WASTED = 2
 """Factor by which the filler's tokens to compute may exceed the owner's in such a trial."""
@@ -31,7 +32,9 @@ MAX_WASTED = 2
 NUM_RESTS = 9
 """Number of latest fills whose median predicts the time beyond compute and transfer."""
 MIN_RESTS = 3
-"""Number of pauses below which this is ignored: the first fill of a worker includes connecting."""
+"""Number of fills below which this time is ignored, since a worker's first fill includes
+connecting.
+"""
 
 MIN_ADDED_SHARE = 0.2
 """Least share of a step with prompts and decodes that is attributed to prompts, however long
@@ -40,7 +43,7 @@ decodes took before.
 
 
 class FillDecision(NamedTuple):
-    """Both sides of the inequality; None where a rate is not known yet."""
+    """Both sides of the inequality; None if a rate is not known yet."""
 
     is_remote: bool
     remote_s: float | None
@@ -51,26 +54,26 @@ class FillCosts:
     """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest <
     (local queue + remainder) / local rate`.
 
-    Queue, match and rate of the filler come with the candidate. What a filler computes in several
-    steps it ships step by step, so only what one step ships is exposed. Bandwidth, the local rate
-    and what the hand-over takes besides (messages, digests, waiting for steps) are averages of what
-    this engine saw lately. While a rate is unknown it is tried, remote first, local with remainders
-    that are not too long.
+    The candidate states the filler's queue, match and rate. A filler ships the pages of each step
+    while it computes the next one, so only the bytes of the last step are exposed. Bandwidth, local
+    rate and rest (messages, digests, waiting for steps) are averages of this engine's latest
+    measurements. While a rate is unknown, the engine tries that side to measure it: the remote side
+    first, the local side only with remainders that are not too long.
 
     Args:
-        local_prefill_max_tokens: with N the rule is off: remainders of at most N tokens run
-            locally, longer ones ship; None: the rule.
-        page_size: token positions a page.
+        local_prefill_max_tokens: With N the rule is off: remainders of at most N tokens run
+            locally, longer ones ship. None: the rule decides.
+        page_size: Token positions per page.
     """
 
     def __init__(self, local_prefill_max_tokens: int | None, page_size: int) -> None:
         self._local_max = local_prefill_max_tokens
         self._page_size = page_size
         self.local_queue: Callable[[], int] = lambda: 0
-        """Prompt tokens that this engine computes before a new remainder's."""
+        """Queued prompt tokens that this engine computes before those of a new remainder."""
         self._bytes_per_s = 0.0
         self._step_bytes = 0
-        """Most bytes that a filler had computed in one step, or had cached, and shipped at once."""
+        """Most bytes that a filler shipped at once, from one step or from its cache."""
         self._rests: deque[float] = deque(maxlen=NUM_RESTS)
         self._num_losing = 0
         self._num_tries = 0
@@ -108,24 +111,24 @@ class FillCosts:
         return min(num_bytes, self._step_bytes) if to_compute and self._step_bytes else num_bytes
 
     def observe(self, record: FillRecord, duration_s: float) -> None:
-        """Updates, from a finished fill, the bandwidth (bytes over their time in transit) and what
-        the hand-over takes besides.
+        """Updates, from a finished fill, the bandwidth (bytes over their time in transit) and the
+        rest of the time.
 
         Args:
-            record: Of the fill, with the filler's own measurements.
-            duration_s: From asking for it to the acceptance of its last page.
+            record: Record of the fill, with the filler's own measurements.
+            duration_s: Seconds from the request for the fill to the acceptance of its last page.
         """
         under_way = record.last_write_complete_s - record.first_write_posted_s
         seconds = under_way if 0 < under_way <= duration_s else duration_s
         if not record.bytes or seconds <= 0:
             return
         is_at_once = record.first_write_posted_s >= record.last_chunk_computed_s
-        if is_at_once or not self._bytes_per_s:  # Else it includes time of computing.
+        if is_at_once or not self._bytes_per_s:  # Otherwise the time includes computing.
             self._bytes_per_s = _smooth(self._bytes_per_s, record.bytes / seconds)
         if is_at_once:
             self._step_bytes = max(self._step_bytes, record.bytes)
         exposed = self._exposed_bytes(record.bytes, record.computed_tokens)
-        # Queueing and computing are foretold from the filler's queue and rate.
+        # The filler's queue and rate predict the time of queueing and computing.
         handed_over_s = duration_s - record.last_chunk_computed_s
         self._rests.append(max(0.0, handed_over_s - exposed / self._bytes_per_s))
 

@@ -1,13 +1,13 @@
-"""How much a filler may have copied into streams that these have not passed on."""
+"""Limit on the bytes that a filler copies into streams before the streams pass them on."""
 
 from __future__ import annotations
 
 MAX_BYTES = 128 << 20
-"""Over all streams. One turn's messages travel together, so that it also bounds these."""
+"""Limit over all streams. It also bounds the messages of one turn, which travel together."""
 
 
 class DataBudget:
-    """Bytes of pages that go as messages, by stream. Streams that have to wait take turns."""
+    """Bytes of pages sent as messages, by stream. Streams that must wait take turns."""
 
     def __init__(self, most: int = MAX_BYTES) -> None:
         """Sets the bound, in bytes; a chunk that exceeds it goes alone."""
@@ -22,7 +22,7 @@ class DataBudget:
         return next(iter(self._waiting), None)
 
     def ask(self, stream: int, num_bytes: int) -> bool:
-        """Whether a stream may be given so many bytes now; else it waits for its turn."""
+        """Whether a stream may take this many bytes now; if not, it waits for its turn."""
         is_next = self.first_waiting in (None, stream)
         if not is_next or (self._total and self._total + num_bytes > self._most):
             self._waiting[stream] = None

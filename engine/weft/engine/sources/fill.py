@@ -1,4 +1,4 @@
-"""One lease as its owner keeps it, and the interfaces that `OwnerFills` depends on."""
+"""The owner's record of one lease, and the interfaces that `OwnerFills` depends on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FillState(Enum):
     ACTIVE = "active"
     STOPPING = "stopping"
     ACCEPTED = "accepted"
-    """All of its pages are accepted, and its request goes on; the filler's word is awaited for what
-    it has measured, and nothing of it can arrive.
+    """All pages are accepted, and the request continues. No more bytes can arrive; the owner waits
+    only for the filler's measurements.
     """
 
 
@@ -51,8 +51,8 @@ class OwnerTransport(Protocol):
 
 @dataclass(slots=True)
 class Chunk:
-    """What is known of one chunk, in any order: it is verified once notification and digests are
-    there.
+    """State of one chunk. Its notification and its digests come in any order; the owner verifies
+    the chunk when it has both.
     """
 
     start_token: int = 0
@@ -65,7 +65,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Fill:
-    """One lease; outlives its request while writes can still arrive, or the filler's last word."""
+    """One lease; it outlives its request while writes or a last event can still arrive."""
 
     lease_id: bytes
     request: Request | None
@@ -75,7 +75,7 @@ class Fill:
     pages: list[int]
     """The pool's pages of [accepted_token, end_token); empty once it is STOPPING."""
     landed: list[int]
-    """Pages that the filler writes to: the same, or staging pages."""
+    """Pages that the filler writes to: the pool's pages, or staging pages."""
     record: FillRecord
     uses_nixl: bool
     accepted_token: int
@@ -90,7 +90,7 @@ class Fill:
     silent_since: float = 0.0
     """While STOPPING: time by which the filler should have answered."""
     is_proven: bool = False
-    """Whether the filler sends nothing more; bytes that its network has taken may still arrive."""
+    """Whether the filler has stopped; bytes that its network has taken may still arrive."""
     is_done: bool = False
     after: WorkMark | None = None
     """Mark after which earlier uses of the pages are over; taken when the fill is accepted."""
@@ -101,7 +101,7 @@ class Fill:
 
     @property
     def awaits_arrival(self) -> bool:
-        """Whether the digests of its next chunk are there and only a notification is missing."""
+        """Whether the next chunk has its digests and lacks only a notification."""
         if self.state is not FillState.ACTIVE or not self.uses_nixl:
             return False
         chunk = self.chunks.get(self.next_chunk)
@@ -143,7 +143,7 @@ class FillListener(Protocol):
     """Receives the progress of a request's fills (the scheduler)."""
 
     def fill_completed(self, request: Request) -> None:
-        """Called when all pages that others may fill are accepted."""
+        """Called when all pages that other workers may fill are accepted."""
         ...
 
     def fill_failed(self, request: Request) -> None:

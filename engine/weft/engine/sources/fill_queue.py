@@ -10,13 +10,13 @@ class FillQueue:
     """Gives the first request that found too little room precedence over later ones, for a limited
     time.
 
-    Without it prompts that come together share the room among them: each is filled in many small
-    leases, by turns with all others, and all of them end late. And small prompts would take what
-    becomes free before a large one finds enough. But whoever holds the room may wait for a busy
-    filler itself, and others know better ones: so patience ends.
+    Without this queue, prompts that arrive together would share the room: each would be filled in
+    many small leases, in turn with all others, and all would end late. Small prompts would also
+    take free room before a large prompt finds enough. The precedence is limited in time because the
+    fills that hold the room may wait for a busy filler while other requests have idle fillers.
 
     Args:
-        patience_s: How long the first one holds up others, and waits for enough room.
+        patience_s: Seconds for which the first request holds up others and waits for enough room.
         clock: Monotonic seconds.
     """
 
@@ -27,21 +27,21 @@ class FillQueue:
         self._since = 0.0
 
     def may_begin(self, request: Request) -> bool:
-        """Whether no other request has been waiting for room with patience."""
+        """Whether no other request has precedence."""
         first = self._waiting
         return first is None or first is request or not self._is_patient
 
     def enough_pages(self, request: Request, wanted: int, most: int, least: int) -> int:
         """Number of pages with which a request's fill may start; it waits while fewer are free.
 
-        All that it wants, or half of what there is: what comes next is then computed while the
-        rest of this one is written. When patience has ended, no more than `least`.
+        The number is all pages that it wants, or half of the room: then the filler computes the
+        next lease while it writes this one. After `patience_s` it is at most `least`.
 
         Args:
-            request: May begin.
-            wanted: Pages that are missing.
-            most: That all fills could hold at once.
-            least: Fewer are not worth a request to the filler.
+            request: Request that may begin.
+            wanted: Pages that the request lacks.
+            most: Pages that all fills together can hold.
+            least: Least number of pages that is worth a request to the filler.
         """
         is_patient = self._waiting is not request or self._is_patient
         return max(1, min(wanted, max(least, most // 2) if is_patient else least))

@@ -1,4 +1,4 @@
-"""The filler's side of fills: leases, jobs, and what may be posted when.
+"""The filler's side of fills: leases, jobs, and the rules for posting writes.
 
 A lease is used once. Its life:
 
@@ -7,12 +7,12 @@ A lease is used once. Its life:
       v
     STOPPING --nothing posted is under way any more--> STOPPED
 
-Nothing is posted for a lease that is not ACTIVE, nor after its term, which is looked at right
-before each post: this process may have been stopped since its last turn. `stopped` is said only
-when no write that was posted can still arrive. When a posted write does not end, its agent is
-destroyed and the owner is told to close its own end too (`needs_fence`); if even that fails the
-lease stays STOPPING and the owner waits for proof that this process is gone. Lease ids are
-remembered, so a late or repeated start is declined.
+The filler posts writes only for ACTIVE leases and only within their term. It checks the term right
+before each post, since the process may have been suspended since its last turn. It says `stopped`
+only when no posted write can still arrive. If a posted write does not end, the filler destroys its
+agent and tells the owner to close its own end too (`needs_fence`). If that fails, the lease stays
+STOPPING, and the owner waits for proof that this process is gone. The filler remembers lease ids
+and declines late or repeated starts.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class Filler:
     """All leases that this engine fills.
 
     Args:
-        page_size: token positions a page; None: whatever a handle says.
-        epoch: this incarnation.
-        page_bytes: of the pool.
-        memory: page owner.
-        jobs: makes the pages.
-        shipper: moves chunks.
-        reply: puts an event into the outbox.
-        clock: monotonic seconds.
-        nixl_version: version of NIXL here; None when it is not there.
-        memory_type: kind of the memory that is written from, for NIXL. Owners with another kind of
-            memory get `data` messages.
-        max_chunk_bytes: bound of one write.
-        max_chunk_pages: another one; None: there is none.
+        page_size: Token positions per page; None: each handle states its own.
+        epoch: Incarnation of this engine.
+        page_bytes: Bytes of a page of the pool.
+        memory: Page owner.
+        jobs: Source of the pages.
+        shipper: Moves chunks to owners.
+        reply: Puts an event into the outbox.
+        clock: Monotonic seconds.
+        nixl_version: Version of NIXL; None: NIXL is not available.
+        memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
+            another kind of memory get `data` messages.
+        max_chunk_bytes: Most bytes of one write.
+        max_chunk_pages: Most pages of one write; None: no limit.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Filler:
         self._say_accepted(lease)
 
     def on_renew(self, lease_id: bytes) -> None:
-        """Extends an active lease; ends one that has expired, however late that is noticed."""
+        """Extends an active lease; ends the lease instead if it has expired meanwhile."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.state is not LeaseState.ACTIVE:
             return
@@ -162,7 +162,7 @@ class Filler:
             lease.term.renew()
 
     def on_stop(self, lease_id: bytes) -> None:
-        """Stops a lease; `stopped` follows once that is true."""
+        """Stops a lease; the event `stopped` follows when no write can still arrive."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             self._stop(lease, "stopped by the owner")
@@ -334,7 +334,9 @@ class Filler:
             self._used.popitem(last=False)
 
     def _is_computing(self, lease: Lease) -> bool:
-        """Whether it is queued or being computed. During a write only its end is a sign of life."""
+        """Whether the lease's job is queued or computing, with no write under way; during a write
+        only the end of the write is a sign of life.
+        """
         return lease.job is not None and not lease.shipping
 
     def _say_accepted(self, lease: Lease) -> None:
@@ -391,7 +393,7 @@ class Filler:
             self._shipper.ship(lease.held.popleft())
 
     def _ship_waiting(self) -> None:
-        """Passes on chunks of leases that waited for others' data to be taken."""
+        """Passes on chunks of leases that waited because of other leases' data."""
         while (stream := self._data.first_waiting) is not None:
             lease = self._by_stream.get(stream)
             if lease is not None:

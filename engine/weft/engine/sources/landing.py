@@ -1,8 +1,8 @@
 """Memory in which fills arrive, and ownership of its pages until they are accepted.
 
 With a pool in host memory a fill's destinations are the pool's own pages. With a pool on a device
-they are staging pages, one for each page of the pool that the fill is for: the pool's pages are
-written by this process alone, so that only staging pages are ever quarantined.
+they are staging pages, one for each page of the pool to be filled. In that case only this process
+writes to the pool's pages, so only staging pages are ever quarantined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ChunkTag = tuple[bytes, int]
 class Landing(Protocol):
     """The pages that fills write to: reserved, then accepted, released or quarantined.
 
-    `pages` are the pool's, `landed` what `reserve` gave for them.
+    In all methods `pages` are pages of the pool, and `landed` are the destinations that `reserve`
+    returned for them.
     """
 
     @property
@@ -35,7 +36,7 @@ class Landing(Protocol):
 
     @property
     def num_usable_pages(self) -> int:
-        """Number of pages of which quarantine may take a share."""
+        """Number of pages to which the limit of quarantine applies, as a share."""
         ...
 
     @property
@@ -52,13 +53,13 @@ class Landing(Protocol):
         ...
 
     def verifying(self, tag: ChunkTag, pages: Sequence[int]) -> None:
-        """Notes that a chunk is given to the port: its pages of the pool may be written until
-        `verified`.
+        """Notes that the port got a chunk; until `verified` the port may write to its pages of the
+        pool.
         """
         ...
 
     def verified(self, tag: ChunkTag) -> None:
-        """Notes that the port has finished with a chunk, whatever became of its fill meanwhile."""
+        """Notes that the port has finished with a chunk, whose fill may have ended meanwhile."""
         ...
 
     @property
@@ -128,7 +129,7 @@ class DirectLanding:
         """Does nothing: the pool's own pages stay in place while digests are computed."""
 
     def accepted(self, landed: Sequence[int]) -> None:
-        """Does nothing: they are the request's own pages."""
+        """Does nothing: the destinations are the request's own pages."""
 
     def release(self, pages: Sequence[int], landed: Sequence[int]) -> None:
         """See `Landing.release`."""
@@ -212,7 +213,7 @@ class StagedLanding:
         self._area.free_landing(landed)
 
     def quarantine(self, pages: Sequence[int], landed: Sequence[int]) -> None:
-        """See `Landing.quarantine`: nobody but this process writes to the pool's pages."""
+        """See `Landing.quarantine`; releases the pool's pages: only this process writes there."""
         self._memory.release(pages)
         self._area.quarantine(landed)
 

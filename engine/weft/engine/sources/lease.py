@@ -1,4 +1,4 @@
-"""A lease at its filler, where its pages come from, and what moves them."""
+"""The filler's record of a lease, and the interface to the source of its pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.transfer.chunks import LeaseTerm, ShipChunk
 
 
 class LeaseState(Enum):
-    """State of a lease at the filler; the values are what a query answers."""
+    """State of a lease at the filler; the answers to queries use the values."""
 
     ACTIVE = "active"
     STOPPING = "stopping"
@@ -26,14 +26,14 @@ class FillJob(Protocol):
 
     lease_id: bytes
     tokens: list[int]
-    """Tokens at positions [0, end of what will be written)."""
+    """Tokens from position 0 to the end of the range that will be written."""
     pages: list[int]
     """Page i holds positions from i * page_size on; pages before the lease's start are unused."""
     num_computed: int
     """Position before which the KV exists in `pages`."""
     num_cached_tokens: int
     digests: Sequence[int] | None
-    """Digests of `pages` if they are kept; None: computed when the pages are shipped."""
+    """Digests of `pages` if the source keeps them; None: shipping computes them."""
 
 
 class Jobs(Protocol):
@@ -52,7 +52,7 @@ class Jobs(Protocol):
         ...
 
     def end(self, job: FillJob) -> None:
-        """Ends a job, whose pages are not wanted any more; chunks under way keep references."""
+        """Ends a job whose pages are no longer wanted; chunks under way keep references."""
         ...
 
 
@@ -77,7 +77,7 @@ class Lease:
     held: deque[ShipChunk] = field(default_factory=deque)
     """Chunks of `shipping` that wait until the stream has taken the ones before."""
     num_announced: int = 0
-    """Number of chunks whose digests were said."""
+    """Number of chunks whose digests were sent."""
     num_said: int = 0
     """Number of events given to the stream."""
     num_taken: int = 0

@@ -11,9 +11,10 @@ filler into pages that were reserved before it was asked. Its life:
 
 A chunk is accepted when its bytes have arrived (NIXL notification, or all `data`), its digests
 have arrived, and both agree. Accepted pages belong to the request and stay right whatever
-happens to the filler. Pages that were not accepted when a fill ends uncleanly are quarantined:
-they leave quarantine only by proof, never by time. A request goes on as soon as all of its pages
-are accepted: what the filler still says then (`done`, and what it has measured) is awaited beside.
+happens to the filler. If a fill ends uncleanly, its unaccepted pages are quarantined. They leave
+quarantine only by proof that no write can arrive, never after a time. A request continues as soon
+as all of its pages are accepted; the owner waits for the filler's `done`, which carries its
+measurements, in the meantime.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from weft.engine.sources.quarantine import QuarantineWatch
 logger = logging.getLogger(__name__)
 
 QUERY_INTERVAL_S = 1.0
-"""Interval at which a filler is asked again what became of a lease in quarantine."""
+"""Interval, seconds, at which the owner asks a filler about a lease in quarantine."""
 SILENCE_S = 1.0
-"""Seconds of an overdue answer about a stopped lease after which a filler is avoided."""
+"""Seconds after which a filler that owes an answer about a stopped lease is avoided."""
 
 
 class OwnerFills:
     """All leases of one owner. Implements the scheduler's `Fills`.
 
     Args:
-        config: lease times, caps, rule.
-        epoch: this engine's incarnation.
-        page_bytes: of the pool.
-        memory: page owner.
-        transport: the pool and the way into it.
-        costs: the remote-or-local rule.
-        send: puts a command into the outbox.
-        clock: monotonic seconds.
+        config: Settings of leases, caps and the cost rule.
+        epoch: Incarnation of this engine.
+        page_bytes: Bytes of a page of the pool.
+        memory: Page owner.
+        transport: Access of fillers to the pool.
+        costs: Rule that decides between local and remote prefill.
+        send: Puts a command into the outbox.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class OwnerFills:
             self._line.leaves(request)
             return False
         if any(fill.is_proven for fill in self._fills.values()):
-            return True  # A fence is due, which waits for open fills to end: none may begin.
+            return True  # A fence is due; it waits for open fills to end, so none may begin.
         size = self._config.page_size
         wanted = (self._end_token(request) - request.num_computed) // size
         free, most = self._room()
@@ -237,7 +238,7 @@ class OwnerFills:
         if fill is None or fill.candidate.worker_id != answer.worker_id:
             return
         if answer.filler_epoch != fill.candidate.epoch:
-            # Another incarnation of the same worker answers: the one that could write is gone.
+            # A new incarnation of the worker answers, so the process that could write is gone.
             self._prove(fill)
         elif fill.state is FillState.STOPPING and answer.state == "fence_needed":
             self._prove(fill)
@@ -281,7 +282,7 @@ class OwnerFills:
 
     @property
     def awaits_arrival(self) -> bool:
-        """Whether nothing but a notification is missing of some chunk."""
+        """Whether some chunk lacks only its notification."""
         return any(fill.awaits_arrival for fill in self._fills.values())
 
     @property
@@ -305,7 +306,7 @@ class OwnerFills:
     # -- internals -------------------------------------------------------------------------------
 
     def _end_token(self, request: Request) -> int:
-        """End of what the first candidate may fill; the owner runs a prompt's last token."""
+        """End of the range for the first candidate; the owner runs a prompt's last token."""
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
         if request.candidates and request.candidates[0].kind == "kvstore":
@@ -394,9 +395,9 @@ class OwnerFills:
             self._fail(fill, f"accepted up to {event.end_token}, asked up to {fill.end_token}")
             return
         if fill.state is FillState.STARTING:
-            # A later turn than the one that reserved the pages, so that their wipe is over too.
+            # The pages were reserved in an earlier turn, so the mark covers their wipe.
             fill.after = self._transport.port.mark()
-        # Said again once a second while the job is computed there: a sign of life.
+        # The filler repeats this event every second as a sign of life while it computes.
         fill.state = FillState.ACTIVE
         fill.uses_nixl = event.transport == "nixl"
         fill.record.transport = event.transport
@@ -417,7 +418,7 @@ class OwnerFills:
         self._memory.promise(len(spare))
         request.num_promised_pages += len(spare)
         fill.end_token = fill.record.end_token = end_token
-        # The store is not asked again for pages that it no longer holds.
+        # The owner does not ask the store again for pages that the store no longer holds.
         request.candidates[0] = replace(request.candidates[0], match_tokens=end_token)
         return True
 
@@ -505,7 +506,7 @@ class OwnerFills:
             self._end_accepted(fill)
 
     def _go_on(self, fill: Fill) -> None:
-        """Lets the request of an entirely accepted lease go on: nothing of it can arrive."""
+        """Lets the request of a completely accepted lease continue; no more bytes can arrive."""
         request, fill.request = fill.request, None
         assert request is not None
         assert not fill.pages
@@ -520,7 +521,7 @@ class OwnerFills:
             self.start(request)
 
     def _end_accepted(self, fill: Fill) -> None:
-        """Closes an accepted lease, whose measurements count if the filler has told them."""
+        """Closes an accepted lease, and records its measurements if the filler has sent them."""
         del self._fills[fill.lease_id]
         if fill.is_done:
             record = fill.record
@@ -568,7 +569,7 @@ class OwnerFills:
         is_clean = is_clean or fill.is_done
         if not is_clean:
             self._command(fill, "stop")
-        if is_clean or not fill.landed:  # all is accepted: nothing is left to arrive
+        if is_clean or not fill.landed:  # if all is accepted, no bytes can arrive
             self._landing.release(fill.pages, fill.landed)
             del self._fills[fill.lease_id]
         else:
@@ -591,7 +592,8 @@ class OwnerFills:
         self.listener.fill_failed(request)
 
     def _prove(self, fill: Fill) -> None:
-        """Records the proof for a filler. Over NIXL bytes may still arrive: fence first."""
+        """Records the proof that a filler has stopped. Over NIXL bytes may still arrive until a
+        fence."""
         if fill.state is FillState.ACCEPTED:
             self._end_accepted(fill)
             return

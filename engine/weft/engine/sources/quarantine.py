@@ -1,8 +1,8 @@
 """Watches how much of a pool is quarantined, and for how long: too much ends the process.
 
-Pages leave quarantine by proof only. Where no proof comes (a filler that stands still for good, a
-network that is cut) the last fence is the end of the process that owns the pool: what may still
-arrive then has nowhere to go.
+Pages leave quarantine only by proof that no write can arrive. If no proof comes (a filler is
+suspended for good, or the network is cut), the last fence is the end of the process that owns the
+pool: late writes can no longer reach memory in use.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ class QuarantineWatch:
 
     @property
     def over_s(self) -> float:
-        """Seconds for which too many pages have been quarantined; 0: they are not."""
+        """Seconds for which too many pages have been quarantined; 0: the limit is kept."""
         return 0.0 if self._since is None else self._clock() - self._since

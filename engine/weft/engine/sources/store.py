@@ -1,9 +1,9 @@
-"""The engine's client of a KV store: lookups before admission, puts off the step.
+"""The engine's client of a KV store: lookups before admission, puts outside the steps.
 
-A put is a courtesy: it may be dropped (the queue is bounded, the store may be away), it is never
-waited for. Its pages keep a reference until the store has answered, so that they do not change
-while the store reads them. Of pages that were dropped only the keys are kept: they are offered
-again when a request finds them here.
+Puts are optional: the engine never waits for a put, and drops it if the queue is full or the store
+is away. The pages of a put keep a reference until the store has answered, so that they do not
+change while the store reads them. The client remembers the keys of dropped pages and offers these
+pages again when a request finds them in the pool.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOKUP_TIMEOUT_S = 0.1
 MAX_OPEN_PUTS = 2
 MAX_REMEMBERED_KEYS = 1 << 16
 RETRY_S = 2.0
-"""Seconds after an unanswered put for which pages that were dropped are not offered again."""
+"""Seconds after an unanswered put during which dropped pages are not offered again."""
 
 
 @dataclass(slots=True)
@@ -69,13 +69,13 @@ class StoreLink:
     """The engine's side of the KV store.
 
     Args:
-        page_size: token positions a page.
-        memory: page owner.
-        num_cached_pages: how many of a request's first so many pages are cached here.
-        transport: digests, and the pool that the store reads from.
-        page_bytes: content of a page, for the `data` transport.
-        send: puts a lookup or a put into the outbox.
-        clock: monotonic seconds.
+        page_size: Token positions per page.
+        memory: Page owner.
+        num_cached_pages: Returns how many of a request's first n pages are cached here.
+        transport: Digests, and the pool from which the store reads.
+        page_bytes: Returns the content of a page, for the `data` transport.
+        send: Puts a lookup or a put into the outbox.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class StoreLink:
         self._send(lookup)
 
     def on_answer(self, answer: StoreAnswer) -> None:
-        """Makes replicas the first candidates of a request that still waits for the answer."""
+        """Makes the replicas that answered the first candidates of a request that still waits."""
         for address, epoch in answer.epochs.items():
             if self._epochs.setdefault(address, epoch) != epoch:
-                # Another incarnation of the store, which holds nothing that was put before.
+                # A new incarnation of the store holds none of the pages that were put before.
                 self._epochs[address] = epoch
                 self._make_due(self._known)
                 self._known.clear()
@@ -273,7 +273,7 @@ class StoreLink:
         content.
 
         Args:
-            load_bytes_per_s: Measured over fills.
+            load_bytes_per_s: Bandwidth measured over fills.
         """
         counters = self.counters
         return TierReport(

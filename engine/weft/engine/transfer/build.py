@@ -18,8 +18,8 @@ from weft.engine.transfer.staging_memory import (
 DEFAULT_STAGING_BYTES = 2 << 30
 MAX_DEVICE_STAGING_BYTES = 4 << 30
 DEVICE_STAGING_SHARE = 1 / 16
-"""Share of a GPU's memory, as far as this worker may have it, for staging pages that lie there. A
-fill holds its pages from when it is asked for, so they bound the prompts that others compute.
+"""Share of the worker's GPU memory for staging pages in GPU memory. A fill holds staging pages from
+the moment it is requested, so they limit the prompts that other workers compute at a time.
 """
 MIN_STAGING_PAGES = 4
 LANDING_SHARES = {
@@ -37,7 +37,7 @@ def staging_memory(config: EngineConfig, page_bytes: int, device: torch.device) 
     """Allocates the staging pages of a pool.
 
     Raises:
-        ConfigError: They are too few, or there is not that much memory.
+        ConfigError: The area has too few pages, or there is not enough memory.
     """
     is_on_device = stages_on_device(config, device)
     size = config.staging_bytes
@@ -70,7 +70,7 @@ def _device_bytes(config: EngineConfig, device: torch.device) -> int:
 def staged_exchange(
     config: EngineConfig, pool: torch.Tensor, memory: StagingMemory, lanes: Lanes
 ) -> StagedExchange:
-    """Creates the staging area of a pool, and the copies between the two."""
+    """Creates the exchange of a pool that has a staging area."""
     num_pages = len(memory.pages)
     share = LANDING_SHARES[config.role, config.has_store]
     area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))

@@ -15,8 +15,8 @@ class LeaseTerm:
     """Validity of a lease for writes. The engine renews it, the shipping thread checks it.
 
     Args:
-        lease_s: From now and from each renewal, in seconds.
-        clock: Monotonic seconds of the filler, which go on while its process is stopped.
+        lease_s: Seconds for which the lease is valid from now and from each renewal.
+        clock: Monotonic seconds of the filler; the clock must run while its process is stopped.
     """
 
     def __init__(self, lease_s: float, clock: Clock) -> None:
@@ -75,16 +75,18 @@ class ShipResult:
     completed_at: float = 0.0
     error: str = ""
     needs_fence: bool = False
-    """Failed; the agent is destroyed, but writes that the network took can still arrive."""
+    """Whether the write failed and its agent was destroyed, but bytes that the network took can
+    still arrive."""
     is_stranded: bool = False
-    """Failed, and the agent lives on: NIXL may go on reading the pages."""
+    """Whether the write failed and its agent could not be destroyed: NIXL may still read the pages.
+    """
 
 
 class Shipper(Protocol):
-    """Moves chunks off the step (`weft.engine.transfer.ship`)."""
+    """Ships chunks outside the steps (`weft.engine.transfer.ship`)."""
 
     def prepare(self, owner: tuple[str, int], target: NixlTargetInfo) -> None:
-        """Connects to this owner (id, epoch), to which writes will follow."""
+        """Connects to an owner (id, epoch) ahead of the first write."""
         ...
 
     def ship(self, chunk: ShipChunk) -> None:

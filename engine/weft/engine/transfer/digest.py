@@ -8,13 +8,13 @@ words w, i being the word's index in the page (order head, layer, part, position
                 z = (z ^ (z >> 27)) * 0x94D049BB133111EB
                 z ^ (z >> 31)                               (all modulo 2**64)
 
-That is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+mix is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, OOPSLA 2014) of its i-th state and the word. For a fixed i it is a bijection, so that a
 change confined to one word is always seen; other changes go unseen with a chance of about 2**-64.
 Zero words count, and a word's place matters. Sums of disjoint ranges add up to the digest of the
 whole, in any order, so any device may split the work.
 
-It detects faults, not attacks: anyone can make a page of a given digest.
+The digest detects faults, not attacks: anyone can construct a page with a given digest.
 """
 
 import ctypes
@@ -31,12 +31,12 @@ from weft.kernels.build import NativeLibrary, load_native
 WORD_BYTES = 8
 
 _NUMPY_CHUNK_WORDS = 1 << 16
-"""Words at a time in the numpy form, so that its temporaries stay in the second-level cache."""
+"""Words per block in the numpy form; temporaries of this size stay in the second-level cache."""
 
 
 @functools.cache
 def native_digest() -> NativeLibrary:
-    """The C form, compiled on first use; without it digests come from numpy, some 5x slower."""
+    """The C form, compiled on first use; the numpy form that replaces it is some 5 times slower."""
     if sys.byteorder != "little":
         return NativeLibrary(None, None, "digest.c: this host is not little-endian")
     native = load_native(Path(__file__).with_name("digest.c"))
@@ -51,8 +51,7 @@ def native_digest() -> NativeLibrary:
 def digest_pages(
     pool: NDArray[np.uint8], pages: Sequence[int] | NDArray[Any]
 ) -> NDArray[np.uint64]:
-    """Computes the digests of some pages of a pool in one thread, without the GIL if the C form is
-    there.
+    """Computes the digests of pages of a pool in one thread; the C form releases the GIL.
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`. The bytes of a page are contiguous; pages may be

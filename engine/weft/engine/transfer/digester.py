@@ -1,4 +1,4 @@
-"""Computes digests of pages of a pool in host memory off the step, and reads and writes single
+"""Computes digests of pages of a pool in host memory outside the steps, and reads and writes single
 pages.
 """
 
@@ -19,7 +19,7 @@ MAX_PUT_PAGES = 64
 MAX_QUEUED_PAGES = 512
 CLOSE_TIMEOUT_S = 5.0
 Tag = tuple[bytes, int] | int
-"""Purpose of a digest: (lease, chunk) of a fill to verify, or the number of a put."""
+"""Purpose of digests: (lease, chunk) of a fill to verify, or the number of a put."""
 
 
 class Digested(NamedTuple):
@@ -28,7 +28,7 @@ class Digested(NamedTuple):
     tag: Tag
     digests: list[int]
     pages: list[int]
-    """Pages that the store reads from, or in which they have landed."""
+    """Pages of the exchange: those that the store reads, or those in which a fill has landed."""
 
 
 class DigestThread:
@@ -36,8 +36,8 @@ class DigestThread:
 
     Args:
         pool: [num_pages, page_bytes] uint8.
-        wake: called after a result was queued (any thread).
-        before_digest: test hook, called with the pool and the pages before their digests.
+        wake: Called by any thread after a result was queued.
+        before_digest: Test hook, called with the pool and the pages before their digests.
     """
 
     max_put_pages = MAX_PUT_PAGES
@@ -90,7 +90,7 @@ class DigestThread:
         return taken
 
     def sizes(self) -> dict[str, int]:
-        """Approximate numbers of digests wanted or not taken yet."""
+        """Approximate numbers of digests that were requested or not taken yet."""
         return {"digests": self._jobs.qsize() + len(self._out)}
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The memory of an engine that peers access, and the transfer between it and the pool.
 
-An exchange is chosen once, by where the pool lies:
+The location of the pool determines the exchange at start:
 
-    DirectExchange    the pool is host memory: it is the exchange itself, nothing is copied
+    DirectExchange    the pool is host memory: peers access the pool itself, without copies
     StagedExchange    the pool is a device's memory: a staging area is the exchange
 """
 
@@ -24,10 +24,10 @@ from weft.engine.transfer.staging_memory import StagingMemory
 
 
 class ExchangePort(PagePort, Protocol):
-    """The `PagePort` as its owner sees it."""
+    """A `PagePort` with the methods for the code that created it."""
 
     before_digest: Callable[[StagingPages, Sequence[int]], None] | None
-    """Test hook, called with its pages and the pages that landed before they are looked at."""
+    """Test hook, called with the exchange and the landed pages before they are read."""
 
     def take(self) -> list[Digested]:
         """Results since the last call."""
@@ -43,7 +43,7 @@ class ExchangePort(PagePort, Protocol):
 
 
 class PageExchange(Protocol):
-    """The memory that is registered with NIXL, and read and written by the `data` transport."""
+    """The memory that NIXL registers, and that the `data` transport reads and writes."""
 
     @property
     def pages(self) -> StagingPages:
@@ -68,7 +68,7 @@ class PageExchange(Protocol):
         ...
 
     def describe(self) -> str:
-        """Describes its cost, for people; empty: none."""
+        """Describes the memory that the exchange takes, for people; empty: none."""
         ...
 
     def close(self) -> None:
@@ -113,9 +113,9 @@ class StagedExchange:
     """Implements `PageExchange` over a pool that peers cannot reach.
 
     Args:
-        area: The staging pages that they reach instead.
+        area: The staging pages that peers reach instead.
         memory: Memory of the area.
-        mover: Copies between the two.
+        mover: Copies between pool and area.
     """
 
     def __init__(self, area: StagingArea, memory: StagingMemory, mover: StagingMover) -> None:

@@ -1,18 +1,19 @@
 """Copies pages between a pool on a device and a staging area, outside the steps.
 
-Each direction has a stream of its own and a buffer on the device that whole pieces pass through:
+Each direction has a stream of its own and a buffer on the device, through which pages pass in
+pieces:
 
     out    pool --gather--> buffer --copy--> staging pages, and digests of the pool's pages
-    in     staging pages --copy--> buffer --scatter--> pool, and digests of what lies there then
+    in     staging pages --copy--> buffer --scatter--> pool, and digests of the pool's pages
 
-Copies to and from the host run on the device's copy engines; gathering and scattering cost it a
-small share of its bandwidth. Where staging pages are memory of the device too, its copies take the
-place of those to and from the host. Pages go out when the step that computed them is committed, so
-the device has done with them. Pages that come in wait on the device for a mark, which the engine's
-thread took behind their last use (a wipe, or poison). The engine's own stream waits for nothing: a
-page counts as there once this copy's event has passed, as the host has seen.
+Copies to and from the host run on the device's copy engines; gathering and scattering take a small
+share of the device's bandwidth. If staging pages are memory of the device, device copies replace
+those to and from the host. Pages go out after the step that computed them is committed, when the
+device has finished with them. Copies of incoming pages wait on the device for a mark, which the
+engine thread took after the last use of the destination (a wipe, or poison). The engine's own
+stream never waits: a page counts as present once the host has seen the event after its copy.
 
-On a CPU, for tests, everything is done at once by the same calls.
+On a CPU, for tests, the same calls do everything at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_PIECE_BYTES = 32 << 20
 
 
 class Lanes:
-    """Streams and buffers of both directions, allocated before the pool takes the other memory.
+    """Streams and buffers of both directions, allocated before the pool takes the remaining memory.
 
     Args:
         device: Device of the pool.
@@ -51,7 +52,7 @@ class Lanes:
 
 
 class DeviceMove:
-    """A `StagingMove`: an event behind the copies, and where digests will lie on the host."""
+    """A `StagingMove`: the event after the copies, and the host memory that will hold digests."""
 
     def __init__(
         self, event: torch.cuda.Event | None, digests: torch.Tensor, staged: Sequence[int]
@@ -65,7 +66,7 @@ class DeviceMove:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `StagingMove.wait`; other threads go on."""
+        """See `StagingMove.wait`; other threads run meanwhile."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -80,12 +81,12 @@ class PageMover:
 
     Args:
         pool: `[num_pages, ...]`, contiguous.
-        area: Over the memory.
-        memory: For the pool's device; holds the area's pages.
-        lanes: For the pool's device.
+        area: Area of the staging pages.
+        memory: Memory of the staging pages.
+        lanes: Streams and buffers of the pool's device.
 
     Raises:
-        ConfigError: A trial gave other bytes or digests than the host finds.
+        ConfigError: In a trial, bytes or digests differed from those that the host computed.
     """
 
     def __init__(
@@ -97,8 +98,7 @@ class PageMover:
         self._lanes = lanes
         is_cuda = pool.device.type == "cuda"
         self._digests = torch.zeros(len(area.pages), dtype=torch.int64, pin_memory=is_cuda)
-        """Digest of the page in each staging page; written by the move that has the staging page.
-        """
+        """Digest of the content of each staging page, written by the move that uses the page."""
         self._try(area)
 
     def mark(self) -> Mark:
@@ -183,7 +183,7 @@ class _Lane:
         self._piece_pages = piece_pages
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Ahead of the steps beside: these copies are short, and somebody waits for them.
+            # Higher priority than steps: the copies are short, and a peer or a request waits.
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         with self._context():
@@ -192,7 +192,7 @@ class _Lane:
 
     @contextmanager
     def begin(self, after: WorkMark | None) -> Iterator[_Lane]:
-        """Context in which enqueued work follows earlier work of the lane and the mark."""
+        """Context in which enqueued work follows the mark and earlier work of the lane."""
         with self._lock, self._context():
             if after is not None:
                 after.hold(self._stream)
@@ -212,7 +212,7 @@ class _Lane:
         """An event that passes when everything enqueued so far is done."""
         if self._stream is None:
             return None
-        # A blocking event: a thread that waits for it does not keep its core busy.
+        # A blocking event lets a waiting thread sleep.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event

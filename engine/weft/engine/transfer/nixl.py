@@ -1,18 +1,18 @@
 """The transport over NIXL: an owner's receive agent, a filler's send agents, a store's readers.
 
-What NIXL gives: a WRITE of scattered pages with a notification bound to it, which arrives after
-the bytes, and a READ of scattered pages. What it does not give shapes everything here:
+NIXL offers a WRITE of scattered pages with a notification that arrives after the bytes, and a READ
+of scattered pages. Its limits shape this module:
 
-- No cancel. Releasing the handle of a transfer that is not complete does not stop it. Destroying
-  the agent does, so there is one agent a peer, and `close_peer` destroys it.
-- No fence behind the network. Over TCP, bytes that the kernel has taken are delivered even after
-  the agent is destroyed or its process killed (to a stopped receiver: 2 to 42 MB measured, once it
-  runs again). `close_peer` says whether that can be. What ends it for certain is the end of the
-  connection on the *owner's* side too: `ReceiveAgent.reopen`, or the owner's own exit. (Shared
-  memory copies, CMA, are made by the sender's process and end with the agent.) A READ needs no
-  such fence: the reader's own agent puts the bytes down, so that nothing lands once it is gone.
-- No time-out. A peer that is stopped or cut off leaves transfers pending for ever: deadlines are
-  the caller's.
+- No cancel. Releasing the handle of an incomplete transfer does not stop the transfer. Destroying
+  the agent does, so there is one agent per peer, and `close_peer` destroys it.
+- No fence behind the network. Over TCP the kernel delivers the bytes that it has taken even after
+  the agent is destroyed or its process killed (2 to 42 MB to a receiver that was stopped and runs
+  again). `close_peer` tells whether that can happen. Only closing the connection on the *owner's*
+  side ends it for certain: by `ReceiveAgent.reopen`, or by the owner's exit. (The sender's process
+  makes shared-memory copies, CMA; they end with the agent.) A READ needs no such fence: the
+  reader's own agent writes the bytes, so nothing lands once it is destroyed.
+- No time-out. Transfers with a peer that is stopped or cut off stay pending for ever; the caller
+  must set deadlines.
 - No protection of deregistered memory: a pool is registered once and outlives its agents' peers.
 
 Importing this module does not import nixl.
@@ -60,9 +60,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveAgent:
-    """The owner's agent: registers the pool, never posts, and provides what fillers need to write.
+    """The owner's agent: registers the pool and describes it to fillers; it never posts transfers.
 
-    Not for several threads at once.
+    One thread at a time may use it.
     """
 
     def __init__(self, name: str, region: PoolRegion) -> None:
@@ -70,15 +70,15 @@ class ReceiveAgent:
 
         Args:
             name: Role and worker, for logs; without spaces.
-            region: The pool that peers may write to. Its memory must stay mapped until this
-                agent is closed and every peer's agent too.
+            region: The pool that peers may write to. Its memory must stay mapped until this agent
+                and every peer's agent are closed.
 
         Raises:
             TransportMismatch: NIXL is not usable here.
-            TransferError: The agent cannot be made or the memory not be registered.
+            TransferError: The agent cannot be created, or the memory cannot be registered.
         """
         self.num_garbage = 0
-        """Number of notifications dropped because they were not ours."""
+        """Number of notifications that were dropped because they were not Weft's."""
         self._binding = load_binding()
         self._name = name
         self._region = region
@@ -92,8 +92,8 @@ class ReceiveAgent:
     def poll(self) -> list[Notification]:
         """Notifications since the last call, in order of arrival for each sender. Never waits.
 
-        The bytes of the write that a notification was bound to lie in the pool. What it says
-        comes from the network: epoch and lease are the caller's to check.
+        The pool has the bytes of the write to which a notification was bound. The notification
+        comes from the network, so the caller must check its epoch and lease.
 
         Raises:
             TransferError: NIXL failed, or the agent is closed.
@@ -116,9 +116,9 @@ class ReceiveAgent:
     def reopen(self) -> NixlTargetInfo:
         """Closes every connection and registers the pool again: nothing sent before can arrive.
 
-        That is the owner's half of a fence; the other half is that the sender's agent was
-        destroyed or its process is gone. Writes of all other peers fail as well, and fillers
-        must be given the new target.
+        This is the owner's half of a fence. The other half is that the sender's agent was
+        destroyed or its process is gone. Writes of all other peers fail as well, and fillers need
+        the new target.
         """
         self.close()
         self._target = self._open()
@@ -133,7 +133,7 @@ class ReceiveAgent:
         """Destroys the agent and its connections. Idempotent.
 
         Raises:
-            TransferError: The agent could not be destroyed, because something refers to it.
+            TransferError: The agent could not be destroyed, because an object still refers to it.
         """
         if self._agent is None:
             return
@@ -168,7 +168,7 @@ class ReceiveAgent:
 class _Agents:
     """One agent per peer, created on first use and closed when idle. Thread-safe.
 
-    Every call here may take milliseconds or copy megabytes: not for an event loop.
+    Calls may take milliseconds and copy megabytes; do not make them in an event loop.
     """
 
     _operation: ClassVar[Operation]
@@ -201,13 +201,13 @@ class _Agents:
         """Destroys the agent towards a peer, which ends all transfers with it.
 
         Returns:
-            Whether something was unfinished or had failed. Of writes: then bytes that the kernel
-            or the network had taken can still arrive until the owner reopens its receive agent,
-            and pages stay in quarantine. Of reads: nothing is put down any more in either case.
+            Whether a transfer was unfinished or had failed. After such a write, bytes that the
+            kernel or the network has taken can still arrive until the owner reopens its receive
+            agent, and pages must stay in quarantine. After reads nothing arrives in either case.
 
         Raises:
-            TransferError: A post did not return within `timeout_s`, or the agent would not die.
-                It may go on; call again, or end the process.
+            TransferError: A post did not return within `timeout_s`, or the agent could not be
+                destroyed. Its transfers may continue; call again, or end the process.
         """
         return self._peers.close_peer(peer_key, timeout_s)
 
@@ -230,7 +230,7 @@ class SendAgents(_Agents):
     _operation = "WRITE"
 
     def connect(self, peer_key: PeerKey, target: NixlTargetInfo) -> None:
-        """Checks a target and connects to the peer ahead of writes (32 ms, the first one 0.5 s).
+        """Checks a target and connects to the peer ahead of writes (some 32 ms; the first 0.5 s).
 
         Raises:
             TransportMismatch: The target cannot be written to from here.
@@ -247,7 +247,7 @@ class SendAgents(_Agents):
         notification: bytes,
         check: Callable[[], None] | None = None,
     ) -> TransferHandle:
-        """Posts one write of pages, with the notification bound to it. May copy before it returns.
+        """Posts one write of pages with its notification. May copy the bytes before it returns.
 
         Args:
             peer_key: Owner and epoch; one agent each.
@@ -258,8 +258,8 @@ class SendAgents(_Agents):
             check: Called right before NIXL is told to write; raises TransferError to prevent it.
 
         Returns:
-            The handle, to be polled until it ends: polling sends the notification. A failure of
-            the post itself is told by `poll` too.
+            The handle. The caller must poll it until the write ends, since polling sends the
+            notification. `poll` also reports a failure of the post itself.
 
         Raises:
             TransportMismatch: Target or page numbers do not fit; nothing was posted.
@@ -274,7 +274,7 @@ class SendAgents(_Agents):
         return self._peers.post(peer_key, target, pages, notification, check)
 
     def num_pending(self, peer_key: PeerKey) -> int:
-        """Number of incomplete writes to a peer. 0: all that was posted has arrived or failed."""
+        """Number of incomplete writes to a peer. 0: all posted writes have arrived or failed."""
         return self._peers.num_pending(peer_key)
 
 
@@ -298,18 +298,19 @@ class ReadAgents(_Agents):
         remote_pages: Sequence[int],
         local_pages: Sequence[int],
     ) -> TransferHandle:
-        """Posts one read of pages. May copy before it returns.
+        """Posts one read of pages. May copy the bytes before it returns.
 
         Args:
             peer_key: Source and its epoch; one agent each.
             target: The source's pool.
             remote_pages: Source page numbers.
-            local_pages: Destination page numbers, as many, all different. They belong to the read
-                until its handle says "done" or `close_peer` has returned.
+            local_pages: Destination page numbers, as many, all different. Nothing else may use
+                these pages until the handle says "done" or `close_peer` has returned.
 
         Returns:
-            The handle, to be polled until it ends. What was read is whatever lay there at the
-            time: nothing tells a reader that its source changes or is another one by now.
+            The handle. The caller must poll it until the read ends. The read returns the content
+            of the memory at that time: NIXL does not report that the source has changed or now
+            holds other pages.
 
         Raises:
             TransportMismatch: Target or page numbers do not fit; nothing was posted.

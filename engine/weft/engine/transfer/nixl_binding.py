@@ -57,7 +57,7 @@ def load_binding() -> Binding:
 def is_destroyed(agent: weakref.ref[Any]) -> bool:
     """Whether an agent's C++ object is gone, with its threads and connections."""
     if agent() is not None:
-        gc.collect()  # Perhaps only a cycle refers to it.
+        gc.collect()  # Frees the agent if only a reference cycle holds it.
     return agent() is None
 
 
@@ -108,7 +108,7 @@ class Binding:
             raise TransferError(f"{what}: {type(error).__name__} {error}") from cause
 
     def lanes(self, agent_name: str) -> str | None:
-        """How UCX moves this agent's bytes, in UCX's words; None if not (yet) known."""
+        """The lanes by which UCX moves this agent's bytes, as UCX logs them; None while unknown."""
         return self._log.lanes(agent_name[:_WORKER_NAME_CHARS])
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class Binding:
 
 
 class _SleepingBind:
-    """Stands in for nixl's extension module while an agent is made."""
+    """Replaces nixl's extension module while an agent is created."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -140,10 +140,10 @@ class _SleepingBind:
 
 
 class _UcxLog:
-    """UCX's log, captured in memory, since only there it names the lanes it chose.
+    """UCX's log, captured in memory, since UCX names the chosen lanes only there.
 
-    UCX reads its log settings from the environment once, when the first agent is made. Where the
-    user has set them, they stay and the lanes are unknown.
+    UCX reads its log settings from the environment once, when the first agent is created. Settings
+    of the user stay in force; the lanes are then unknown.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _UcxLog:
         try:
             yield
         finally:
-            # A child process would write to whatever has that number there.
+            # In a child process the same file descriptor may be another file.
             for name in settings:
                 del os.environ[name]
 

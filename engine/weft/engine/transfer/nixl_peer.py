@@ -1,6 +1,6 @@
 """One peer: the agent towards it, created on first use, and the transfers posted through it.
 
-A filler writes to its peers, a store reads from them. An agent does one of the two.
+A filler writes to its peers, and a store reads from them. An agent does only one of the two.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _PeerAgent:
 class TransferHandle:
     """A posted write or read, to be polled until it ends, from any thread.
 
-    NIXL sends the notification of a write when a poll finds that the bytes have arrived: a write
-    that nobody polls never tells its owner.
+    NIXL sends the notification of a write when a poll finds that the bytes have arrived. Without
+    polls, the owner never learns of the write.
     """
 
     def __init__(self, peer: Peer, handle: Any, num_bytes: int) -> None:
@@ -123,8 +123,8 @@ class TransferHandle:
 class Peer:
     """The agent towards one peer. All NIXL calls of an agent are made under one lock.
 
-    Two threads posting through one agent gain nothing, and a poll must not wait for a post that
-    copies: it says "pending" instead.
+    Two threads that post through one agent gain nothing. A poll must not wait for a post that
+    copies bytes; it says "pending" instead.
     """
 
     def __init__(
@@ -132,10 +132,11 @@ class Peer:
     ) -> None:
         self.key = key
         self.is_closed = False
-        """Whether no more transfers are accepted; the agent is or will be destroyed. Never unset.
+        """Whether the peer takes no more transfers and its agent is or will be destroyed. Never
+        unset.
         """
         self.is_fenced = False
-        """Whether it was closed by `close` rather than for lack of use."""
+        """Whether `close` closed the peer, rather than a lack of use."""
         self.last_used_s = 0.0
         self._operation = operation
         self._doing = f"{_DOING[operation]} {key[0]}"
@@ -178,8 +179,8 @@ class Peer:
             agent = self._connected(target)
             if self._operation == "READ":
                 self._require_one_sided_reads(agent)
-            # NIXL's handle refers to the agent, which a local variable would keep from being
-            # destroyed by another thread once the lock is free.
+            # NIXL's handle refers to the agent. In a local variable it would keep another thread
+            # from destroying the agent once the lock is free.
             with self._binding.calls(f"preparing {self._doing}"):
                 transfer = TransferHandle(
                     self,
@@ -216,7 +217,8 @@ class Peer:
         """Destroys the agent; returns whether transfers were unfinished or had failed.
 
         Raises:
-            TransferError: It may live: a post is running, or something holds it. Call again.
+            TransferError: The agent may still exist, since a post is running or an object refers
+                to it. Call again.
         """
         self.is_closed = self.is_fenced = True
         if not self._lock.acquire(timeout=timeout_s):

@@ -49,7 +49,7 @@ class PeerPool:
         """Creates the agent towards a peer."""
         self.check(target)
         while not self._peer(peer_key).connect(target):
-            pass  # Closed between the look-up and the call: take a new one.
+            pass  # The peer was closed between the look-up and the call: take a new one.
 
     def post(
         self,
@@ -77,7 +77,7 @@ class PeerPool:
         failed.
 
         Raises:
-            TransferError: It may live; call again.
+            TransferError: The agent may still exist; call again.
         """
         with self._lock:
             peer = self._peers.get(peer_key)
@@ -115,7 +115,7 @@ class PeerPool:
                     raise TransferError(
                         f"the agent towards {key[0]} is being closed", worker_id=key[0]
                     )
-                if peer is not None and peer.is_closed:  # For want of use: a new one may follow.
+                if peer is not None and peer.is_closed:  # For lack of use; a new one may follow.
                     peer = None
                 is_new = peer is None
                 if is_new and (key in self._peers or len(self._peers) < self._max_peers):
@@ -131,8 +131,8 @@ class PeerPool:
                 raise TransferError(f"all {self._max_peers} agents are busy")
 
     def _close_earlier(self, key: PeerKey) -> None:
-        """Closes agents towards earlier processes of the same worker, which have no use any more;
-        those whose transfers are pending are left until they are idle.
+        """Closes agents towards earlier processes of the same worker; agents with pending transfers
+        stay until they are idle.
         """
         with self._lock:
             others = [p for p in self._peers.values() if p.key[0] == key[0] and p.key != key]

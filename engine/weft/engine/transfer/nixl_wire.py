@@ -1,4 +1,4 @@
-"""Notifications and targets, which cross the wire beside the pages; checks of them; errors."""
+"""Notifications and targets, which travel beside the pages; their checks; errors of transfers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TransferError(WeftError):
     ) -> None:
         super().__init__(message, stage="transfer", worker_id=worker_id)
         self.may_still_arrive = may_still_arrive
-        """Whether NIXL may go on. Destroying the agent (`close_peer`) ends that, but not writes
-        already passed to the kernel: their destination pages stay in quarantine.
+        """Whether NIXL may continue the transfer. Destroying the agent (`close_peer`) ends that,
+        except for writes that the kernel has taken: their destinations stay in quarantine.
         """
 
 
@@ -101,7 +101,7 @@ def check_target(target: NixlTargetInfo, *, version: str, page_bytes: int) -> No
         page_bytes: This side's size of a page.
 
     Raises:
-        TransportMismatch: Something does not fit; says what.
+        TransportMismatch: A field does not fit; the message names it.
     """
 
     def require(condition: bool, message: str) -> None:
@@ -143,8 +143,8 @@ def check_pages(
     Args:
         sources: Page numbers in the pool that is read.
         destinations: Page numbers in the pool that is written.
-        num_sources: Pages of the one pool.
-        num_destinations: Pages of the other.
+        num_sources: Number of pages of the pool that is read.
+        num_destinations: Number of pages of the pool that is written.
 
     Raises:
         TransportMismatch: Counts differ or are 0, a number is out of range, or a destination

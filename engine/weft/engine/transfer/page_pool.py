@@ -23,16 +23,14 @@ class PagePool(Protocol):
         ...
 
     def commit(self, pages: Sequence[int]) -> None:
-        """Moves the targets of a batch, up to this many, into their pages; returns when the pool
-        has them.
-        """
+        """Moves the targets of a batch into these pages; returns when the pool has the bytes."""
         ...
 
     def copy_in(self, rows: Sequence[Page], pages: Sequence[int]) -> list[int]:
         """Copies rows of pinned memory into pages directly.
 
         Returns:
-            Digests of what lies in the pages then.
+            Digests of the pages' new content.
         """
         ...
 

@@ -10,8 +10,8 @@ from weft.engine.base.marks import WorkMark
 
 class PagePort(Protocol):
     """The pages that peers write to and read from, and the transfer between them and the pool
-    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). Called by the engine's thread,
-    which it never blocks.
+    (`weft.engine.transfer.digester`, `weft.engine.transfer.staged`). The engine thread calls it,
+    and no call blocks.
     """
 
     @property
@@ -21,7 +21,7 @@ class PagePort(Protocol):
 
     @property
     def max_queued_pages(self) -> int:
-        """Most pages queued for puts: they keep their place in the pool until then."""
+        """Most pages queued for puts; queued pages keep their place in the pool."""
         ...
 
     def read(self, page: int) -> bytes:
@@ -46,16 +46,16 @@ class PagePort(Protocol):
         """Starts moving a chunk into the pool, if it is not there, and computing its digests.
 
         Args:
-            tag: (lease, chunk); the digests come back with it, by `OwnerFills.on_digested`.
-            landed: Where its pages have arrived.
-            pages: Pages of the pool.
-            after: Earlier uses of these pages are over.
+            tag: (lease, chunk); `OwnerFills.on_digested` gets the digests under this tag.
+            landed: Pages in which the chunk has arrived.
+            pages: Destination pages in the pool.
+            after: Mark after which earlier uses of the destination pages are over.
         """
         ...
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """Starts computing digests of pages to put, where the store can read them; False: no room
-        now.
+        """Starts making pages readable for the store and computing their digests; False: there is
+        no room now.
         """
         ...
 

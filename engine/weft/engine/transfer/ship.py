@@ -30,7 +30,7 @@ STOPPED = "the lease was stopped"
 
 
 Shipped = ShipResult | ChunkPosted | tuple[bytes, FillEvent]
-"""What a shipper tells: an outcome, a post, or a `data` event of a lease."""
+"""An item that a shipper returns: an outcome, a post, or a `data` event of a lease."""
 
 
 @dataclass(slots=True)
@@ -53,9 +53,9 @@ class ShipThread:
     """Implements `Shipper` over NIXL writes or `data` events.
 
     Args:
-        source: the filler's own pool, and where its pages are shipped from.
-        agents: NIXL send agents; None when NIXL is not there.
-        wake: called after a result or event was queued (any thread).
+        source: Source of the filler's pages.
+        agents: NIXL send agents; None: NIXL is not available.
+        wake: Called by any thread after a result or event was queued.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ShipThread:
                 self._signal.clear()
             if self._connects:
                 self._connect(*self._connects.popleft())
-            # The next chunk is read from the pool while the one before is written.
+            # The thread reads the next chunk from the pool while the previous one is written.
             is_moving = bool(self._queue) and self._begin(self._queue[0])
             is_moving |= bool(self._reading) and self._post_read(self._reading[0])
             is_moving |= bool(self._posted) and self._poll()
@@ -225,7 +225,7 @@ class ShipThread:
         if kind == "drop":
             read.result.completed_at = time.monotonic()
         elif kind == "duplicate" and read.chunk.target is not None:
-            # Its end is awaited here, so that nothing of it arrives after the chunk's own.
+            # Wait for the duplicate, so that none of its bytes arrive after the chunk's own.
             again = self._post(read)
             while again.poll() != "done" and not self._is_closing:
                 time.sleep(MAX_POLL_S)
@@ -296,7 +296,7 @@ class ShipThread:
         assert self._agents is not None
         owner = (posted.chunk.owner_id, posted.chunk.owner_epoch)
         try:
-            # False as well when an earlier failure has closed the peer: then that one counts.
+            # Also False if an earlier failure has closed the peer, whose result counts then.
             posted.result.needs_fence |= self._agents.close_peer(owner)
         except TransferError as error:
             logger.error("the agent towards %s lives on: %s", owner[0], error)
@@ -307,6 +307,6 @@ class ShipThread:
 
 
 def _check_term(chunk: ShipChunk) -> None:
-    """Raises TransferError if the lease has expired: nothing more of it is posted."""
+    """Raises TransferError if the lease has expired: then nothing more may be posted for it."""
     if chunk.term.is_over:
         raise TransferError(RAN_OUT, worker_id=chunk.owner_id)

@@ -1,6 +1,6 @@
 """Sources that pages are shipped from: the pool itself, or copies in a staging area.
 
-Pages are shipped once the step that computed them is committed: they are there by then.
+Pages are shipped after the step that computed them is committed, so the pool has their content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.engine.transfer.digest import digest_pages
 
 
 class Reading(Protocol):
-    """Pages of a pool being made ready for shipping."""
+    """Pages of a pool that are being made ready for shipping."""
 
     @property
     def pages(self) -> Sequence[int]:
@@ -82,7 +82,7 @@ class DirectSource:
 
     Args:
         pool: uint8 `[num_pages, page_bytes]`.
-        has_digests: Take them.
+        has_digests: Whether to compute digests.
     """
 
     max_chunk_pages = None
@@ -93,7 +93,7 @@ class DirectSource:
         self._has_digests = has_digests
 
     def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> DirectReading:
-        """See `PageSource.begin`; takes the digests at once."""
+        """See `PageSource.begin`; computes the digests at once."""
         if not self._has_digests:
             return DirectReading(pages, [0] * len(pages))
         known = digests or digest_pages(self._pool, pages).tolist()

@@ -47,7 +47,7 @@ class StagingMover(Protocol):
     """Copies between pool and staging area (`weft.engine.transfer.mover`)."""
 
     def mark(self) -> WorkMark:
-        """A mark of what the engine has enqueued so far. Called by the engine's thread."""
+        """Marks the work that the engine has enqueued so far. The engine thread calls it."""
         ...
 
     def move_out(
@@ -64,13 +64,13 @@ class StagingMover(Protocol):
         *,
         with_digests: bool,
     ) -> StagingMove:
-        """Starts copying staging pages to pages of the pool, behind a mark, and computing digests
-        there.
+        """Starts copying staging pages to pages of the pool after a mark, and computing digests of
+        the pool's pages.
         """
         ...
 
     def close(self) -> None:
-        """Closes it, once no more copies are started."""
+        """Releases the mover; the caller must start no more copies."""
         ...
 
 
@@ -87,9 +87,9 @@ class StagedSource:
     """Implements `PageSource` over a staging area.
 
     Args:
-        area: Where pages are shipped from.
-        mover: Copies them there.
-        has_digests: Take digests.
+        area: Staging area from which pages are shipped.
+        mover: Copies pages to the area.
+        has_digests: Whether to compute digests.
     """
 
     def __init__(self, area: StagingArea, mover: StagingMover, *, has_digests: bool) -> None:
@@ -131,14 +131,14 @@ class _Job:
 class StagedPort:
     """Implements `PagePort`: moves landed pages into the pool, and pages for puts out of it.
 
-    A thread enqueues the copies and waits for them; the engine's thread enqueues nothing and waits
-    for nothing, but for pages that come or go as `data` where staging pages are a device's memory.
+    A thread enqueues the copies and waits for them. The engine thread does neither, except for
+    pages that travel as `data` while staging pages are in device memory.
 
     Args:
         area: The staging pages.
-        mover: Copies between it and the pool.
-        wake: Called after a result was queued (any thread).
-        has_digests: Compute digests of landed pages.
+        mover: Copies between area and pool.
+        wake: Called by any thread after a result was queued.
+        has_digests: Whether to compute digests of landed pages.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class StagedPort:
 
     @property
     def max_queued_pages(self) -> int:
-        """See `PagePort.max_queued_pages`: no more than can soon be copied."""
+        """See `PagePort.max_queued_pages`: as many as can be copied soon."""
         return min(MAX_QUEUED_PAGES, 2 * self._area.num_sending)
 
     def mark(self) -> WorkMark:
@@ -189,7 +189,7 @@ class StagedPort:
         self._jobs.put(_Job(tag, list(pages), list(landed), after))
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
-        """See `PagePort.expose`: leaves half of the sending part to shipping."""
+        """See `PagePort.expose`: leaves half of the sending part for shipping."""
         staged = self._area.take_sending(len(pages), keep=self._area.num_sending // 2)
         if staged is None:
             return False
@@ -218,7 +218,7 @@ class StagedPort:
         return {"digests": self._jobs.qsize() + len(self._out)}
 
     def close(self) -> None:
-        """Stops the thread, when all work is done or a copy does not end in time."""
+        """Stops the thread after all work, or when a copy does not end in time."""
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -229,7 +229,7 @@ class StagedPort:
             moving: deque[tuple[_Job, StagingMove]] = deque()
             is_closing = False
             while moving or not is_closing:
-                # New work is enqueued before waiting for the oldest copy.
+                # The thread enqueues new work before it waits for the oldest copy.
                 while not is_closing and (job := self._next(wait=not moving)) is not _NOTHING:
                     is_closing = job is None
                     if isinstance(job, _Job):

@@ -1,15 +1,15 @@
 """Staging pages, through which the pages of a pool on a device are transferred.
 
-What peers write to, and what is read from here by them, is this area; the pool itself is reached by
-copies between the two (`weft.engine.transfer.mover`). It has two parts:
+Peers read and write this area; copies between the area and the pool
+(`weft.engine.transfer.mover`) carry the pages further. The area has two parts:
 
     landing    destinations of fills. A page belongs to a fill from before its filler is asked until
-               its content was accepted, or until it is certain that no write to it can arrive:
-               free, used or quarantined, as pages of a pool are.
-    sending    sources of what is shipped or put: free, or used until nobody reads it any more.
+               its content is accepted, or until it is certain that no write to it can arrive.
+               States as in a pool: free, used or quarantined.
+    sending    sources of shipped or put pages: free, or used while a peer may read them.
 
-A landing page is never read by a peer and a sending page never written by one, so that neither
-waits for the other's room.
+Peers never read landing pages and never write sending pages. Each part has pages of its own, so
+that neither direction waits for room of the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StagingArea:
     """Allocates staging pages. Thread-safe: the shipping thread takes and frees pages as well.
 
     Args:
-        pages: uint8 `[num_pages, page_bytes]`, contiguous, in memory that outlives this.
+        pages: uint8 `[num_pages, page_bytes]`, contiguous, in memory that outlives the area.
         num_landing: Pages of the landing part, at least 1 and less than `num_pages`.
 
     Raises:
@@ -46,7 +46,7 @@ class StagingArea:
 
     @property
     def max_chunk_pages(self) -> int:
-        """Most pages to send in one piece, so that the next is copied while one is on its way."""
+        """Most pages of one chunk, so that the next can be copied while one is in transit."""
         return max(1, self.num_sending // 4)
 
     def take_landing(self, count: int) -> list[int] | None:
@@ -77,7 +77,7 @@ class StagingArea:
             self._landing.give(pages)
 
     def take_sending(self, count: int, *, keep: int = 0) -> list[int] | None:
-        """Allocates pages for sending; None: fewer than these and `keep` more are free."""
+        """Allocates pages for sending; None: fewer than `count + keep` pages are free."""
         with self._lock:
             return self._sending.take(count) if len(self._sending) >= count + keep else None
 

@@ -1,9 +1,9 @@
 """Memory of staging pages: pinned host memory, or memory of the pool's own device.
 
-PinnedStagingPages   reached by whatever reaches host memory: shared-memory copies, network
-                     cards, TCP, and processes without a GPU (a KV store)
-DeviceStagingPages   reached by other GPUs of this host (NVLink, PCIe) and by network cards that
-                     read and write GPU memory; all others are sent pages as `data`
+PinnedStagingPages   host memory, which shared-memory copies, network cards, TCP, and processes
+                     without a GPU (a KV store) can reach
+DeviceStagingPages   GPU memory, which other GPUs of this host (NVLink, PCIe) and some network
+                     cards can reach; other peers exchange pages as `data`
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class PinnedStagingPages:
     """Zeros in pinned host memory, `pages` as uint8 `[num_pages, page_bytes]`, which a CUDA device
     copies to and from directly.
 
-    It is ordinary memory of this process that was pinned afterwards: network cards and other
-    processes reach it as any other. A device keeps what it was told of an address until it is told
-    otherwise, so the memory is unpinned before it is given back.
+    The memory is ordinary memory of this process, pinned afterwards, so network cards and other
+    processes can reach it. A device remembers pinned addresses, so the memory must be unpinned
+    before it is released.
 
     Args:
         num_pages: How many.
@@ -63,7 +63,7 @@ class PinnedStagingPages:
         device: Device of the pool; on a CPU nothing is pinned.
 
     Raises:
-        ConfigError: There is not that much memory, or it may not be pinned.
+        ConfigError: There is not enough memory, or the process may not pin it.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
@@ -172,7 +172,7 @@ class DeviceStagingPages:
         """Waits until the device has finished its enqueued work.
 
         Raises:
-            TransferError: It has not in `SETTLE_TIMEOUT_S`.
+            TransferError: The device did not finish within `SETTLE_TIMEOUT_S`.
         """
         device = self.tensor.device
         waiting = threading.Thread(target=torch.cuda.synchronize, args=(device,), daemon=True)
@@ -187,9 +187,9 @@ class DeviceStagingPages:
 
 
 class _DeviceBytes:
-    """Implements `StagingPages` over a device's memory: every access is a copy of its own.
+    """Implements `StagingPages` over device memory; every access is a separate copy.
 
-    For what is rare or slow anyway: pages sent as `data`, and injected faults.
+    It serves rare or slow uses only: pages sent as `data`, and injected faults.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -26,12 +26,12 @@ class Transport:
     """Owns the agents and threads around one pool's exchange.
 
     Args:
-        config: role and transport. `auto` takes NIXL where it works and says so where not.
-        exchange: what peers reach of the pool.
-        wake: called from threads when there is something to take.
+        config: Role and transport. `auto` uses NIXL if it works, and logs why if it does not.
+        exchange: Memory that peers access.
+        wake: Called by background threads when there are results to take.
 
     Raises:
-        ConfigError: transport is `nixl` and NIXL does not work here.
+        ConfigError: The transport is `nixl`, and NIXL does not work here.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Transport:
 
     @property
     def target(self) -> NixlTargetInfo | None:
-        """Where fillers write; None: they send `data`. Changes with `fence`."""
+        """Describes to fillers the memory to write to; None: they send `data`. `fence` changes
+        it."""
         return self._receiver.target() if self._receiver else None
 
     @property

@@ -1,11 +1,11 @@
 """Ragged causal attention over paged K and V on a GPU.
 
-Requests that bring one row are decoded: their context is split over programs; where all bring few,
-as to verify drafts, so are they all, and always those of few where rows form trees. The others are
-extended: a program holds a tile of their rows. A step that mixes both is two launches, each of
-which leaves the other's requests out by their lengths, which only the device knows. Long prompts
-with nothing before them go to FlashAttention-3 where it is installed, else to cuDNN where that is
-faster.
+The decode kernel takes requests of one row, and splits their contexts over programs. It also takes
+requests of few rows, as for verified drafts, if all requests have few rows or rows form trees. The
+extend kernel takes the other requests; a program holds a tile of their rows. A step with both kinds
+has two launches. Each launch skips the other's requests by their lengths, which only the device
+knows. Long prompts without cached positions go to FlashAttention-3 if it is installed, else to
+cuDNN if that is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
 _FEW_OF_MANY = 8
 """A bound on the rows of a request where there may be many requests ..."""
 _FEW_REQUESTS = 8
-"""... and on the requests where each may bring more: what only some reach would cost all."""
+"""... and a bound on the requests where each may bring more rows, since all requests pay for the
+bound that only some reach."""
 
 
 def paged_attention(

@@ -1,8 +1,8 @@
 """Attention of requests that bring one row, or a few, over paged K and V on a GPU.
 
-A program holds all query heads of one KV head, for all rows of a request or a block of many, so
-that K and V are read once, and walks one split of its context; the splits are merged in their
-order, so the result of a request depends on its length and on the number of splits alone.
+A program holds all query heads of one KV head, for all rows of a request or for a block of its
+rows, so that it reads K and V once. It walks one split of the request's context. The splits are
+merged in order, so a request's result depends only on its length and on the number of splits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BLOCK_MEMBERS = 128
 """Rows of a program times query heads of a KV head, at most, where a request has more rows."""
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
-"""Programs wanted on each multiprocessor: enough loads under way to keep the memory busy."""
+"""Target number of programs per multiprocessor, whose loads keep the memory busy."""
 _PAIRS_PER_SM = 2
 """Pairs of request and head per multiprocessor from which splitting costs more than it gains."""
 
@@ -99,7 +99,7 @@ def decode_attention(
     is_float32 = q.dtype == torch.float32
     tile, warps = launch_shape(q.dtype, dim, max_rows)
     block_rows = rows_of_program(q.dtype, group, max_rows)
-    # What tensor cores take at least.
+    # Tensor cores take at least 16 rows.
     block_group = max(1 if is_float32 else 16, triton.next_power_of_2(block_rows * group))
     blocks = requests * (max_rows // block_rows)
     share = 1
@@ -170,7 +170,7 @@ def decode_attention(
         **launch_options(q.device),
     )
     if splits > 1:
-        # The fewer programs: one a row that there is, or one a row that there may be.
+        # Launch a program per actual row or per possible row, whichever is fewer.
         is_by_token = max_rows > _SMALL_ROWS and tokens < requests * max_rows
         _merge_kernel[(tokens if is_by_token else requests * max_rows, heads)](
             out,
@@ -240,7 +240,7 @@ def launch_shape(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchSha
 
 
 def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
-    """Tiles whose loads are under way in a program: their memory is what bounds the programs."""
+    """Number of tiles that a program loads ahead; their memory limits the number of programs."""
     if q.dtype == torch.float32:
         return 1
     is_crowded = splits > 1 and programs >= _PAIRS_PER_SM * num_multiprocessors(q.device)
@@ -524,7 +524,9 @@ def _hide(
     root: tl.tensor,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Leaves each row what it sees of a tile; with `words` those from `root` on that they name."""
+    """Hides positions of a tile that a row does not see; with `words`, also the rows from `root`
+    on that its word does not name.
+    """
     is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
     if WINDOW > 0:
         is_hidden |= position[None, :] <= at[:, None] - WINDOW

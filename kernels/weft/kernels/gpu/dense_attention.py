@@ -20,7 +20,7 @@ MIN_FLOPS = 100e9
 def is_dense(tokens: int, requests: int, max_q_len: int, max_kv_len: int) -> bool:
     """Whether all requests bring equally many rows and have nothing before them.
 
-    The bounds say it all: `requests` times `max_q_len` rows leave no request a shorter one, and no
+    The bounds suffice: with `requests` times `max_q_len` rows no request can be shorter, and no
     context is longer than `max_kv_len`.
     """
     return tokens == requests * max_q_len and max_kv_len == max_q_len

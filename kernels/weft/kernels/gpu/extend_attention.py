@@ -1,9 +1,10 @@
 """Causal attention of requests that bring several rows, over paged K and V on a GPU.
 
-A program holds a tile of one request's rows under one head and walks what they see: the pages of
-the positions before the step, then the step's own K and V, up to the diagonal. Own K and V are read
-dense where the caller has them, so that a cold prompt reads no page, else from their pages too.
-With a window the walk begins with the first tile that the first row sees some of.
+A program holds a tile of one request's rows under one head and walks the positions that they see:
+first the pages of positions before the step, then the step's own K and V up to the diagonal. If the
+caller has own K and V outside the pool, the kernel reads them there, and a prompt without cached
+positions reads no page; else it reads them from pages too. With a window the walk begins with the
+first tile of which the first row sees a part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.kernels.gpu.softmax import capped, with_sink
 
 
 class PromptRows(NamedTuple):
-    """The rows of a step by request, those of padding as one more."""
+    """The rows of a step by request; rows of padding count as one more request."""
 
     cu_lens: torch.Tensor
     """[R + 2] int32: first row of each, and the number of all."""
@@ -303,7 +304,7 @@ def _extend_kernel(
             )  # fmt: skip
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)
-    # By a window rows beyond a request's may see nothing.
+    # With a window, rows beyond the request's own may see no position.
     mixed = mixed / (tl.where(total > 0.0, total, 1.0) if WINDOW > 0 else total)[:, None]
     if FIRST_POSITION > 0:
         mixed = tl.where((last_seen >= FIRST_POSITION)[:, None], mixed, 0.0)

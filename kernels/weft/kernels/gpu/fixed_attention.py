@@ -1,10 +1,11 @@
 """Attention on a GPU whose rows are the same bits whatever other rows there are.
 
-One kernel for requests of any number of rows. K and V come from pages, in tiles of positions from
-position 0 on; what a row does not see of a tile adds exact zeros. Contexts are cut into segments at
-absolute positions, whose sums are merged in their order, with one arithmetic: by the program that
-walks them all, or, where programs are few, by a launch behind programs of one segment each (KV
-splits of a fixed size: H. He et al., Defeating Nondeterminism in LLM Inference, 2025).
+One kernel takes requests of any number of rows. It reads K and V from pages, in tiles of positions
+from position 0 on; positions of a tile that a row does not see add exact zeros. Contexts are cut
+into segments at absolute positions, and the sums of segments are merged in order, always with the
+same arithmetic. One program merges all segments that it walks; if there are few programs, each
+takes one segment, and a second launch merges them (KV splits of a fixed size: H. He et al.,
+Defeating Nondeterminism in LLM Inference, 2025).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import with_sink
 
 SEGMENT = 1024
-"""Positions; of all models and steps, for results depend on it. A multiple of every tile."""
+"""Positions of a segment, a multiple of every tile. It is the same for all models and steps, since
+results depend on it."""
 _PROGRAMS_PER_SM = 2
 """Programs per multiprocessor from which separate segments gain nothing."""
 _MAX_PARTS = 4096

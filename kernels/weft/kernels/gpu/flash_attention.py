@@ -5,9 +5,9 @@ captured for any of them. On an H200 it computes 1.3 times as fast as the Triton
 rows on, and 1.2 times as fast as cuDNN, not below. It does not see what is cached before a prompt:
 what is installed has no pages, and merging its result with the rest costs more than it gains.
 
-A tile at the end of a prompt takes in rows that follow it, with weights of zero: what is not finite
-there would spread. So padding is computed as a prompt of its own, instead of leaving what its
-memory had, and steps with adapters, which may bring such values by themselves, go elsewhere.
+A tile at the end of a prompt also reads the rows after it, with weights of zero, so that values
+there that are not finite would spread. Therefore padding is computed as a prompt of its own, and
+steps with adapters, which may produce such values, use other kernels.
 """
 
 from __future__ import annotations

@@ -39,12 +39,14 @@ from weft.kernels.quantised import Fp8Experts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MAX_FORKED_ROWS = 256
-"""Most rows whose low-rank additions are computed beside the products, which leave the GPU room."""
+"""Most rows for which the low-rank additions run concurrently with the products, which leave parts
+of the GPU idle."""
 MAX_PAIRED_ROWS = 256
 """Most rows whose low-rank additions are computed pair by pair between the products."""
 
 TokenRanks = SideStreamWork[torch.Tensor]
-"""Each token's ranks for gate and up, which all experts share, computed beside the router."""
+"""Each token's ranks for gate and up if all experts share A, computed concurrently with the router.
+"""
 
 
 class _Sorted(NamedTuple):
@@ -62,7 +64,7 @@ class _Sorted(NamedTuple):
 def begin_ranks(
     x: torch.Tensor, lora: ExpertAddition | None, experts: int, inner: int, *, is_fixed: bool
 ) -> TokenRanks | None:
-    """Ranks that need nothing of the router: begun before it, they are complete when it is.
+    """Starts the ranks that do not depend on the router; they are complete when the router is.
 
     Args:
         x: [T, H], contiguous, the experts' input.
@@ -235,7 +237,7 @@ def _in_turn(
     *,
     is_fixed: bool,
 ) -> _Sorted:
-    """Both products; what is added to the first one is computed before it."""
+    """Computes both products; the addition to the first one is computed before it."""
     (rows, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     pairs = ids.numel()
     options, device = launch_options(x.device), x.device
@@ -286,9 +288,10 @@ def _paired(
     lora: ExpertAddition,
     ranks: TokenRanks | None,
 ) -> _Sorted:
-    """Both products, and additions pair by pair between them.
+    """Computes both products, with additions pair by pair between them.
 
-    `ranks`: what experts share; otherwise each pair's are computed beside the first product.
+    `ranks` are the ranks if experts share A; otherwise each pair's ranks are computed concurrently
+    with the first product.
     """
     hidden, (experts, _, width), top_k = x.shape[1], w2.shape, ids.shape[1]
     pairs, device = ids.numel(), x.device

@@ -110,8 +110,8 @@ def _direct_inner_kernel(
 ) -> None:
     """inner[pair] = gate of x[row] and up of x[row] made one, some columns of it.
 
-    While a column is summed the weights of the next one are on their way. They are read once: the
-    cache is to keep what is read again.
+    While a column is summed, the weights of the next one are being loaded. Weights are read once
+    and bypass the cache, which keeps data that is read again.
     """
     wait_for_last(IS_DEPENDENT)
     # Only now: `_direct_out_kernel` reads ids and shares before its own wait.

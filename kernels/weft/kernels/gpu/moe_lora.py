@@ -1,10 +1,10 @@
 """Low-rank additions to experts on a GPU.
 
-Of few tokens hardly two pairs share an adapter's expert, and each pair is computed by itself. Of
-many, pairs are sorted by expert and computed in tiles (`moe_lora_tiles.py`).
+With few tokens hardly two pairs share an adapter's expert, so each pair is computed by itself. With
+many tokens, pairs are sorted by expert and computed in tiles (`moe_lora_tiles.py`).
 
-What all experts of an adapter share is used once a token: A of gate and up before tokens are paired
-with experts, B of down after the pairs' ranks are added up.
+Matrices that all experts of an adapter share are applied once per token: A of gate and up before
+tokens are paired with experts, and B of down after the pairs' ranks are added up.
 """
 
 from __future__ import annotations

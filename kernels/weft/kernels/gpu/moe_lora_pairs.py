@@ -1,13 +1,13 @@
 """Low-rank additions to experts on a GPU while tokens decode: in the kernels between the products.
 
-Of up to some hundred tokens, each with an adapter of its own, hardly two pairs of a token and an
-expert share an adapter's expert: what is read of A and B is what pairs need, and a launch more
-takes longer than reading it. So the launch that takes the activation of gate and up adds their
-ranks times B, and brings the ranks of down; those are multiplied with a B that experts share by
-the launch that sums a token's pairs.
+Among up to some hundred tokens, each with an adapter of its own, hardly two pairs of a token and an
+expert share an adapter's expert. Pairs then share no reads of A and B, and an additional launch
+takes longer than the reads. So the launch that computes the activation of gate and up also adds
+their ranks times B and computes the ranks of down. If experts share the B of down, the launch that
+sums a token's pairs multiplies the ranks by it.
 
-Both load B before they wait for the product ahead of them, and what B is found by: slots and
-experts. `activate_pairs` and the product before it say which launches may not begin early for that.
+Both launches load slots, experts and B before they wait for the product ahead of them. Therefore
+some launches must not begin early; `activate_pairs` and the product before it say which.
 """
 
 from __future__ import annotations

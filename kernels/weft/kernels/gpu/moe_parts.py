@@ -1,4 +1,4 @@
-"""What else than two matrices the experts of a mixture have: biases, and their gating."""
+"""The parts of a mixture's experts besides their matrices: biases and gating."""
 
 from __future__ import annotations
 

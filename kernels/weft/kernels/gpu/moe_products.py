@@ -17,7 +17,8 @@ from weft.kernels.gpu.moe_tiles import Tiles
 from weft.kernels.quantised import FP8_GROUP, Fp8Experts
 
 MIN_COPIED_ROWS = 128
-"""Pairs of a block from which on the copy engine fetches weights: loads cost registers there."""
+"""Least pairs of a block for which the copy engine fetches weights, since loads would cost
+registers."""
 MIN_HALVED_ROWS = 128
 """Pairs of a block from which on a block of at most half as many is multiplied as half of one: of
 fewer, tensor cores take no less time.
@@ -62,7 +63,7 @@ def multiply_sorted(
     inner = min(tile.depth * 2 // x.dtype.itemsize, triton.next_power_of_2(depth))
     data, scaling = data_of(weight)
     if scaling["SCALE_ROWS"]:
-        # Deeper tiles in fewer steps: what is under way stays as much.
+        # Deeper tiles take fewer stages, so that as many bytes are being loaded.
         stages = max(2, tile.stages * inner // FP8_GROUP)
         columns_at_once = min(tile.columns, scaling["SCALE_ROWS"])
         tile, inner = tile._replace(columns=columns_at_once, stages=stages), FP8_GROUP

@@ -97,8 +97,9 @@ def _route_kernel(
 def choose(
     values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of logits [R, B] of rows the experts' shares, and each chosen one's place among the chosen of
-    its row in ascending order, else -1. A logit that is no number makes its row's shares none.
+    """From the logits [R, B] of rows, the experts' shares, and the place of each chosen expert
+    among its row's chosen experts in ascending order, else -1. A NaN logit makes its row's shares
+    NaN.
     """
     chosen = best(values, exists, TOP_K)
     is_chosen = chosen == 1
@@ -112,8 +113,8 @@ def choose(
 def best(values: tl.tensor, exists: tl.tensor, TOP_K: tl.constexpr) -> tl.tensor:
     """1 where a row [R, B] of numbers has its largest, else 0; of equal ones the first."""
     expert = tl.arange(0, values.shape[1])[None, :]
-    # As whole numbers in the order of the logits, the largest of which a warp finds with one
-    # instruction. Numbers that are none come first: left out, they would go unnoticed.
+    # Converted to integers in the order of the logits, since a warp finds the largest integer with
+    # one instruction. NaN sorts first: otherwise it would go unnoticed.
     bits = values.to(tl.int32, bitcast=True)
     left = tl.where(values == values, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     left = tl.where(exists, left, -0x7FFFFFFF)

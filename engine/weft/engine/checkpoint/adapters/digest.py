@@ -19,7 +19,8 @@ from weft.engine.checkpoint.adapters.peft_config import variants_of
 _VERSION = b"weft-adapter-3"
 _PIECE_BYTES = 1 << 22
 _CORES_OF_A_THREAD, _MAX_THREADS = 4, 4
-"""BLAKE2b takes longer than all else of a load: 0.4 to 1.2 GB/s a core."""
+"""Cores per hashing thread, and most threads. They hash in parallel, since BLAKE2b (0.4 to 1.2 GB/s
+per core) takes most of the time of a load."""
 # Fields that change hidden states or logits, or whether the adapter is accepted. Fields about its
 # training, such as dropout and paths, do not count.
 _FIELDS = (
@@ -45,13 +46,13 @@ _UNORDERED = ("target_modules", "target_parameters", "exclude_modules", "modules
 
 
 def adapter_digest(directory: Path, *, is_lenient: bool = False) -> bytes:
-    """BLAKE2b-256 over an adapter's content, independent of its name and location; of its weights
-    over the digests of their pieces, which are made side by side.
+    """BLAKE2b-256 over an adapter's content, independent of its name and location. The weights
+    enter it by the digests of their pieces, which threads compute in parallel.
 
     Args:
         directory: PEFT directory.
-        is_lenient: Whether it is to be read with what cannot be applied left out: that may give
-            other text, so it is another adapter.
+        is_lenient: Whether a read leaves out tensors that cannot be applied. That may change the
+            generated text, so the digest differs.
 
     Returns:
         32 bytes.
@@ -77,7 +78,7 @@ def digest_of(files: AdapterFiles, *, is_lenient: bool = False) -> bytes:
 
 
 def _piece_digests(files: AdapterFiles) -> list[bytes]:
-    """Digests of the weight file's pieces, made by some threads."""
+    """Digests of the weight file's pieces, computed by several threads."""
     pieces = files.pieces(_PIECE_BYTES)
     digests, errors = [b""] * len(pieces), list[Exception]()
     num_threads = min(_MAX_THREADS, max(1, num_cores() // _CORES_OF_A_THREAD))
@@ -107,10 +108,10 @@ def _piece_digests(files: AdapterFiles) -> list[bytes]:
 class Hashing:
     """Computes `digest_of` in a thread while others read the same file.
 
-    A context manager: whoever leaves it may close the file.
+    It is a context manager; after its exit the caller may close the file.
 
     Args:
-        files: Open until it is left.
+        files: Open files; they must stay open until the exit.
         is_lenient: See `adapter_digest`.
     """
 
@@ -159,9 +160,10 @@ def _value(config: Mapping[str, Any], name: str) -> Any:
     value = config.get(name)
     if name in _UNORDERED and isinstance(value, list):
         return sorted(map(str, value))
-    # Of patterns the first that matches counts: their order is kept.
+    # The first matching pattern applies, so the order of patterns is kept.
     if isinstance(value, dict):
         value = list(value.items())
-    # Empty is as good as absent, but for the modules: none, or all. And 0 is a number.
+    # Empty values count as absent, except empty target_modules, which differ from absent ones.
+    # 0 is a number and no empty value.
     is_empty = value is False or (value == [] and name != "target_modules")
     return None if is_empty else value

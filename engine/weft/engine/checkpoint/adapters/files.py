@@ -32,8 +32,8 @@ TEXT_FILES: Mapping[str, int] = {
     "chat_template.jinja": 2 << 20,
     "chat_template.json": 2 << 20,
 }
-"""Files of an adapter's own tokenizer, and the largest size of each in bytes. They count where the
-first one is there.
+"""Files of an adapter's own tokenizer, and the largest size of each in bytes. An adapter has a
+tokenizer if it has the first file.
 """
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -79,8 +79,8 @@ class TensorEntry:
 class AdapterFiles:
     """An open adapter directory: its configuration and the header of its tensors.
 
-    Reads by file descriptor and never by mmap: a file that somebody cuts short in the meantime is
-    then an error and not the end of the process.
+    It reads by file descriptor and never by mmap: if another process truncates the file, the read
+    raises an error instead of killing this process.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any], weights: int) -> None:
@@ -173,8 +173,8 @@ def open_adapter(directory: Path) -> Iterator[AdapterFiles]:
 def _open_inside(directory: Path, name: str) -> int:
     """Opens a regular file that lies in the directory itself; returns its descriptor.
 
-    The name is resolved and then opened without following links: a link that is put in its place in
-    between is refused by the system.
+    The function resolves the name and then opens it without following links. If the file was
+    replaced by a link meanwhile, the system refuses to open it.
     """
     path = directory / name
     try:
@@ -184,7 +184,7 @@ def _open_inside(directory: Path, name: str) -> int:
                 f"adapter {directory}: {name} is a link to {real}, outside the directory; "
                 "copy the file itself (cp -rL)"
             )
-        # Without O_NONBLOCK a FIFO would be waited for.
+        # Without O_NONBLOCK the open would block on a FIFO.
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise AdapterError(f"adapter {directory}: {_missing(directory, name)}") from error

@@ -17,8 +17,8 @@ class LoraLimits:
     max_loras: int
     """Most adapters on the device at once."""
     memory_bytes: int
-    """The setting from which the number of device rows follows; rows of a draft head come in
-    addition.
+    """Bytes of device memory as set, which determine the number of device rows; rows of a draft
+    head come in addition.
     """
     num_rows: Needs
     """Device rows by kind of projection, for all kinds that can be changed."""
@@ -51,7 +51,7 @@ class LoraLimits:
             num_bytes: Bytes of its weights on the host.
 
         Raises:
-            AdapterError: It does not, with the arithmetic.
+            AdapterError: The adapter does not fit; the message shows the arithmetic.
         """
         if num_bytes > self.host_bytes:
             raise AdapterError(
@@ -79,7 +79,7 @@ class LoraLimits:
             is_pinned: Whether it is to be pinned.
 
         Raises:
-            AdapterError: They do not, with the arithmetic.
+            AdapterError: They leave too little room; the message shows the arithmetic.
         """
         if is_pinned:
             self._check_rows(name, needs, _sum(pinned), f"{len(pinned)} pinned have the others")

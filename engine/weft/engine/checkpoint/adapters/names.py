@@ -63,8 +63,8 @@ _EXPERT_LEAVES: Mapping[str, tuple[str, ...]] = {
 VOCABULARY = ("embed_tokens", "lm_head")
 
 
-# PEFT wraps the parameters of all experts, gate_up_proj and down_proj, one around the other: which
-# of them a name means, shapes tell.
+# PEFT nests its wrappers of the experts' parameters gate_up_proj and down_proj. Only shapes tell
+# which of the two parameters a name means.
 _WRAPPERS = (None, "base_layer")
 
 

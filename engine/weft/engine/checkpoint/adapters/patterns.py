@@ -1,8 +1,7 @@
-"""Untrusted regular expressions: those that are slow by their form are refused, and no match may
-take long.
+"""Untrusted regular expressions: refuses slow forms, and limits the time of a match.
 
-Python's own matching holds the interpreter: an expression that backtracks for ever would stop the
-engine, not only the load of its adapter.
+Python's `re` holds the GIL while it matches: an expression that backtracks for ever would stop the
+whole engine, not only the load of its adapter.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class _Group:
 
 
 def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str] | None:
-    """Matches the begin of a name as `re.match` does, or all of it, while other threads go on.
+    """Matches the beginning of a name as `re.match` does, or all of it; releases the GIL.
 
     Raises:
-        AdapterError: It takes too long.
+        AdapterError: The match takes too long.
     """
     try:
         matched = regex.fullmatch if is_whole else regex.match
@@ -56,8 +55,8 @@ def match(pattern: str, name: str, *, is_whole: bool = False) -> regex.Match[str
 def is_quick(pattern: str) -> bool:
     """Whether matching a name takes time bounded by a small power of its length.
 
-    Refused are repeats of what has repeats or alternatives in itself (exponential), and more than a
-    few repeats in a row (a power of the length each).
+    False for repeats of groups that contain repeats or alternatives (exponential time), and for
+    more than a few repeats in a row (each adds a power of the length).
     """
     if len(pattern) > _MAX_LENGTH:
         return False

@@ -20,7 +20,7 @@ from weft.engine.checkpoint.adapters.patterns import is_quick, match
 ALL_LINEAR = "all-linear"
 
 _UNLIKE_RE = re.compile(r"\[\[:|(?<!\\)\{(?!\d+(?:,\d*)?\}|,\d+\})")
-"""Forms that `regex`, which matches, reads otherwise than `re`, by which PEFT matches."""
+"""Forms that the `regex` library, used here, reads differently from `re`, which PEFT uses."""
 _LAYER_OF = r".*?\.[^.]*\.(?P<layer>\d+)\."
 
 VARIANTS: Mapping[str, str] = {
@@ -39,7 +39,7 @@ VARIANTS: Mapping[str, str] = {
 
 _INITIALISED = "init_lora_weights"
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Begins of its values with which PEFT changes the base's weights too, also when it loads."""
+"""Prefixes of its values with which PEFT also changes the base's weights, even on load."""
 
 
 def variants_of(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -148,8 +148,8 @@ class PeftConfig:
         return any(name in self.target_modules or self._has_layer(name) for name in names)
 
     def _pattern_names(self, names: Sequence[str]) -> Sequence[str]:
-        """The names that patterns of ranks and alphas are for: where PEFT wraps a parameter, as it
-        does with routers that are no linear modules, its name and not the module's.
+        """The names that patterns of ranks and alphas match: the parameter's name if PEFT wraps a
+        parameter (as for routers that are not linear modules), else the module's name.
         """
         return [name for name in names if _lists(self.target_parameters, name)] or names
 

@@ -1,7 +1,7 @@
 """Plans how an adapter's tensors apply to the model, from the file's header alone. No torch.
 
-Nothing of the tensors' contents is read here, so that nothing in a file can make a worker reserve
-memory before its sizes are known to be sound.
+This module does not read the tensors' contents, so that a worker reserves memory only after it has
+checked all sizes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def plan_adapter(
         config: The model that it is for.
         max_rank: Largest rank of any module.
         parts: Which of `PARTS` are applied.
-        is_lenient: Tensors that cannot be applied are left out in the place of refusing the whole.
+        is_lenient: Leave out tensors that cannot be applied, instead of refusing the adapter.
         num_tokens: See `read_adapter`.
 
     Raises:
@@ -171,7 +171,7 @@ class _Planner:
             if parsed.part == "magnitude":
                 raise self.error(f"tensor {name}: DoRA is not supported")
             if parsed.part == "original" and parsed.module.kinds:
-                # PEFT saves what it has replaced as well when the vocabulary has grown.
+                # If the vocabulary has grown, PEFT also saves the parameter that was replaced.
                 continue
             if parsed.part in ("bias", "original", "other"):
                 self._leave_out("only LoRA matrices and saved embeddings are applied", name)
@@ -374,7 +374,7 @@ class _Planner:
     def _vocabulary_rows(self, name: str) -> int:
         shape = self.files.tensors[name].shape
         rows = shape[0] if shape else 0
-        # A model may have more rows than tokens: who resizes its vocabulary then takes some away.
+        # A model may have more rows than tokens; resizing its vocabulary then removes rows.
         if rows < self.config.vocab_size and rows < (least := self.num_tokens()):
             raise self.error(
                 f"tensor {name} has shape {shape}, fewer rows than the vocabulary's {least} tokens"
@@ -384,7 +384,7 @@ class _Planner:
     def _token_ids(self, module: ModuleName, name: str, rows: int) -> tuple[int, ...]:
         names = module.names
         if module.rest == "lm_head" and self.config.tie_word_embeddings:
-            # Saved once more with an embedding that was resized; the embedding's are meant.
+            # PEFT saves them again with a resized embedding; they are the embedding's tokens.
             names += parse_module("embed_tokens").names
         for key, ids in self._peft.token_indices.items():
             if any(full == key or full.endswith(f".{key}") for full in names):

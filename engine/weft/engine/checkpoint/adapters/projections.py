@@ -19,7 +19,7 @@ SHARED_EXPERTS = "shared_experts"
 EMBED_TOKENS, LM_HEAD = "embed_tokens", "lm_head"
 B_SUFFIX = ".b"
 WHOLE_SUFFIX = ".whole"
-"""Of kinds whose rows are whole matrices that take the place of the model's."""
+"""Suffix of kinds whose rows are whole matrices that replace the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Projection:
         Args:
             item_bytes: Bytes of a number.
         """
-        # On a CPU blocks of columns are filled up.
+        # On a CPU columns are padded to whole blocks.
         columns = -(-self.out_features // B_COLUMNS) * B_COLUMNS
         a, b = (ROW_RANK * size * item_bytes for size in (self.in_features, columns))
         if not self.is_expert:

@@ -1,4 +1,4 @@
-"""Rows of the device's adapter memory: what adapters need of them, and which each one has."""
+"""Rows of the device's adapter memory: the rows that adapters need, and those that each one has."""
 
 from __future__ import annotations
 

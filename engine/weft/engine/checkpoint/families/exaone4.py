@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind the blocks alone, normalised heads, layers without rotation."""
+"""EXAONE 4: norms only after the blocks, normalised heads, layers without rotation."""
 
 from __future__ import annotations
 

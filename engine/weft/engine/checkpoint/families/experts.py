@@ -1,4 +1,4 @@
-"""What the configurations of families say of their mixtures of experts."""
+"""Reads the mixtures of experts from the configurations of families."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def ernie_experts(config: Fields) -> MoEConfig:
 
 
 def deepseek_v2_experts(config: Fields) -> MoEConfig:
-    """DeepSeek V2's: a softmax, whose best experts' groups may limit the choice."""
+    """DeepSeek V2's: a softmax; the choice may be limited to the groups of the best experts."""
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise config.error("topk_method", f"{method!r} is not supported for this architecture")
@@ -140,13 +140,13 @@ def deepseek_v2_experts(config: Fields) -> MoEConfig:
 
 
 def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = True) -> MoEConfig:
-    """DeepSeek V3's, and those of GLM-4.5 and dots: sigmoids with a correction, and groups that are
-    as good as their two best experts.
+    """DeepSeek V3's, and those of GLM-4.5 and dots: sigmoids with a correction; a group's score is
+    the sum of its two best experts' scores.
 
     Args:
         config: The configuration.
-        num_dense: First layers without experts, where it does not say.
-        renormalises: Whether shares add up to 1, where it does not say.
+        num_dense: Default number of first layers without experts.
+        renormalises: Default of whether shares add up to 1.
     """
     method = config.text("topk_method", "noaux_tc")
     if method != "noaux_tc":

@@ -1,4 +1,4 @@
-"""What readers of families have in common. Pure Python."""
+"""Common code of the readers of families. Pure Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.checkpoint.rope import RopeConfig, rope_config
 FULL, SLIDING = "full_attention", "sliding_attention"
 _TOWERS = ("vision_tower", "multi_modal_projector")
 VISION = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
-"""Prefixes of what is left out of models that see images too."""
+"""Prefixes of tensors that are left out of models that also take images."""
 
 _MOST_BEHIND = 8
 
@@ -104,7 +104,7 @@ class Family:
         """Whether each layer's attention is full or has a window.
 
         Args:
-            default: Says so of a layer, from 0, where the file has no list.
+            default: Returns the kind of a layer, from 0, if the file has no list.
         """
         listed, count = self.fields.get("layer_types"), self.num_layers
         if listed is None:
@@ -141,12 +141,12 @@ class Family:
         """The model's configuration.
 
         Args:
-            decoder: What its layers are made of.
+            decoder: Parts of the layers.
             head_dim: Size of a head.
             window: Layers with a sliding window.
-            names: What the checkpoint calls its parts.
-            is_tied: Whether the embedding is the LM head too where the file does not say.
-            kv_heads: K and V heads where the file does not say; None: as many as query heads.
+            names: Names of the checkpoint's parts.
+            is_tied: Default of whether the embedding is also the LM head.
+            kv_heads: Default number of K and V heads; None: as many as query heads.
             moe: Experts of some layers.
             latent: Sizes of latent attention.
         """
@@ -154,7 +154,7 @@ class Family:
         if moe is not None and decoder.mlp.activation != "silu":
             raise fields.error("hidden_act", "experts are supported with silu alone")
         rotated = [layer.rope for layer in decoder.layers if layer.rope is not None]
-        # Other sections may leave it to the whole file, or the other way round.
+        # The field may be in the text model's section or at the top of the file.
         tied = fields.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", is_tied))
         config = ModelConfig(
             architecture=whole.get("architectures")[0],
@@ -188,7 +188,7 @@ class Family:
 
 
 def behind(num_layers: int) -> tuple[str, ...]:
-    """Prefixes of the layers behind those that a model has: they predict further tokens."""
+    """Prefixes of extra layers after the model's own, which predict further tokens."""
     return tuple(f"model.layers.{num_layers + number}." for number in range(_MOST_BEHIND))
 
 

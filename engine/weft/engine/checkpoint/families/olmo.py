@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind the blocks alone, and of q and k over all heads together."""
+"""OLMo 2 and 3: norms only after the blocks; norms of q and k over all heads together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_olmo2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 
 
 def read_olmo3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """OLMo 3: windows in three of four layers, which are not scaled where the others are."""
+    """OLMo 3: windows in three of four layers; rope scaling applies only to the other layers."""
     family = Family(raw, generation, where)
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % 4 else FULL)
     return _config(family, {kind: _olmo3_rope(family, kind) for kind in set(kinds)}, kinds)

@@ -1,7 +1,8 @@
 """A rank other than the first: `python -m weft.engine.executor.ranks.follow FD PARENT_PID`.
 
-It loads its share as rank 0 does, agreeing after each phase, then runs what rank 0 sends. It ends
-with rank 0: by the kernel, by the group's end, or when it fails itself.
+The process loads its share of the model as rank 0 does, and all ranks agree after each phase. Then
+it runs the frames that rank 0 sends. It ends when rank 0 dies (the kernel kills it), when the group
+ends, or when it fails itself.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 
 UNBOUNDED = 1 << 62
-"""Pages of a rank that has no bound of its own."""
+"""Number of pages that a rank offers if its own memory sets no bound."""
 
 
 class Following:
-    """The other ranks, as a rank other than the first has them; implements `Others`."""
+    """Implements `Others` for a rank other than rank 0."""
 
     def __init__(self, link: RankLink, rank: int, group: SharedGroup, store_path: str) -> None:
         self.rank = rank
@@ -64,7 +65,7 @@ class Following:
 
 
 def load(config: EngineConfig, others: Following) -> LocalExecutor:
-    """Loads this rank's share; the mirror image of what rank 0 does."""
+    """Loads this rank's share, in the same phases as rank 0."""
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
@@ -108,7 +109,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
 
 
 def follow(executor: LocalExecutor, group: SharedGroup) -> None:
-    """Runs what rank 0 sends, until the group ends.
+    """Runs the frames that rank 0 sends, until the group ends.
 
     Raises:
         RanksLost: The group ends.
@@ -149,7 +150,7 @@ def main(argv: list[str]) -> int:
         gc.collect()
         gc.freeze()
         others.agree("ready")
-        # Rank 0 waits no longer, and says what is the matter.
+        # Rank 0 has half this limit, so that it times out first and reports the error.
         group.limit(2 * config.rank_timeout_s)
         follow(executor, group)
     except LinkClosed:

@@ -1,8 +1,8 @@
-"""Frames from rank 0 to the others: a step, the tokens drawn in one, or work on pages, as plain
-arrays.
+"""Frames from rank 0 to the other ranks: a step, the tokens drawn in a step, or work on pages, as
+plain arrays.
 
     header      kind, counts, and the length of each array (-1: None)
-    arrays      int64, one behind the other, in the order of the header
+    arrays      int64, one after another, in the order of the header
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _WORK: dict[int, Literal["zero", "poison"]] = {_ZERO: "zero", _POISON: "poison"}
 
 
 class NewPages(NamedTuple):
-    """Entries of the page table that the others lack, by slot."""
+    """Entries of the page table that the other ranks lack, by slot."""
 
     slots: Int64Array
-    """[K]."""
+    """[K]: slots with new entries."""
     firsts: Int64Array
-    """[K]: the first new entry of each."""
+    """[K]: index of each slot's first new entry."""
     ends: Int64Array
-    """[K]: behind the last one."""
+    """[K]: index after each slot's last new entry."""
     pages: Int64Array
-    """The pages of all, one slot's behind another's."""
+    """The new entries of all slots, slot after slot."""
 
     def enter(self, table: PageTable) -> None:
-        """Sets them."""
+        """Enters them into a page table."""
         begin = 0
         for slot, first, end in zip(*(a.tolist() for a in self[:3]), strict=True):
             table.enter(slot, first, self.pages[begin : begin + end - first])
@@ -59,20 +59,20 @@ class Tokens(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The argument of `Executor.copy`, of ranks whose pools are their own."""
+    """The argument of `Executor.copy`, for ranks that have a pool of their own."""
 
     copies: list[PageCopy]
 
 
 class Pages(NamedTuple):
-    """The same for `Executor.zero` and `Executor.poison`."""
+    """The argument of `Executor.zero` or `Executor.poison`, for ranks with a pool of their own."""
 
     what: Literal["zero", "poison"]
     pages: list[int]
 
 
 def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
-    """A frame of a step whose drafts the host knows."""
+    """Encodes a step; its drafts must be on the host."""
     assert step.drafts is None, "drafts of another rank's device"
     assert not step.pooled, "ranks make no vectors"
     scores = [
@@ -92,17 +92,17 @@ def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
 
 
 def encode_tokens(tokens: Int64Array) -> list[bytes]:
-    """A frame of drawn tokens."""
+    """Encodes drawn tokens."""
     return [np.array([_TOKENS], np.int64).tobytes(), tokens.tobytes()]
 
 
 def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
-    """A frame of copies of pages."""
+    """Encodes copies of pages."""
     return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
 
 
 def encode_pages(what: Literal["zero", "poison"], pages: Sequence[int]) -> list[bytes]:
-    """A frame of pages that are zeroed or poisoned."""
+    """Encodes pages to zero or to poison."""
     return [np.array([_ZERO if what == "zero" else _POISON, *pages], np.int64).tobytes()]
 
 

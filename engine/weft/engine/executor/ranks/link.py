@@ -1,4 +1,4 @@
-"""Messages between rank 0 and another rank while they start: JSON, and memory that both map."""
+"""Messages between rank 0 and another rank during the start: JSON, and shared memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _HEADER = struct.Struct("<I")
 
 
 class LinkClosed(Exception):
-    """The other end is gone, or does not answer in time."""
+    """The other end of the link is gone, or does not answer in time."""
 
 
 class RankLink:
-    """One end of a socket pair; calls wait as long as its timeout says."""
+    """One end of a socket pair; calls wait up to the socket's timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def send(self, message: Mapping[str, object], memory: int | None = None) -> None:
-        """Sends a message, and a file descriptor with it.
+        """Sends a message, and `memory`, if given, as a file descriptor.
 
         Raises:
             LinkClosed: The other end is gone.
@@ -40,7 +40,7 @@ class RankLink:
             raise LinkClosed from error
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """The next message, and the file descriptor that came with it.
+        """The next message, and the file descriptor that came with it, if any.
 
         Raises:
             LinkClosed: The other end is gone.
@@ -74,7 +74,7 @@ def config_to_json(config: EngineConfig) -> dict[str, Any]:
 
 
 def config_of_json(values: Mapping[str, Any]) -> EngineConfig:
-    """The settings that `config_to_json` was given."""
+    """Reverses `config_to_json`."""
     found = dict(values)
     for field in fields(EngineConfig):
         value, kind = found[field.name], str(field.type)

@@ -1,4 +1,4 @@
-"""The executor of rank 0, whose steps all ranks run."""
+"""The executor of rank 0, which has all ranks run its steps."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from weft.engine.executor.step_input import StepInput
 
 
 class RankedExecutor(LocalExecutor):
-    """A `LocalExecutor` of one rank's share that has the others run the same steps.
+    """A `LocalExecutor` of rank 0's share that has the other ranks run the same steps.
 
-    Until `lead` all ranks run the same code by themselves. On a CPU a step has ended on every rank
-    when `launch` returns, as all of them write to one pool: whatever reads or writes whole pages
-    between steps does so on rank 0 alone.
+    Before `lead` every rank runs the same code by itself. On a CPU all ranks write to one pool, and
+    a step has ended on every rank when `launch` returns; therefore only rank 0 reads or writes
+    whole pages between steps.
     """
 
     _ranks: Ranks | None = None
 
     def lead(self, ranks: Ranks) -> None:
-        """From now on the others follow."""
+        """From now on the other ranks run what this executor sends."""
         self._ranks = ranks
         self._num_sent = np.zeros(self.page_table.null_row, np.int64)
-        """Entries of each slot's row of the page table that the others have."""
+        """Number of entries of each slot's row of the page table that the other ranks have."""
 
     def launch(self, step: StepInput) -> Launched:
         """See `Executor.launch`.
@@ -97,11 +97,11 @@ class RankedExecutor(LocalExecutor):
             self._ranks.close()
 
     def _of_own_pages(self) -> Ranks | None:
-        """The others, where each has a pool of its own."""
+        """The other ranks, if each has a pool of its own; else None."""
         return self._ranks if self.is_asynchronous else None
 
     def _new_pages(self, step: StepInput) -> NewPages:
-        """Entries of the step's requests that the others lack."""
+        """Page table entries of the step's requests that the other ranks lack."""
         ends = self.page_table.lengths(step.slots)
         firsts = self._num_sent[step.slots]
         new = np.flatnonzero(ends > firsts)

@@ -1,4 +1,4 @@
-"""What each rank makes of its share, in the same way on all of them."""
+"""Loading of a rank's share of the model and of the pool; all ranks run this code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.kernels.peers import Peers
 
 
 class Others(Protocol):
-    """The other ranks, as each of them has them while they start."""
+    """One rank's interface to the other ranks during the start."""
 
     rank: int
     size: int
@@ -29,7 +29,7 @@ class Others(Protocol):
         ...
 
     def share(self, size: int) -> Segment:
-        """See `Ranks.share`; the others get what rank 0 makes."""
+        """See `Ranks.share`; the other ranks map the memory that rank 0 makes."""
         ...
 
 
@@ -37,7 +37,7 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
     """This rank's share of the model's weights.
 
     Raises:
-        ModelError, ConfigError: They cannot be used.
+        ModelError, ConfigError: The weights cannot be used.
     """
     loaded = load_model(
         config.model_dir,
@@ -53,7 +53,7 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
 
 
 def peers_of(others: Others, device: torch.device) -> Peers:
-    """Where the ranks add up: shared memory on a CPU, NCCL on GPUs."""
+    """The means by which ranks add up partial sums: shared memory on a CPU, NCCL on GPUs."""
     if device.type == "cpu":
         return others.group
     from weft.engine.parallel.nccl import NcclPeers
@@ -68,8 +68,8 @@ def pool_of(
 ) -> tuple[CacheLayout, RankPool | None]:
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
-    On a CPU all ranks have one pool, each its heads of every page, so that whatever moves whole
-    pages need not know of ranks.
+    On a CPU all ranks share one pool, in which each rank has its heads of every page. Code that
+    moves whole pages therefore need not know of ranks.
     """
     if device.type != "cpu":
         return layout_of_rank(layout, others.size), None

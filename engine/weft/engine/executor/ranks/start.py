@@ -25,9 +25,10 @@ from weft.engine.parallel.shared import SharedGroup, segment_bytes
 logger = logging.getLogger(__name__)
 
 MODULE = "weft.engine.executor.ranks.follow"
-"""Program of the other ranks."""
+"""Module that the other ranks run."""
 START_LIMIT_S = 3600.0
-"""Longest wait for another rank while they start: one may read its weights for longer."""
+"""Longest wait for another rank during the start, in which ranks read weights at different speeds.
+"""
 _EXIT_S = 3.0
 
 
@@ -39,7 +40,7 @@ class _Follower(NamedTuple):
 
 
 class Ranks:
-    """The other ranks of an engine, as rank 0 has them.
+    """Rank 0's handle on the other ranks of an engine.
 
     Args:
         config: The engine's settings.
@@ -49,7 +50,7 @@ class Ranks:
     rank = 0
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
-        """Starts the processes, which load their shares at once, and shares out the threads.
+        """Starts the processes, which begin to load their shares, and divides the CPU threads.
 
         Raises:
             ConfigError: There is no shared memory, or no native operation to wait in it.
@@ -62,7 +63,7 @@ class Ranks:
         self._wake = wake
         self._segment = Segment.create(segment_bytes(config.tp), "weft-ranks")
         self.group = SharedGroup(self._segment, 0, config.tp, START_LIMIT_S)
-        """Where they meet."""
+        """The shared memory in which the ranks meet."""
         self.group.why = lambda: self._why
         self._why = "the ranks are ending"
         self._is_lost = False
@@ -97,7 +98,7 @@ class Ranks:
             "store_path": self.store_path,
             "log_level": logging.getLogger().getEffectiveLevel(),
         }
-        with contextlib.suppress(LinkClosed):  # The next phase tells.
+        with contextlib.suppress(LinkClosed):  # The next `agree` reports it.
             link.send(hello, self._segment.number)
         return _Follower(rank, process, link, os.pidfd_open(process.pid))
 
@@ -110,15 +111,15 @@ class Ranks:
         """Waits until all ranks have come through a phase of the start.
 
         Args:
-            phase: What it is.
-            number: This rank's number, such as of pages that it has room for.
+            phase: Name of the phase.
+            number: This rank's number, for example of the pages that it has room for.
             text: Must be the same on all ranks.
 
         Returns:
             The least number of all ranks.
 
         Raises:
-            WeftError: What another rank has raised, or that it is gone.
+            WeftError: Another rank has raised this error, or is gone.
         """
         for follower in self._followers:
             message = self._receive(follower)
@@ -134,7 +135,7 @@ class Ranks:
         return number
 
     def share(self, size: int) -> Segment:
-        """Makes memory that all ranks map, of the pool.
+        """Makes memory for the pool that all ranks map.
 
         Raises:
             ConfigError: The system refuses it, or a rank is gone.
@@ -145,7 +146,7 @@ class Ranks:
         return segment
 
     def ready(self) -> None:
-        """Ends the start: from now on a rank that ends or does not come in time is lost."""
+        """Ends the start: from now on a rank that ends or is late counts as lost."""
         self.agree("ready")
         self.group.limit(self._limit_s)
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -155,18 +156,18 @@ class Ranks:
         """Raises RanksLost if the group has ended.
 
         Raises:
-            RanksLost: It says which, and how.
+            RanksLost: The message says which rank is lost, and how.
         """
         if self.group.is_stopped:
             raise RanksLost(self.group.why())
 
     def fail(self, why: str) -> None:
-        """Ends all ranks, since this one has failed."""
+        """Ends all ranks, since one of them has failed."""
         self._why, self._is_lost = why, True
         self.group.stop()
 
     def close(self) -> None:
-        """Ends the other ranks, and waits until they have."""
+        """Ends the other ranks, and waits until their processes are gone."""
         self.group.stop()
         for follower in self._followers:
             follower.link.close()
@@ -201,13 +202,13 @@ class Ranks:
             raise ConfigError(self._ending(follower) + " during its start") from None
 
     def _watch(self) -> None:
-        """Ends the group once one of the others ends; not while they are closed."""
+        """Ends the group when another rank ends, unless `close` ends it."""
         poll = select.poll()
         for follower in self._followers:
             poll.register(follower.pidfd, select.POLLIN)
         ended = {number for number, _ in poll.poll()}
         if self.group.is_stopped and not self._is_lost:
-            return  # It was closed, or who waits has said why.
+            return  # `close` ended the group, or a waiting rank has reported the cause.
         (first, *_) = [one for one in self._followers if one.pidfd in ended]
         said = ""
         with contextlib.suppress(LinkClosed):
@@ -227,7 +228,9 @@ class Ranks:
 
 
 def device_of_rank(config: EngineConfig, rank: int) -> str:
-    """The device of a rank: of a list the one at its place, else GPUs from the given one on."""
+    """The device of a rank: its entry in a list of devices, else the GPU that is `rank` places
+    after the given one.
+    """
     devices = config.device.split(",")
     if len(devices) > 1:
         if len(devices) != config.tp:

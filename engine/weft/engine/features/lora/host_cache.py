@@ -8,7 +8,7 @@ from weft.engine.checkpoint.adapters.rows import AdapterWeights
 
 
 class HostCache:
-    """Keeps the most recently used adapters, and above all those that are waited for.
+    """Keeps the most recently used adapters; adapters that requests wait for are evicted last.
 
     Args:
         max_bytes: Most bytes of all adapters together.
@@ -43,12 +43,12 @@ class HostCache:
         """Caches an adapter, evicting others for it.
 
         Args:
-            weights: Its.
-            wanted: Adapters that are waited for, the first one most. They are given up last, and
-                only for others that are wanted more.
+            weights: The adapter's weights.
+            wanted: Adapters that requests wait for, the most wanted first. The cache evicts them
+                last, and only for adapters that are wanted more.
 
         Returns:
-            It was kept.
+            Whether the cache kept the adapter.
         """
         self._kept.pop(weights.digest, None)
         rank = {digest: index for index, digest in enumerate(wanted)}

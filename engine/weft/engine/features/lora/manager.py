@@ -1,12 +1,12 @@
 """All adapters of a worker: orders to load them, reading, the host cache, copies to the device.
 
-    load order --> read (thread) --> host memory <--> device        (places: `Residency`)
+    load order --> read (thread) --> host memory <--> device        (`Residency` assigns places)
                                         |  ^
                         memory is needed v  | read again when a request wants it
                                        disk
 
-Nothing here waits: reading and writing are done by threads, requests whose adapter is not on the
-device wait before the scheduler's queue, and everybody else goes on.
+No method waits: threads read and write adapters. Requests whose adapter is not on the device wait
+before the scheduler's queue, and other requests go on.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from weft.engine.scheduler.adapters import AdapterOwner, AdapterWaitlist
 logger = logging.getLogger(__name__)
 
 READ_STALL_S = 30.0
-"""Seconds after which a read is abandoned: its disk may never answer."""
+"""Seconds after which the manager abandons a read, since a disk may never answer."""
 MAX_TOLD = 100
 """Most tensors that a report names as left out."""
 MAX_STALLED = 4
-"""Most threads left to stalled reads; while one more read stalls, further reads fail."""
+"""Most threads left behind at stalled reads. With that many, further reads fail while the current
+one stalls."""
 
 
 class AdapterStore(Protocol):
-    """Reads adapter weights and writes them to the device; called by threads of their own."""
+    """Reads adapter weights and writes them to the device; background threads call it."""
 
     def read(self, directory: str, *, is_lenient: bool) -> AdapterWeights:
         """Reads and checks an adapter.
 
         Raises:
-            AdapterError: It cannot be used.
+            AdapterError: The adapter cannot be used.
         """
         ...
 
     def write(self, place: DevicePlace, weights: AdapterWeights) -> None:
-        """Writes all rows of a place, which no step uses, and its table entries; returns when they
-        are there.
+        """Writes all rows of a place, which no step uses, and its table entries; returns when the
+        device has them.
         """
         ...
 
@@ -73,17 +74,17 @@ class _Entry:
     is_lenient: bool
     is_pinned: bool
     needs: Needs = field(default_factory=dict)
-    """Device rows that it needs; valid if `is_held`."""
+    """Device rows that the adapter needs; valid if `is_held`."""
     rank: int = 0
     num_bytes: int = 0
     left_out: tuple[str, ...] = ()
     is_held: bool = False
-    """Whether it has been read and fits."""
+    """Whether the adapter has been read and fits."""
     is_unloading: bool = False
     loads: list[int] = field(default_factory=list)
-    """Load orders to be answered once it is read."""
+    """Load orders to answer once the adapter is read."""
     unloads: list[int] = field(default_factory=list)
-    """Unload orders to be answered once it is unused."""
+    """Unload orders to answer once the adapter is unused."""
     error: WeftError | None = None
 
     @property
@@ -99,7 +100,7 @@ class AdapterManager:
         limits: Limits of adapters on this worker.
         store: Reads and writes weights.
         wake: Called from other threads when `turn` has something to take.
-        host: Its threads give way to.
+        host: Priority of the engine thread, to which the manager's threads give way.
         clock: Monotonic seconds.
     """
 
@@ -140,8 +141,8 @@ class AdapterManager:
         """Connects the manager to the engine that is built around it.
 
         Args:
-            waitlist: The scheduler's.
-            owner: Is told what becomes of orders.
+            waitlist: The scheduler's list of requests that wait for adapters.
+            owner: Receives the outcomes of orders.
         """
         self._waitlist, self._owner = waitlist, owner
 
@@ -170,7 +171,7 @@ class AdapterManager:
         return entry is not None and entry.is_held and not entry.is_unloading
 
     def holds(self, digest: bytes) -> bool:
-        """Whether requests that were started with it may continue here."""
+        """Whether requests that were started with the adapter may continue here."""
         entry = self._entries.get(digest)
         return entry is not None and entry.is_held
 
@@ -191,7 +192,7 @@ class AdapterManager:
         """States that have changed since the last call; thousands may be unchanged.
 
         Returns:
-            States, and the digests of adapters that are no more.
+            States, and the digests of adapters that were removed.
         """
         touched: set[bytes] = set()
         for source in (self._touched, self.residency.touched, self._host.touched):
@@ -293,7 +294,7 @@ class AdapterManager:
         """Checks that pinned adapters leave room for each of the others.
 
         Raises:
-            AdapterError: It does not.
+            AdapterError: They do not.
         """
         held = [e for e in self._entries.values() if e.is_held and e is not entry]
         pinned = [e.needs for e in held if e.is_pinned]
@@ -303,7 +304,7 @@ class AdapterManager:
     # -- a turn ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Takes what the threads have finished, and gives them the next work."""
+        """Takes the finished work of the threads, and gives them the next work."""
         if self._stalled:
             self._let_stalled_go()
         has_news = self._reader.take() | self._writer.take() | self._leave_stalled_read()
@@ -321,7 +322,7 @@ class AdapterManager:
             self._read_next(wanted)
 
     def _wanted(self) -> list[bytes]:
-        """Adapters that are to get a place on the device, in order."""
+        """Adapters that should get a place on the device, in order."""
         has = self.residency.has
         entries = self._entries.values()
         pinned = [e.digest for e in entries if e.is_pinned and e.is_held and not e.is_unloading]
@@ -358,7 +359,7 @@ class AdapterManager:
         """Assigns a place to a wanted adapter, or drains others for it."""
         digest = entry.digest
         if digest not in self._host:
-            return  # It is read first.
+            return  # The adapter must be read first.
         residency, needs = self.residency, entry.needs
         place = residency.place(digest, needs, later, is_pinned=entry.is_pinned)
         if place is None:
@@ -396,7 +397,7 @@ class AdapterManager:
         else:
             return
         if self._reader.current is not None and not self._replace_reader():
-            # The last thread that there may be is at a read that was given up.
+            # The last allowed thread is still busy with an abandoned read.
             self._fail_read(entry)
             self._is_changed = True
             self._wake()
@@ -408,7 +409,7 @@ class AdapterManager:
     def _leave_stalled_read(self) -> bool:
         """Fails a read whose disk does not answer; returns whether it did.
 
-        Its thread is left alone and another one reads what others need, if there may be one more.
+        The read keeps its thread; a new thread serves further reads, if another one is allowed.
         """
         entry = self._reading
         if entry is None or self._reader.stuck_s(self._clock()) < READ_STALL_S:
@@ -429,7 +430,7 @@ class AdapterManager:
         return True
 
     def _let_stalled_go(self) -> None:
-        """Lets readers go that have returned, with what they read."""
+        """Drops reader threads that have returned from stalled reads, and the weights they read."""
         self._stalled = [reader for reader in self._stalled if reader.current is not None]
 
     def _fail_read(self, entry: _Entry) -> None:
@@ -445,7 +446,7 @@ class AdapterManager:
         for digest in wanted:
             entry = self._entries[digest]
             if self.residency.has(digest):
-                continue  # It got its place in this turn.
+                continue  # The adapter got its place in this turn.
             num_bytes += entry.num_bytes
             if num_bytes > self._limits.host_bytes:
                 return None
@@ -457,7 +458,7 @@ class AdapterManager:
         self, entry: _Entry, weights: AdapterWeights | None, error: Exception | None
     ) -> None:
         if entry is not self._reading:
-            return  # It was given up.
+            return  # The read was abandoned.
         self._reading = None
         if weights is not None:
             try:
@@ -473,13 +474,13 @@ class AdapterManager:
         self._set_failed(entry, error)
 
     def _take(self, entry: _Entry, weights: AdapterWeights) -> None:
-        """Accepts a read adapter; raises AdapterError if it is the wrong one, or does not fit."""
+        """Accepts a read adapter; raises AdapterError if its digest is wrong or it does not fit."""
         if weights.digest != entry.digest:
             raise AdapterError(
                 f"{entry.label} has the digest {weights.digest.hex()[:16]}, not "
                 f"{entry.digest.hex()[:16]}: it was changed since it was registered"
             )
-        # Draft adapters are in no digest: another one may be there than the last time.
+        # The digest does not cover the draft adapter, which may have changed since the last read.
         entry.needs, entry.rank, entry.num_bytes = weights.needs, weights.rank, weights.num_bytes
         entry.left_out = weights.left_out[:MAX_TOLD]
         if not entry.is_held:
@@ -491,7 +492,7 @@ class AdapterManager:
         wanted = self._wanted()
         self._host.put(weights, wanted)
         if wanted or entry.is_unloading:
-            return  # Free rows are for adapters that requests wait for.
+            return  # Adapters that requests wait for have precedence for free rows.
         place = self.residency.place_if_free(entry.digest, entry.needs, is_pinned=entry.is_pinned)
         if place is not None:
             self._write(entry, place, weights)

@@ -1,17 +1,18 @@
-"""Residency of adapters on the device: which are there, who uses them, and which are evicted.
+"""Residency of adapters on the device: which adapters have a place, their users, and eviction.
 
-    away --place--> coming --arrived--> here --(nobody uses it, no step names it)--> away
+    away --place--> coming --arrived--> here --(no request and no step uses it)--> away
                                           | others need its place
                                           v
                                         leaving: its users go on, no more are admitted
 
-An adapter that nobody uses keeps its place until another one needs it, the least recently used
-going first. When all are used, some are made to leave for those that are waited for: their users
-end one after the other, so whoever waits gets a place. An adapter that has just come stays until it
-was used once; so two that need one place do not push each other out without a token in between.
+An adapter without users keeps its place until another adapter needs it; the least recently used
+adapter is evicted first. When all have users, some adapters must leave for those that requests wait
+for: they admit no more users, and their last user frees the place. An adapter that has just arrived
+stays until a request has used it; otherwise two adapters could displace each other from one place
+without a token in between.
 
-A step that has begun may name an adapter whose users have all ended. Its rows and its slot are free
-only with the end of the newest step that had begun then.
+A step that has begun may name an adapter whose users have all ended. The adapter's rows and slot
+become free only at the end of the newest step that had begun at that time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.engine.checkpoint.adapters.rows import DevicePlace, Needs
 from weft.engine.features.lora.rows import RowPool
 
 LEAVING_SHARE = 4
-"""Share of the places that may be drained of users at a time; the others stay fully used."""
+"""Largest share of the places that may be draining at a time; other places stay fully used."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -36,14 +37,14 @@ class Resident:
     """Whether its weights have arrived."""
     is_pinned: bool = False
     is_unused: bool = True
-    """Whether no request has been admitted with it since it was loaded."""
+    """Whether no request was admitted with the adapter since its weights were loaded."""
     num_active: int = 0
-    """Number of requests admitted with it."""
+    """Number of admitted requests that use the adapter."""
     last_step: int = 0
-    """The newest step that may use it, once it has no users."""
+    """Number of the newest step that may use the adapter, once it has no users."""
     last_used: int = 0
     leaves_for: bytes = b""
-    """The adapter that waits for its place; empty: it is not draining."""
+    """Digest of the adapter that waits for this place; empty: this adapter is not draining."""
 
 
 class Residency:
@@ -61,7 +62,7 @@ class Residency:
         self._ended_step = 0
         self._num_uses = 0
         self._idle_step = 0
-        """The newest step that may use an adapter without users."""
+        """Number of the newest step that may still use an adapter without users."""
         self.is_changed = False
         """Whether an adapter may have come closer to a place since this was reset."""
         self.num_evictions = 0
@@ -125,16 +126,16 @@ class Residency:
     # -- queries ---------------------------------------------------------------------------------
 
     def has(self, digest: bytes) -> bool:
-        """Whether it has a place, even if its weights are still being copied."""
+        """Whether the adapter has a place, even if its weights are still being copied."""
         return digest in self._residents
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether its weights are there and usable by at least some requests."""
+        """Whether the adapter's weights are on the device, and some requests may use them."""
         resident = self._residents.get(digest)
         return resident is not None and resident.is_here
 
     def num_requests(self, digest: bytes) -> int:
-        """Number of requests that need it, admitted or not."""
+        """Number of requests that need the adapter, admitted or not."""
         return self._num_requests.get(digest, 0)
 
     def sizes(self) -> dict[str, int]:
@@ -161,15 +162,15 @@ class Residency:
     def place(
         self, digest: bytes, needs: Needs, later: Collection[bytes] = (), *, is_pinned: bool
     ) -> DevicePlace | None:
-        """Assigns a place that is free, or that of an unneeded adapter; None: there is none now.
+        """Assigns a free place, or the place of an idle adapter; None: there is none now.
 
-        Its weights are to be written there, and then `arrived`.
+        The caller must write the adapter's weights there and then call `arrived`.
 
         Args:
-            digest: Its.
-            needs: Its rows.
-            later: Adapters that wait as well, and have to wait longer.
-            is_pinned: It keeps the place.
+            digest: Digest of the adapter.
+            needs: Rows that the adapter needs.
+            later: Adapters that also wait, with less precedence.
+            is_pinned: Whether the adapter keeps the place for good.
         """
         assert digest not in self._residents
         idle = self._enough(needs, self._idle(digest, later))
@@ -192,7 +193,7 @@ class Residency:
         return self.place(digest, needs, is_pinned=is_pinned)
 
     def arrived(self, digest: bytes) -> None:
-        """Records that its weights have arrived."""
+        """Records that the adapter's weights have arrived."""
         self._residents[digest].is_here = True
         self.touched.add(digest)
 
@@ -202,7 +203,7 @@ class Residency:
             self._residents[digest].is_pinned = is_pinned
 
     def drop(self, digest: bytes) -> bool:
-        """Removes an adapter from the device; False: not yet, it is in use or being written."""
+        """Removes an adapter from the device; False: it is in use or being written, try again."""
         resident = self._residents.get(digest)
         if resident is None:
             return True
@@ -216,12 +217,12 @@ class Residency:
 
         Args:
             digest: Digest of the adapter that waits for the place.
-            needs: Its rows.
-            later: Adapters that wait as well, and have to wait longer: what leaves for them may
-                leave for this one.
+            needs: Rows that the adapter needs.
+            later: Adapters that also wait, with less precedence: an adapter that leaves for one of
+                them may leave for this one instead.
 
         Returns:
-            Adapters that leave from now on.
+            Adapters that begin to leave.
         """
         leaving = [r for r in self._residents.values() if r.leaves_for]
         own = [r for r in leaving if r.leaves_for == digest or r.leaves_for in later]
@@ -244,8 +245,8 @@ class Residency:
         return [resident.digest for resident in chosen if resident in busy]
 
     def stay(self, wanted: Iterable[bytes]) -> list[bytes]:
-        """Keeps leaving adapters that leave for none of the wanted ones, or that are now pinned;
-        returns them.
+        """Stops the draining of adapters that leave for none of the wanted ones or are now pinned;
+        returns these adapters.
         """
         still = set(wanted)
         staying = [
@@ -266,15 +267,15 @@ class Residency:
         resident.last_used = self._num_uses
 
     def _is_idle(self, resident: Resident) -> bool:
-        """Whether no request and no started step uses it."""
+        """Whether no request and no started step uses the adapter."""
         return resident.num_active == 0 and resident.last_step <= self._ended_step
 
     def _is_fresh(self, resident: Resident) -> bool:
-        """Whether it was loaded for requests of which none has been admitted yet."""
+        """Whether requests wait for the adapter and none was admitted since it was loaded."""
         return resident.is_unused and resident.digest in self._num_requests
 
     def _idle(self, wanted: bytes, later: Collection[bytes]) -> list[Resident]:
-        """Adapters that may be evicted for this one at once, the first candidate first."""
+        """Adapters that may be evicted at once for the wanted one, best candidate first."""
         idle = [
             resident
             for resident in self._residents.values()
@@ -282,14 +283,15 @@ class Residency:
             and not resident.is_pinned
             and self._is_idle(resident)
             and (resident.leaves_for or resident.digest not in self._num_requests)
-            # The place of one that leaves is kept for whom it leaves, if that one was first.
+            # The place of a leaving adapter is kept for the one it leaves for, unless that has less
+            # precedence.
             and (resident.leaves_for in (b"", wanted) or resident.leaves_for in later)
         ]
         return sorted(idle, key=lambda resident: (not resident.leaves_for, resident.last_used))
 
     def _enough(self, needs: Needs, residents: Sequence[Resident]) -> list[Resident] | None:
-        """The shortest front part of some adapters whose eviction makes room for another; None:
-        even all are too few.
+        """The shortest prefix of a list of adapters whose eviction makes enough room; None: all of
+        them together do not.
         """
         gained: dict[str, int] = {}
         for count, resident in enumerate(residents):

@@ -1,7 +1,8 @@
 """Allocation of the rows of the device's adapter memory. Pure Python.
 
-Each kind of projection has rows of its own, each for ROW_RANK ranks of one layer's projection. An
-adapter takes as many as its ranks need, in any place, and one slot: its number in the tables.
+Each kind of projection has rows of its own. A row holds ROW_RANK ranks of one layer's projection.
+An adapter takes as many rows as its ranks need, at any positions, and one slot, which is its number
+in the tables.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RowPool:
         return len(self._free[kind])
 
     def lacks(self, needs: Needs, gained: Needs, gained_slots: int) -> bool:
-        """Whether an adapter does not fit now, and would not with this much more free."""
+        """Whether an adapter does not fit, even with this many more free rows and slots."""
         return self.num_free_slots + gained_slots < 1 or any(
             self.num_free_rows(kind) + gained.get(kind, 0) < count for kind, count in needs.items()
         )

@@ -1,1 +1,1 @@
-"""Who proposes drafts, and how many of them pay."""
+"""Drafters, which propose drafts, and gates, which decide how many drafts a step verifies."""

@@ -16,17 +16,17 @@ from weft.engine.scheduler.ports import Drafter
 logger = logging.getLogger(__name__)
 
 MAX_HEADS = 64
-"""Most adapted heads at once: each adds a chain to a step."""
+"""Most adapted heads at once; each one adds a chain of forward passes to a step."""
 MAX_BYTES = 1 << 30
-"""Most memory of all adapted heads after the first: each has a copy of the head's layer."""
+"""Most memory of all adapted heads after the first, bytes; each has a copy of the head's layer."""
 
 
 class AdaptedDrafter(Drafter):
     """One drafter per draft adapter, and one for all other requests.
 
     Args:
-        plain: For requests without an adapter, or with one that brings nothing for drafts.
-        make: Makes a drafter from the folder of a draft adapter; called by a thread of its own.
+        plain: Drafter for requests without an adapter, or whose adapter has no draft adapter.
+        make: Makes a drafter from the folder of a draft adapter; a background thread calls it.
         head_bytes: Memory of each drafter made.
         wake: Called from that thread when a drafter was made.
     """
@@ -50,7 +50,7 @@ class AdaptedDrafter(Drafter):
     def order(self, order: AdapterOrder) -> None:
         """Follows the engine's orders to load and unload adapters.
 
-        A draft adapter that cannot be used is logged; its requests are drafted for without.
+        A draft adapter that cannot be used is logged; the plain drafter serves its requests.
         """
         self._reader.take()
         digest = order.digest

@@ -26,7 +26,7 @@ def make_drafter(
     *,
     draws_on_device: bool,
 ) -> Drafter | None:
-    """The drafter that needs no model of its own; None: nothing is drafted, or by such a model.
+    """The drafter that the settings name; None: no drafts, or a separate draft model makes them.
 
     Args:
         config: Settings of the engine.
@@ -34,7 +34,7 @@ def make_drafter(
         executor: Runs the model.
         lora: Rows of adapters on the device; None: none are served.
         wake: Called from another thread when a draft adapter was read.
-        draws_on_device: Tokens are drawn where the logits are.
+        draws_on_device: Whether tokens are drawn on the device.
 
     Raises:
         ConfigError: There is not enough memory for the graphs.

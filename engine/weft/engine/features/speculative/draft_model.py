@@ -1,7 +1,7 @@
 """A separate, smaller model that drafts: loading, and its memory.
 
-It runs beside its target on decode workers only, with a small KV pool of its own. Nothing of that
-is cached, shipped or part of an identity.
+The draft model runs beside its target on decode workers only, with a small KV pool of its own. The
+pages of that pool are neither cached nor shipped, and the draft model is part of no digest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def load_draft_model(
     """Loads the model in `draft_dir`; None if none is configured.
 
     Raises:
-        ModelError: It cannot be loaded, or its vocabulary is not the target's; then no weights are
-            read.
+        ModelError: The model cannot be loaded, or its vocabulary is not the target's. The
+            vocabulary is checked before weights are read.
     """
     if config.drafter != "model" or config.draft_dir is None:
         return None
@@ -77,7 +77,7 @@ class DraftModel:
 
         Args:
             num_target_pages: Pages of the target's pool, without the null page.
-            max_context_tokens: Length of the longest request, for one of which there is room.
+            max_context_tokens: Length of the longest request; the pool has room for at least one.
         """
         usable, page_size = num_target_pages - 1, self._config.page_size
         longest = -(-min(self._longest(max_context_tokens), usable * page_size) // page_size)
@@ -110,7 +110,7 @@ class DraftModel:
             cuda_graphs=self._config.cuda_graphs,
             share=self._config.device_memory_share,
         )
-        # Their steps come one after the other.
+        # The steps of both models run one after the other.
         both = replace(
             needs, step=max(needs.step, own.step), graphs=needs.graphs + own.graphs, free=own.free
         )
@@ -159,5 +159,5 @@ class DraftModel:
         )
 
     def _longest(self, max_context_tokens: int) -> int:
-        """Longest request that is drafted for."""
+        """Length of the longest request for which the model drafts."""
         return min(max_context_tokens, self._loaded.config.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE head: a chain of its most likely tokens behind a request's last one, or a
+"""Drafts from an EAGLE head: a chain of its most likely tokens after a request's last token, or a
 tree.
 """
 
@@ -24,17 +24,18 @@ from weft.engine.scheduler.ports import Drafter
 
 
 class EagleDrafter(Drafter):
-    """Drafts by the head of a drafted model: on the device where there are graphs, else at once.
+    """Drafts with the head of a drafted model. With graphs, drafts stay on the device until a step
+    needs them; without graphs, `draft` waits for them.
 
     Args:
         model: Target and head.
-        pool: The target's.
-        table: Page numbers by slot; the requests' pages are entered.
+        pool: The target's pool.
+        table: Page table; the drafter enters the pages of its requests.
         page_size: Token positions a page.
         graphs: Captured chains, whose drafts stay on the device; None: there are none.
-        tree_graphs: The same of trees, beside `graphs`.
-        waits_for_trees: Trees must be known on the host first, since tokens are drawn there with
-            the noise of their positions.
+        tree_graphs: Captured trees; given only together with `graphs`.
+        waits_for_trees: Whether trees must reach the host before the step, because the host draws
+            tokens with the noise of their positions.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class EagleDrafter(Drafter):
         return self._graphs is not None
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`; as many tokens as may be."""
+        """See `Drafter.draft`; proposes as many tokens as each item allows."""
         with torch.inference_mode():
             if items and items[0].tree is not None:
                 if self._tree_graphs is not None:
@@ -73,7 +74,7 @@ class EagleDrafter(Drafter):
             return self._chains_and_wait(items)
 
     def forget(self, slot: int) -> None:
-        """See `Drafter.forget`: what is kept of a slot is written anew by its next request."""
+        """See `Drafter.forget`; does nothing: the slot's next request overwrites its state."""
 
     def _chains_on_device(self, graphs: ChainGraphs, items: Sequence[VerifyItem]) -> LaterChains:
         counts = [item.max_drafts for item in items]
@@ -122,7 +123,7 @@ class EagleDrafter(Drafter):
         return drafts
 
     def _chains_and_wait(self, items: Sequence[VerifyItem]) -> list[list[int]]:
-        # Those that get most first: the others leave the batch from its end.
+        # Requests with the most drafts come first, so that finished ones leave the batch's end.
         order = sorted(range(len(items)), key=lambda index: -items[index].max_drafts)
         order = [index for index in order if items[index].max_drafts > 0]
         drafts: list[list[int]] = [[] for _ in items]
@@ -144,7 +145,7 @@ class EagleDrafter(Drafter):
 
 
 def _largest(items: Sequence[VerifyItem]) -> DraftShape:
-    """Shape of a step's trees: the nodes and levels of the largest one."""
+    """Shape that holds all trees of a step: the nodes and levels of the largest tree."""
     shapes = [item.tree for item in items if item.tree is not None]
     width, depth = shapes[0].width, max(shape.depth for shape in shapes)
     shape = DraftShape(max(item.max_drafts for item in items), depth, width)

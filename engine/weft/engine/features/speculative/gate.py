@@ -1,4 +1,4 @@
-"""Decides how many drafts pay, from measured step times and acceptance."""
+"""Chooses the number of drafts from measured step times and acceptance."""
 
 from __future__ import annotations
 
@@ -21,58 +21,59 @@ from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.state import Request
 
 TREE_GAINS = (1.1, 1.3, 1.4)
-"""Assumed accepted drafts of each tree relative to a chain of equal depth, before any was run
-(docs/decisions/0027).
+"""Assumed ratio of the accepted drafts of each tree to those of a chain of equal depth, until trees
+were run (docs/decisions/0027).
 """
 GAIN_WEIGHT = 20.0
-"""Number of drafts that this assumption counts for."""
+"""Weight of this assumption, in drafts."""
 FIRST_ALLOWANCE = 8.0
-"""Initial allowance for trials, in steps' time."""
+"""Initial allowance for trials, in multiples of a step's time."""
 ALLOWANCE_SHARE = 0.01
 """Share of the steps' time that may be spent on trials."""
 MIN_LOSS = 0.1
 """Least cost of a trial, as a share of a step's time."""
 PROBE_EVERY = 100
-"""Number of steps after which, for each step of it, a neighbour of the best shape is tried, if the
-allowance covers it.
+"""Number of steps after which the gate tries a neighbour of the best shape, times the number of
+steps in a trial, if the allowance covers the trial.
 """
 LOOK_EVERY = 4
-"""Steps between two evaluations, unless something is being tried or many requests are new."""
+"""Steps between two evaluations, unless a trial runs or many requests are new."""
 RESTS_AFTER = 400
-"""Steps of about as many requests after which evaluations without drafts are farther apart."""
+"""Steps of one size class after which the gate, if it chose no drafts, evaluates less often."""
 RESTING = 16
-"""Where steps overlap and have been without drafts for long, evaluations are so many times as far
-apart, and only the steps right before one are watched: there the host may bound the speed, and the
-gate is part of its work.
+"""Factor on the distance between evaluations if steps overlap and have had no drafts for long. The
+gate then watches only the steps right before an evaluation: the host may limit the speed of such
+steps, and the gate is part of the host's work.
 """
 DIP = 6
-"""Where steps overlap, and drafts pay for fewer requests only: steps of fewer that have none either
-before they are drafted for. That is how it is until a prompt takes the place of one that has ended,
-and a change from steps without drafts to others, and back, costs time that nobody measures.
+"""Number of steps without drafts after steps become small enough for drafts to pay, if steps
+overlap. Often a step is small only until a prompt replaces a request that has ended, and switching
+drafts on and off costs time that the gate does not measure.
 """
 SETTLED_AFTER = 8
 """Steps after which the context lengths of a step's requests count as settled."""
 FIRST_GAIN = 1.04
-"""Factor by which drafting must be faster than not drafting to be started."""
+"""Factor by which drafting must be faster than not drafting before the gate starts it."""
 OVERLAPPED_GAIN = 1.15
-"""The same where steps overlap: each change costs, and less is known of what drafts cost."""
+"""The same factor if steps overlap: each change costs time, and the cost of drafts is less certain.
+"""
 OVERLAPPED_LEAST = 1.06
-"""Factor by which it must stay faster there."""
+"""Factor by which drafting must stay faster if steps overlap."""
 HYSTERESIS = 1.02
 """Factor by which another number of drafts must be faster before it is chosen."""
 UNSURE = 0.08
 """Relative uncertainty of a single measurement; after n of them, this divided by sqrt(n)."""
 DECAY = 0.995
-"""Decay of the acceptance statistics of all requests, with each run."""
+"""Decay of the acceptance statistics over all requests, per run."""
 OWN_DECAY = 0.95
 """Decay of one request's own statistics, which describe its kind of text."""
 OWN_WEIGHT = 6.0
 """Weight of the statistics of all requests when a new one begins."""
 OVERLAPPED_TRIAL = 4
-"""Steps of a trial where steps overlap: the inner two have neighbours like them."""
+"""Steps of a trial if steps overlap; only the inner ones have neighbours of their own kind."""
 FIRST_TIMED_AFTER, FIRST_TRIAL_AFTER = 12, 24
-"""Steps of about as many requests before one is timed there, and before one is tried: the first
-ones are often slow, and drafts would look cheap beside them.
+"""Steps of one size class before the gate times or tries one, if steps overlap. The first steps of
+a size are often slow, and drafts would look cheap beside them.
 """
 MAX_ASKED = 16
 """Most requests whose acceptance is evaluated before a step; more would cost more than they tell.
@@ -105,7 +106,7 @@ class _Choice:
     num_steps: int = 0
     num_probes: int = 0
     look_at: int = 0
-    """Step at which the choice is reconsidered."""
+    """Number of the step at which the gate reconsiders the choice."""
     tried_at: dict[DraftShape, int] = field(default_factory=dict)
     """Step of the last trial of each shape."""
 
@@ -120,22 +121,23 @@ class _Trial:
     num_left: int
     """Number of its steps that are still to be planned."""
     ends_at: int
-    """Number of completed steps by which all of its own have ended; some may be cancelled, or have
-    fewer drafts.
+    """Value of the count of completed steps at which the trial is over, even if some of its steps
+    were cancelled or had fewer drafts.
     """
 
 
 class MeasuredGate(DraftGate):
     """Chooses the drafts that yield the most tokens per second: how many, as a chain or a tree.
 
-    What drafts are worth to a step is what they were worth to its requests. What they cost is
-    measured where it may pay, by what is predicted; what trying loses is kept to a share of all.
+        The gate estimates the benefit of drafts from the past acceptance of the step's requests. It
+    measures the cost by trials of shapes that might pay according to predicted step times. Trials
+    may lose only a fixed share of the total time.
 
     Args:
         max_drafts: Most drafts of a chain.
         width: Width of trees; 1: there are none.
-        overlaps: A step is planned and begun before the one before it has ended. Then the time from
-            one end to the next has the host's work for the steps before and behind in it, and
+        overlaps: Whether a step is planned and begun before the previous one has ended. Then the
+            time between the ends of two steps includes host work for the neighbouring steps, and
             counts only if these are of the same kind.
     """
 
@@ -143,7 +145,7 @@ class MeasuredGate(DraftGate):
         self._overlaps = overlaps
         self._trial_steps = OVERLAPPED_TRIAL if overlaps else 1
         self._recent: tuple[StepTaken | None, StepTaken | None] = (None, None)
-        """The last two steps; None where its time tells nothing."""
+        """The last two steps; None for a step whose time is not usable."""
         trees = tree_shapes(width)
         self._chains = [DraftShape.chain(depth) for depth in depths_up_to(max_drafts)]
         self._shapes = [*self._chains, *trees]
@@ -160,17 +162,17 @@ class MeasuredGate(DraftGate):
         self._num_ended = 0
         """Number of steps that have ended."""
         self._num_resting = 0
-        """Steps that are still to be planned without looking at them."""
+        """Number of steps still to be planned without watching them."""
         self._rested = _Choice(), 0.0
-        """The choice that they count for, and the allowance for trials of each."""
+        """The choice for which these steps count, and the allowance that each one adds."""
         self._plain: _Choice | None = None
-        """The choice because of which steps had no drafts last."""
+        """The choice that most recently led to a step without drafts."""
         self._num_dipping = 0
-        """Steps of other numbers of requests that have none either before they are drafted for."""
+        """Number of steps of other choices that still get no drafts; see `DIP`."""
         self._num_settled = 0
-        """Steps since many of the requests were new."""
+        """Number of steps since many of the requests were new."""
         self._has_prompts = False
-        """Whether the last step brought prompts, and so the next probably will."""
+        """Whether the last step had prompt tokens, so that the next one probably has some too."""
 
     def shape(self, requests: Sequence[Request]) -> DraftShape:
         """See `DraftGate.shape`."""
@@ -223,11 +225,11 @@ class MeasuredGate(DraftGate):
             self._trial = None
 
     def _step_of(self, plan: Plan, runs: Sequence[Run], duration_s: float) -> StepTaken | None:
-        """Records what was accepted; returns the step, if its time tells something."""
+        """Records the accepted drafts; returns the step if its time is usable, else None."""
         num_requests = len(plan.decodes) + len(plan.verifies)
         if not num_requests:
             return None
-        # The first ones, which are asked.
+        # The same requests whose acceptance `shape` evaluates.
         for index, (item, run) in enumerate(zip(plan.verifies, runs[:MAX_ASKED], strict=False)):
             if item.tree is not None:
                 self._observe_tree(item, run, plan.drafts[index])
@@ -237,7 +239,7 @@ class MeasuredGate(DraftGate):
         if self._has_prompts or duration_s <= 0:
             return None
         if plan.is_late is not None:
-            return None  # The first step behind those with drafts.
+            return None  # The first step after steps with drafts.
         if not plan.verifies:
             return StepTaken(num_requests, NO_DRAFTS, 0, duration_s, plan.drafting_s)
         shape = max(
@@ -248,12 +250,12 @@ class MeasuredGate(DraftGate):
         if not shape.num_drafts:
             return None
         if shape.is_tree and shape not in self._gains:
-            return None  # Cut short by the end of its request, of which there are many kinds.
+            return None  # The end of a request cut the tree to a shape that is not compared.
         return StepTaken(num_requests, shape, num_drafts, duration_s, plan.drafting_s)
 
     def _note_time(self, step: StepTaken | None) -> None:
-        """Records the time of a step; where steps overlap, that of the one before it, if both and
-        the one before these are alike.
+        """Records the time of a step. If steps overlap, records the time of the previous step
+        instead, provided that its neighbours on both sides are like it.
         """
         timed = step
         if self._overlaps:
@@ -276,7 +278,7 @@ class MeasuredGate(DraftGate):
             self._acceptance.observe(num_accepted, max_drafts, num_drafts)
 
     def _observe_tree(self, item: VerifyItem, run: Run, drafts: Sequence[int]) -> None:
-        """Records how far a tree's most likely chain was right, if that is known."""
+        """Records how many drafts of a tree's most likely chain were right, if that is known."""
         if item.tree is None or not run.tokens or not drafts:
             return
         accepted = run.tokens[:-1]
@@ -308,7 +310,7 @@ class MeasuredGate(DraftGate):
             rates[NO_DRAFTS] *= OVERLAPPED_LEAST
         best = max(rates, key=rates.__getitem__)
         if not best.num_drafts:
-            gain = 1.0  # Drafts end as soon as they do not pay.
+            gain = 1.0  # The gate stops drafting as soon as it does not pay.
         if rates[best] > gain * rates[choice.best]:
             choice.best = best
 
@@ -327,7 +329,7 @@ class MeasuredGate(DraftGate):
             loss_s = self._trial_steps * max(seconds - expected_s, MIN_LOSS * seconds)
             if loss_s > self._allowance_s:
                 return None
-            # The step before may still be under way.
+            # The previous step may still be running.
             ends_at = self._num_ended + self._trial_steps + 1
             return _Trial(shape, expected_s, self._trial_steps - 1, ends_at)
 
@@ -338,7 +340,7 @@ class MeasuredGate(DraftGate):
         is_due = choice.num_steps >= self._probe_every * (choice.num_probes + 1)
         if not is_due or self._num_settled < SETTLED_AFTER:
             return None
-        # The next ones only, and none: far ones may take many times as long.
+        # Only neighbours of the best shape, and no drafts: distant shapes may be far slower.
         options = self._options(num_requests)
         near = options.index(choice.best)
         others = [*options[max(0, near - 1) : near], *options[near + 1 : near + 2]]
@@ -349,7 +351,7 @@ class MeasuredGate(DraftGate):
     def _hope(
         self, choice: _Choice, worth: _Worth, num_requests: int
     ) -> tuple[DraftShape, float] | None:
-        """The shape, among those with few measurements, that could be the best, and its tokens per
+        """Of the shapes with few measurements, the one that could be the best, and its tokens per
         second in that case.
         """
         times, found = self._times, None
@@ -360,7 +362,7 @@ class MeasuredGate(DraftGate):
                 continue
             if weight >= MEASURED_WEIGHT and self._num_settled < SETTLED_AFTER:
                 continue
-            # Its steps may have had other numbers of requests than it was chosen for.
+            # The trial's steps may have had other numbers of requests than it was chosen for.
             tried_at = choice.tried_at.get(shape, -PROBE_EVERY)
             if self._overlaps and choice.num_steps < tried_at + PROBE_EVERY:
                 continue
@@ -391,7 +393,7 @@ class MeasuredGate(DraftGate):
         return PROBE_EVERY * self._trial_steps
 
     def _is_dip(self, choice: _Choice) -> bool:
-        """Whether the number of requests probably is another one for a moment only."""
+        """Whether the step's number of requests is probably low for a moment only; see `DIP`."""
         if not choice.best.num_drafts:
             self._plain, self._num_dipping = choice, DIP
         elif self._overlaps and choice is not self._plain and self._num_dipping:
@@ -400,8 +402,8 @@ class MeasuredGate(DraftGate):
         return False
 
     def _rests(self, choice: _Choice) -> bool:
-        """Whether there have been no drafts for so long that a little later is soon enough. Where
-        requests come and go, few steps are good for trials, and none is left out.
+        """Whether steps have had no drafts for so long that the gate may evaluate less often. It
+        does not while requests come and go: then few steps suit trials, and it watches all.
         """
         if not self._overlaps or choice.best.num_drafts or self._trial is not None:
             return False
@@ -409,13 +411,13 @@ class MeasuredGate(DraftGate):
         return is_settled and choice.num_steps >= RESTS_AFTER
 
     def _rest(self, choice: _Choice, num_requests: int) -> None:
-        """Lets some steps pass, which count as if they had been watched."""
+        """Stops watching for some steps, which count as if the gate had watched them."""
         self._num_resting = LOOK_EVERY * (RESTING - 1)
         self._rested = choice, ALLOWANCE_SHARE * self._times.seconds(num_requests, NO_DRAFTS)
         self._count_rest(self._num_resting)
 
     def _end_rest(self) -> None:
-        """Ends it early."""
+        """Watches steps again before the planned number has passed."""
         self._count_rest(-self._num_resting)
         self._num_resting = 0
 
@@ -445,11 +447,11 @@ class MeasuredGate(DraftGate):
 
 
 def _first_accepted(drafts: Sequence[int], accepted: Sequence[int]) -> tuple[int, bool]:
-    """Number of accepted drafts of a tree's most likely chain, and whether it is known: where the
-    chain leaves the tree, its next draft is not known to be wrong.
+    """Number of accepted drafts of a tree's most likely chain, and whether the chain ended with a
+    wrong draft. That is unknown if the chain reaches the end of the tree.
 
     Args:
-        drafts: The tree; of siblings the more likely comes first.
+        drafts: The tree; the more likely of two siblings comes first.
         accepted: Tokens of the path that was drawn.
     """
     row, parents = 0, parents_of(drafts)
@@ -465,9 +467,10 @@ class _Worth:
     """Average benefit of drafts for one request of a step.
 
     Args:
-        known: The acceptance of some that may be drafted for.
-        num_requests: They, and their share of those that may not.
-        gains: Gains of trees.
+        known: Acceptance of a sample of the requests that may get drafts.
+        num_requests: Number of the step's requests that the sample stands for, including a
+            proportional share of those that may not get drafts.
+        gains: Gains of trees over chains.
     """
 
     def __init__(
@@ -482,7 +485,7 @@ class _Worth:
             1 + (sum(column) - len(known)) / num_requests for column in columns
         ]
         self.share = sum(acceptance.share for acceptance in known) / num_requests
-        """Share of the requested drafts that are made."""
+        """Expected share of the requested drafts that the drafter makes."""
 
     def tokens(self, shape: DraftShape) -> float:
         """Expected tokens per step with drafts of this shape."""

@@ -1,7 +1,7 @@
 """Drafts from a separate, smaller model of the same vocabulary.
 
-Drafting with a small model is that of Leviathan et al. 2023, "Fast Inference from Transformers via
-Speculative Decoding"; drafts are greedy, and verified as all others are.
+The method is that of Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+Decoding". Drafts are greedy, and the target verifies them like all other drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.engine.scheduler.plan import VerifyItem
 from weft.engine.scheduler.ports import Drafter
 
 STEADY_TOKENS = 2
-"""New tokens of a request that was drafted for in the step before: its last token, and the last
+"""Most new tokens of a request that got drafts in the previous step: its last token, and the last
 draft if all were accepted.
 """
 
@@ -28,15 +28,15 @@ class ModelDrafter(Drafter):
     """Runs a draft model, one forward pass for each draft, for many requests at once.
 
     A request gets pages of the draft model's own pool when drafting for it begins, and gives them
-    back with its slot. What the model has not seen of its tokens it takes in before it drafts, a
-    chunk a step.
+    back with its slot. Before the draft model drafts, it reads the request's tokens that it has not
+    seen, one chunk per step.
 
     Args:
         executor: The draft model with its pool.
         memory: Owner of that pool's pages.
-        page_size: Token positions a page.
-        max_tokens: Positions that the draft model has; a request beyond them gets no drafts.
-        chunk_tokens: That all requests together catch up with in a step.
+        page_size: Token positions per page.
+        max_tokens: Positions that the draft model has; a longer request gets no drafts.
+        chunk_tokens: Most unseen tokens of all requests that the model reads in one step.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class ModelDrafter(Drafter):
         """Requests by slot."""
 
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
-        """See `Drafter.draft`; requests that are still far behind get none, nor do those for which
-        there are no pages."""
+        """See `Drafter.draft`; a request gets no drafts while the draft model has many of its
+        tokens to read, or if there are no pages for it."""
         pieces = self._plan(items)
         drafts: list[Sequence[int]] = [()] * len(items)
         if pieces:
             with torch.inference_mode():
                 chains = self._run(pieces)
             for piece, chain in zip(pieces, chains, strict=True):
-                piece.text.tail = chain[:-1]  # Nothing followed the last one.
+                piece.text.tail = chain[:-1]  # The KV of the last draft was not computed.
                 drafts[piece.item] = chain
         return drafts
 
     def forget(self, slot: int) -> None:
-        """See `Drafter.forget`: gives its pages back."""
+        """See `Drafter.forget`: releases the slot's pages."""
         text = self._texts.pop(slot, None)
         if text is not None:
             self.memory.release(text.pages)
@@ -82,7 +82,7 @@ class ModelDrafter(Drafter):
     def _plan(self, items: Sequence[VerifyItem]) -> list[_Piece]:
         """Plans the next step: requests with the most drafts first, those with none last.
 
-        Those that lack least are served first, so that no prompt holds others up.
+        Requests with the fewest unread tokens are served first, so that no prompt delays others.
         """
         begins = [self._num_known(item) for item in items]
         order = sorted(range(len(items)), key=lambda index: items[index].start - begins[index])
@@ -92,7 +92,7 @@ class ModelDrafter(Drafter):
             (request, start, max_drafts, _), begin = items[index], begins[index]
             num_drafts = min(max_drafts, self._max_tokens - start)
             if start >= self._max_tokens:
-                self.forget(request.slot)  # It never gets drafts again.
+                self.forget(request.slot)  # A request this long never gets drafts again.
             text = self._with_room(request.slot, start + num_drafts) if num_drafts > 0 else None
             end = min(start + 1, begin + left)
             request.is_draft_behind = text is not None and end <= start
@@ -100,7 +100,7 @@ class ModelDrafter(Drafter):
             if text is None or end == begin:
                 continue
             left -= end - begin
-            # Whatever comes of the step, what lies before it stays.
+            # The KV before `begin` stays valid even if the step fails.
             text.num_tokens, text.tail = begin, []
             num_drafts = 0 if request.is_draft_behind else num_drafts
             tokens = request.tokens[begin:end]
@@ -108,13 +108,13 @@ class ModelDrafter(Drafter):
         return sorted(pieces, key=lambda piece: -piece.num_drafts)
 
     def _num_known(self, item: VerifyItem) -> int:
-        """Tokens of a request, except its last one, whose KV is there."""
+        """Number of a request's tokens, except the last one, whose KV the pool has."""
         text = self._texts.get(item.request.slot)
         return 0 if text is None else text.num_known(item.request.tokens, item.start)
 
     def _with_room(self, slot: int, num_tokens: int) -> _Text | None:
         """The text in a slot, with pages for this many tokens; None: there are too few pages, and
-        it keeps none.
+        the slot's pages were released.
         """
         text = self._texts.setdefault(slot, _Text())
         num_lacking = -(-num_tokens // self._page_size) - len(text.pages)
@@ -161,10 +161,10 @@ class ModelDrafter(Drafter):
 
         Args:
             slots: [R].
-            starts: [R]: positions of each one's first token.
-            lengths: [R]: how many tokens each brings.
-            num_drawing: The first so many get a draft.
-            tokens: Tokens of all pieces; None: the drafts of the step before, one each.
+            starts: [R]: position of each request's first token in this pass.
+            lengths: [R]: number of each request's tokens in this pass.
+            num_drawing: Number of leading requests that get a draft.
+            tokens: Tokens of all pieces; None: each request's draft of the previous pass.
 
         Returns:
             [num_drawing] int64, on the device.
@@ -207,9 +207,9 @@ class _Text:
     def __init__(self) -> None:
         self.pages: list[int] = []
         self.num_tokens = 0
-        """Number of the request's tokens whose KV lies in the pages."""
+        """Number of the request's tokens whose KV is in the pages."""
         self.tail: list[int] = []
-        """Drafts whose KV lies behind it."""
+        """Drafts whose KV follows in the pages."""
 
     def num_known(self, tokens: Sequence[int], most: int) -> int:
         """Number of a request's first `most` tokens whose KV is in the pages."""
@@ -225,10 +225,10 @@ class _Piece(NamedTuple):
     """The tokens of a request from `start` on that a step reads."""
 
     item: int
-    """Index of the item that it belongs to."""
+    """Index of the item to which the piece belongs."""
     text: _Text
     slot: int
     start: int
     tokens: list[int]
     num_drafts: int
-    """Drafts to make behind them; 0: the request has not caught up."""
+    """Number of drafts to make after these tokens; 0: the model still has unread tokens."""

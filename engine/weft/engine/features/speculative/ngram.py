@@ -1,8 +1,8 @@
 """Drafts from the request's own text: the tokens that followed an earlier occurrence of the last
 ones.
 
-Prompt lookup (Saxena, 2023, "Prompt Lookup Decoding"): it pays where answers repeat their prompt,
-in summaries, edits and code.
+The method is prompt lookup (Saxena, 2023, "Prompt Lookup Decoding"). It pays if answers repeat
+their prompt, as in summaries, edits and code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.engine.scheduler.ports import Drafter
 from weft.engine.scheduler.state import Request
 
 MAX_TEXT_TOKENS = 8192
-"""Most tokens of a request that are searched, the newest ones."""
+"""Number of a request's newest tokens that the drafter searches."""
 
 
 class NgramDrafter(Drafter):
@@ -49,7 +49,7 @@ class _Text:
     """The last position of each n-gram of a request.
 
     Args:
-        request: Its tokens are followed as they grow.
+        request: Request whose growing text is indexed.
         lengths: Lengths of the n-grams, longest first.
     """
 
@@ -62,7 +62,7 @@ class _Text:
     def continuation(self, max_drafts: int) -> list[int]:
         """The tokens that followed the previous occurrence of the last tokens."""
         tokens = self.request.tokens
-        # The run at the very end is looked up, not entered.
+        # The n-gram at the very end is not entered: it is the one that is looked up.
         for end in range(max(self._num_known, 1), len(tokens)):
             for length in self._lengths:
                 if length <= end:

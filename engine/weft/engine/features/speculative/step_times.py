@@ -1,4 +1,4 @@
-"""Step durations by number of requests, with and without drafts: measured, else predicted."""
+"""Step durations by number of requests, with and without drafts, measured or predicted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _Kind = tuple[int, DraftShape]
 MEASURED_WEIGHT = 1.5
 """Number of steps from which a duration counts as measured."""
 FIRM_WEIGHT = 5.0
-"""Number of steps from which a kind may tell the pace where steps overlap, whose times vary more.
+"""Number of steps from which a kind may determine the pace if steps overlap, since their times vary
+more.
 """
 MAX_WEIGHT = 12.0
-"""Most steps that a known time counts for relative to a new one."""
+"""Largest weight of a known time, in steps, against one new step."""
 FARTHEST = 1.5
-"""Outliers are clipped to the expected duration times or divided by this factor."""
+"""Factor of clipping: a time is clipped to the expected time multiplied or divided by it."""
 FOLLOWED_AFTER = 8
 """Consecutive steps of one kind after which they determine the pace."""
 PACE_SHARE = 0.15
@@ -27,9 +28,9 @@ PACE_SHARE = 0.15
 MAX_CHANGE = 1.25
 """Largest change of the pace that one step may indicate."""
 GROWTH = 0.3
-"""Exponent with which times are assumed to grow with the number of rows, without other data."""
+"""Assumed exponent of the growth of times with the number of rows, without other data."""
 ALIKE = 1.15
-"""Most requests of a step relative to those of another one that is alike."""
+"""Largest ratio of the numbers of requests of two steps that count as alike."""
 MIN_SHARE = 0.2
 """Least share of the requested drafts with which a step is evidence of the cost of drafts."""
 
@@ -43,7 +44,7 @@ def size_class(number: int) -> int:
 
 
 def _next_sizes(size: int) -> tuple[int, int]:
-    """The size classes next to one; of 1 it is one of them itself."""
+    """The neighbouring size classes; the lower neighbour of 1 is 1."""
     is_power = size & (size - 1) == 0
     return size_class(max(1, size - 1)), size + max(1, size // (2 if is_power else 3))
 
@@ -56,7 +57,7 @@ class _Average:
     weight: float = 1.0
 
     def note(self, value: float, weight: float = 1.0) -> None:
-        """Adds a value. The first of a kind is often slow; it is dropped if it turns out so."""
+        """Adds a value. The first value of a kind is dropped if it turns out to be slow."""
         if self.weight <= 1.0 and self.value > FARTHEST * value:
             self.value, self.weight = value, weight
             return
@@ -108,7 +109,7 @@ class _Curve:
             return points[0].time.value * float((number / points[0].number) ** GROWTH)
         upper = bisect_left(points, number, key=lambda point: point.number)
         if upper == len(points):
-            # Numbers that are too near to each other say nothing about far ones.
+            # Points that are too close to each other cannot predict distant ones.
             half = bisect_right(points, number / 2, key=lambda point: point.number)
             first, last = points[min(max(half, 1), upper - 1) - 1], points[-1]
         else:
@@ -137,7 +138,7 @@ class StepTaken:
         return size_class(self.num_requests), self.shape
 
     def is_like(self, other: StepTaken) -> bool:
-        """Whether both have drafts of one shape, and about as many requests."""
+        """Whether both steps have drafts of the same shape and similar numbers of requests."""
         few, many = sorted((self.num_requests, other.num_requests))
         return self.shape == other.shape and many <= ALIKE * few
 
@@ -149,21 +150,23 @@ class StepTaken:
 
     @property
     def rows_a_turn(self) -> int:
-        """Rows of the draft model in each turn but the first of a tree."""
+        """Rows of the draft model in each turn, except in the first turn of a tree."""
         return self.num_requests * self.shape.width
 
 
 class StepTimes:
     """The recorded durations of such steps.
 
-    Steps take longer as contexts grow, and as others use the machine. That is the pace: what is
-    run all the time tells it, and what is run beside it is compared with that. The time of a kind
-    of steps that was not measured is predicted, from steps with as many rows.
+    Steps slow down as contexts grow and as other processes use the machine. The pace is that
+    slowdown. The kind of steps that runs most of the time determines the pace, and times of other
+    kinds are divided by it. The time of a kind that was not measured is predicted from steps with
+    as many rows.
 
     Args:
-        overlaps: Steps overlap. There to bring any drafts costs something by itself: once steps
-            with drafts are known, those without tell nothing of them. And few steps can be timed:
-            what drafts cost is taken from the size class beside, where it is not known.
+        overlaps: Whether steps overlap. Then having any drafts has a fixed cost, so that steps
+            without drafts no longer predict those with drafts once some of these were measured.
+            Few steps can be timed, so an unknown cost of drafts is taken from a neighbouring size
+            class.
     """
 
     def __init__(self, *, overlaps: bool = False) -> None:
@@ -173,7 +176,7 @@ class StepTimes:
         self._rows = _Curve()
         """Durations without drafting, by number of rows."""
         self._drafted_rows = _Curve() if overlaps else self._rows
-        """The same, of steps with drafts."""
+        """Durations of steps with drafts, without their drafting, by number of rows."""
         self._drafting = _Curve()
         """Duration of one turn of the drafter, by number of rows."""
         self._pace = 1.0
@@ -189,19 +192,19 @@ class StepTimes:
 
         Args:
             step: The step.
-            is_settled: Contexts are about as long as in the steps before.
+            is_settled: Whether contexts are about as long as in the previous steps.
         """
         kind = step.kind
         least = FIRM_WEIGHT if self._overlaps else MEASURED_WEIGHT
         is_firm = self.weight(*kind) >= least
         if not (is_settled and kind[0] == self._followed[0]) and is_firm:
-            # There is nothing to compare with: this is how fast steps are now.
+            # No recent step is comparable, so this kind determines the pace from now on.
             self._followed, self._num_alike = kind, 0
         if kind == self._followed:
             factor = step.duration_s / self.seconds(step.num_requests, step.shape, step.share)
             self._pace *= 1 + PACE_SHARE * (_within(factor, MAX_CHANGE) - 1)
         time, drafting = step.duration_s / self._pace, step.drafting_s / self._pace
-        # Where there are none, for want of room or time, the draft only took in tokens.
+        # Without drafts (for lack of room or time) the draft model only read tokens.
         if drafting and step.num_drafts:
             self._drafting.note(step.rows_a_turn, drafting / step.shape.depth)
         rows = self._drafted_rows if step.num_drafts else self._rows
@@ -238,7 +241,7 @@ class StepTimes:
         return self.weight(num_requests, shape) >= MEASURED_WEIGHT
 
     def is_known(self, num_requests: int, shape: DraftShape) -> bool:
-        """Whether the time of these steps is measured, here or beside the size class."""
+        """Whether the time of these steps is measured, in this or a neighbouring size class."""
         size = size_class(num_requests)
         is_plain_known = self.is_measured(num_requests, NO_DRAFTS)
         return self.is_measured(num_requests, shape) or (
@@ -264,8 +267,8 @@ class StepTimes:
         return self._pace * time * self._scale(num_requests, size)
 
     def _of_next_size(self, size: int, shape: DraftShape) -> float | None:
-        """Duration of such steps relative to plain ones, where it is measured for a size class next
-        to this one.
+        """Duration of such steps relative to steps without drafts, if it is measured for a
+        neighbouring size class.
         """
         for other in _next_sizes(size) if self._overlaps else ():
             if other != size and all(self.is_measured(other, one) for one in (NO_DRAFTS, shape)):

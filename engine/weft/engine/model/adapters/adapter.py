@@ -13,7 +13,7 @@ class LoraPair:
     """A low-rank change of one projection: x -> (x A^T) B^T, added to its output."""
 
     a: torch.Tensor
-    """[r, in]; of an embedding [r, vocabulary]: a token takes its column."""
+    """The matrix A, [r, in]; for an embedding [r, vocabulary], with one column per token."""
     b: torch.Tensor
     """The matrix B [out, r], already multiplied by the scaling."""
 
@@ -27,13 +27,13 @@ class LoraPair:
 class ExpertLora:
     """A low-rank change of one projection of all experts of a layer.
 
-    One entry in the place of one per expert means: the same for all (shared outer).
+    A first axis of size 1 means that all experts share the matrix (shared outer).
     """
 
     a: torch.Tensor
     """The A matrices, [experts or 1, r, in]."""
     b: torch.Tensor
-    """The matrices B, [experts or 1, out, r], already scaled. Zeros: an expert that the adapter
+    """The matrices B, [experts or 1, out, r], already scaled; zeros for experts that the adapter
     does not change.
     """
 
@@ -54,7 +54,7 @@ class VocabularyChange:
     rows: torch.Tensor | None = None
     """Replacements of these rows, [len(token_ids), hidden]."""
     lora: LoraPair | None = None
-    """Low-rank change, added to the result of the above."""
+    """Low-rank change, added to the result of the replacements."""
     tensor: str = ""
     """Name of the tensor of `rows`, or else of `weight`, for messages."""
 

@@ -1,8 +1,8 @@
 """LoRA adapters of draft heads, read from the folder `draft` of an adapter.
 
-It is a PEFT folder for the head's one layer. It changes what comes after K and V alone, so that the
-head's entries in the pages stay those of all requests: a draft adapter has no part in any identity,
-and changes how fast text comes, nothing else.
+The folder is a PEFT folder for the head's one layer. A draft adapter changes only projections after
+K and V, so that all requests share the head's entries in the pages. It is part of no digest, and it
+changes only the speed of generation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_draft_adapter(
         By module, of `MODULES`: [out, in] float32.
 
     Raises:
-        AdapterError: It cannot be used.
+        AdapterError: The draft adapter cannot be used.
     """
     pairs = read_draft_pairs(folder, shapes)
     changes = {module: pair.b @ pair.a for module, pair in pairs.items()}
@@ -57,8 +57,8 @@ def read_draft_pairs(
     """Like `read_draft_adapter`, but returns the factors of each change, scaled, in float32.
 
     Args:
-        folder: See there.
-        shapes: See there.
+        folder: See `read_draft_adapter`.
+        shapes: See `read_draft_adapter`.
         max_rank: Largest rank of a change, if its matrix allows it; larger ones are refused unread.
     """
     with open_adapter(folder) as files:
@@ -74,7 +74,7 @@ def read_draft_pairs(
                 )
             half = found["half"]
             place, size = (1, shapes[module][1]) if half == "A" else (0, shapes[module][0])
-            # Before anything is read: the product of two small tensors may be of any size.
+            # Checked before any read: the product of two small tensors may have any size.
             if len(entry.shape) != 2 or 0 in entry.shape or entry.shape[place] != size:
                 raise AdapterError(
                     f"draft adapter {folder}: {name} is {list(entry.shape)}, but size {place} of "

@@ -53,8 +53,8 @@ def read_adapter(
         is_lenient: Leaves out, and lists in `Adapter.ignored`, tensors of modules that the model
             does not have, that the configuration does not target or that the caller does not apply.
             What is damaged is refused all the same.
-        num_tokens: Tells how many tokens the model's tokenizer has, so many rows at least an
-            embedding or an LM head needs; None: as many as the model's.
+        num_tokens: Returns the number of tokens of the model's tokenizer, which an embedding or LM
+            head needs as rows at least; None: they need as many rows as the model's.
 
     Raises:
         AdapterError: The message names the directory, and the tensor or field.
@@ -75,7 +75,7 @@ def read_adapter(
                 adapter = reader.adapter(plan, is_lenient=is_lenient)
                 digest = hashing.result()
         finally:
-            files.check_unchanged()  # Else whatever was found may come of the change.
+            files.check_unchanged()  # If the file has changed, the error found may be wrong.
     return replace(adapter, digest=digest)
 
 
@@ -106,7 +106,7 @@ class _Reader:
             embedding = changes["embed_tokens"]
             head = changes.setdefault("lm_head", _tied(embedding))
             if head.rows is None and head.weight is None and embedding.rows is not None:
-                # It has LoRA of its own, on top of trained tokens that are the embedding's.
+                # The LM head has a LoRA of its own, on top of the embedding's trained tokens.
                 changes["lm_head"] = replace(
                     head,
                     token_ids=embedding.token_ids,
@@ -225,8 +225,8 @@ def _shared_outer(
 ) -> Mapping[tuple[int, str], ExpertLora]:
     """Merges outer sides that are equal for all experts into one.
 
-    Trainers export shared outer sides under the names of the single experts. Only where this is so
-    in all layers: an adapter is of one form.
+    Trainers export shared outer sides under the names of the single experts. The sides are merged
+    only if they are equal in all layers, since an adapter has one form.
     """
     outer = [pair.b if kind == "down" else pair.a for (_, kind), pair in stacks.items()]
     if not all(side.shape[0] > 1 and bool((side == side[:1]).all()) for side in outer):
@@ -249,7 +249,7 @@ def _tied(change: VocabularyChange) -> VocabularyChange:
 
 
 def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> VocabularyChange:
-    """Leaves out what concerns tokens that the model does not have."""
+    """Leaves out rows of tokens that the model does not have."""
     weight, rows, lora = change.weight, change.rows, change.lora
     kept = [i for i, token in enumerate(change.token_ids) if token < vocab_size]
     if lora is not None and name == "embed_tokens":
@@ -268,13 +268,13 @@ def _without_added(name: str, change: VocabularyChange, vocab_size: int) -> Voca
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinities: no exponent has all bits set.
 
-    Several times as fast as `torch.isfinite`, and without torch's threads, for which steps on a CPU
-    would have to wait.
+    This is several times as fast as `torch.isfinite`, and does not use torch's threads, for which
+    steps on a CPU would have to wait.
     """
     if not values.numel():
         return True
     infinity = int(words_of(torch.tensor([torch.inf], dtype=values.dtype))[0])
-    # Without the sign; 2^(bits - 1) - 1 is what it leaves.
+    # The mask 2^(bits - 1) - 1 clears the sign.
     magnitudes = words_of(values.contiguous()) & ((1 << (8 * values.element_size() - 1)) - 1)
     return int(magnitudes.max()) < infinity
 

@@ -1,4 +1,4 @@
-"""An adapter in host memory, laid out as the rows that it takes on the device."""
+"""An adapter in host memory, laid out as rows of the device's adapter memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class KindRows:
 
 
 WholeMatrix = torch.Tensor | LinearWeight
-"""What takes the place of the model's embedding or LM head, [num_embeddings, hidden]: page-locked
+"""A matrix that replaces the model's embedding or LM head, [num_embeddings, hidden]: page-locked
 for a GPU, packed for a CPU."""
 
 
@@ -67,7 +67,7 @@ class HostWeights:
     kinds: Mapping[str, KindRows]
     """Rows by `Projection.name`."""
     vocab_end: int
-    """First token id that its LM head does not have."""
+    """First token id that the adapter's LM head does not have."""
     whole: Mapping[str, WholeMatrix] = field(default_factory=dict)
     """By name, EMBED_TOKENS or LM_HEAD; tied ones are one object."""
     left_out: tuple[str, ...] = ()
@@ -110,15 +110,16 @@ def host_weights(
 
     Args:
         adapter: In the model's dtype.
-        projections: What it may change.
+        projections: Projections that the adapter may change.
         max_rank: Largest rank of any adapter.
-        own_weight: Looks into the model; asked where an adapter has whole rows.
+        own_weight: Returns a weight of the model; called if an adapter has whole rows.
         vocab_size: Tokens of the model itself.
-        for_gpu: In page-locked memory, from which a GPU copies by itself; else B is packed.
-        takes_whole: Whether it may bring an embedding or an LM head of its own.
+        for_gpu: Whether to use page-locked memory, from which a GPU copies directly; if not, B is
+            packed.
+        takes_whole: Whether the adapter may replace the embedding or the LM head.
 
     Raises:
-        AdapterError: It changes something else, or in a way that is not served.
+        AdapterError: The adapter changes another part, or changes one in an unsupported way.
     """
     kinds: dict[str, KindRows] = {}
     wanted = {(key, False) for _, key in adapter.modules} | {(k, True) for _, k in adapter.experts}
@@ -172,8 +173,8 @@ def host_weights(
 def _changes(
     adapter: Adapter, part: Projection, vocabulary: Mapping[str, LoraPair]
 ) -> list[ExpertLora | None]:
-    """The change of each layer of a projection, as of experts; a dense projection counts as one
-    expert.
+    """The change of a projection in each layer, in the form for experts; a dense projection
+    counts as one expert.
     """
     if part.is_expert:
         of_experts = [adapter.experts.get((layer, part.kind)) for layer in range(part.num_layers)]
@@ -201,17 +202,17 @@ def _of_models_size(
     own: torch.Tensor | None,
     matrices: dict[int, torch.Tensor],
 ) -> VocabularyChange:
-    """Gives a change as many rows as the model has: its own ones for tokens that the adapter lacks.
+    """Gives a change as many rows as the model has; missing rows are copied from the model.
 
     Args:
         part: The embedding or the LM head.
         change: The adapter's change of it.
         vocab_size: Tokens of the model itself.
         own: The model's weight, see `OwnWeight`.
-        matrices: Those that were made so far, so that tied ones stay one.
+        matrices: Matrices made so far, so that tied parts share one.
 
     Raises:
-        AdapterError: It has more tokens than there are rows.
+        AdapterError: The adapter has more tokens than the model has rows.
     """
     is_input = part.kind == EMBED_TOKENS
     size = part.in_features if is_input else part.out_features
@@ -224,7 +225,7 @@ def _of_models_size(
         )
     if weight is not None and len(weight) < size:
         if id(weight) not in matrices:
-            if own is None:  # A made-up model.
+            if own is None:  # The model has random weights.
                 own = weight.new_zeros(size, weight.shape[1])
             matrices[id(weight)] = torch.cat([weight, own[len(weight) :]])
         weight = matrices[id(weight)]
@@ -243,18 +244,17 @@ def _divided(
     *,
     takes_whole: bool,
 ) -> tuple[LoraPair | None, torch.Tensor | None]:
-    """Divides a change of the vocabulary into one LoRA and a matrix in the place of the model's.
+    """Divides a change of the vocabulary into one LoRA and a matrix that replaces the model's.
 
-    Where few rows differ each takes one rank: W' = W + sum over them of e_t d_t^T, of which A or B
-    has a one for the token, the other one the difference. PEFT saves the embedding beside its LoRA,
-    unless it is told not to: then no row differs.
+    If few rows differ from the model's, each takes one rank: W' = W + the sum of e_t d_t^T over
+    these tokens t. One of A and B holds the one-hot vectors e_t, and the other the differences d_t.
+    PEFT saves the unchanged embedding beside its LoRA by default; then no row differs.
 
     Returns:
-        The LoRA, None where there is none; the matrix [num_embeddings, hidden], None where few rows
-        differ.
+        The LoRA, or None; and the matrix [num_embeddings, hidden], or None if few rows differ.
 
     Raises:
-        AdapterError: More rows differ than there are ranks and no matrix is taken.
+        AdapterError: More rows differ than there are ranks, and matrices are not allowed.
     """
     lora = change.lora
     if change.weight is None and change.rows is None:
@@ -301,7 +301,7 @@ def _changed_rows(change: VocabularyChange, own: torch.Tensor) -> tuple[list[int
 
 
 def _replaced(change: VocabularyChange, matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with the rows of tokens that were trained one by one."""
+    """The matrix, in which individually trained rows replace the old ones."""
     if change.rows is None:
         return matrix
     return matrix.index_copy(0, torch.tensor(change.token_ids), change.rows)
@@ -335,8 +335,8 @@ def _half(
         given, rank, features = values.shape
         count = -(-rank // ROW_RANK)
         own = rows[used : used + given * count].view(given, count * ROW_RANK, features)
-        # By numpy, which is quicker with a transposed B, and without torch's threads, for which
-        # steps on a CPU would have to wait.
+        # numpy copies a transposed B faster, and does not use torch's threads, for which steps
+        # on a CPU would have to wait.
         words = words_of(own)
         words[:, :rank] = words_of(values)
         words[:, rank:] = 0

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-R: layers that are normalised behind each addition."""
+"""BERT, RoBERTa and XLM-R: layers with a norm after each addition (post-norm)."""
 
 from __future__ import annotations
 

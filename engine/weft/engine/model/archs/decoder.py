@@ -130,7 +130,7 @@ def _attention(
 def _head_norms(
     config: ModelConfig, head_norm: HeadNormConfig, weights: Weights
 ) -> tuple[tuple[Norm | None, Norm | None], HeadChange | None]:
-    """Norms that the rotation's kernel takes along, or another change of the heads."""
+    """Norms that the kernel of the rotation can apply, or else a separate change of the heads."""
     norm, dim = head_norm.norm, config.head_dim
     of_heads = [(head_norm.q_name, config.num_heads), (head_norm.k_name, config.num_kv_heads)]
     if head_norm.over == "head":
@@ -144,7 +144,7 @@ def _head_norms(
 
 
 def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSlice]:
-    """The weights of each head's norm: a tensor of all, or one of each."""
+    """The norm weights of the heads: one tensor for all heads, or one tensor per head."""
     if weights.has(f"{name}.0.weight"):
         return [TensorSlice(f"{name}.{head}.weight", (dim,)) for head in range(heads)]
     whole = TensorSlice(f"{name}.weight", (heads, dim))

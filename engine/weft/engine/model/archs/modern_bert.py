@@ -1,4 +1,4 @@
-"""ModernBERT: pre-norm layers with rotary positions, most of which see only tokens near by."""
+"""ModernBERT: pre-norm layers with rotary positions; most layers attend to near tokens only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = "embeddings.tok_embeddings"
 
 class _Layer(NamedTuple):
     attention_norm: LayerNorm | None
-    """None: the first layer gets what is normalised already."""
+    """None: the input of the first layer is normalised already."""
     attention: EncoderAttention
     mlp_norm: LayerNorm
     mlp: GluMLP

@@ -22,7 +22,7 @@ class DraftHead(Protocol):
     hidden_size: int
     """Size of its hidden states."""
     layer: int
-    """Index of its K and V in the pool's layers: behind the target's."""
+    """Index of the head's K and V in the pool's layers, after the target's."""
     digest: bytes
     """32 bytes over files, configuration and dtype."""
     layer_bytes: int
@@ -34,15 +34,15 @@ class DraftHead(Protocol):
         """Runs a step of the target and writes the head's K and V of it.
 
         Args:
-            target: That the head was loaded for.
+            target: Model for which the head was loaded.
             step: The step; `slots` must be there.
             kept: [slots + 1, hidden]: the states of each request's last row before; then of its
                 last row of this step.
-            pool: The target's, with the head's layer.
+            pool: The target's pool, with the head's layer.
 
         Returns:
-            [L, target's hidden], as `Model.forward`, and [T, hidden]: the target's states as the
-            head takes them in.
+            [L, target's hidden], as `Model.forward`, and [T, hidden]: the target's states in the
+            form that the head reads.
         """
 
     def chain(
@@ -53,11 +53,11 @@ class DraftHead(Protocol):
         Args:
             state: [R, hidden], from `extend`, of the position before the last token; overwritten.
             token_ids: [R] int64: the last tokens.
-            chains: Where they are, and how many are wanted.
-            pool: The target's, with the head's layer; written.
+            chains: Positions and pages of the requests, and the number of drafts.
+            pool: The target's pool, with the head's layer; written.
 
         Returns:
-            [D, R] int64, of the target's vocabulary.
+            [D, R] int64: token ids of the target's vocabulary.
         """
 
 

@@ -1,7 +1,7 @@
 """A target with a draft head: every step of the target also writes the head's K and V.
 
-So a page holds the head's entries wherever it holds the target's, whoever computed it, and they are
-cached, shipped and stored with it.
+Every page that holds the target's K and V therefore also holds the head's, on every worker, and
+pages are cached, shipped and stored with both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_drafted(
     """Loads a head for a model; see `load_draft_head` and `DraftedModel`.
 
     Raises:
-        ModelError: The head cannot be used, or not with this model.
+        ModelError: The head cannot be used, or does not fit this model.
     """
     if not isinstance(loaded.model, DecoderOnlyLM) or loaded.config.latent is not None:
         raise ModelError(
@@ -44,17 +44,17 @@ def load_drafted(
 class DraftedModel:
     """Implements `Model` for a target and the head that drafts for it.
 
-    What the head takes in of the target's state at a position is needed with the token after it:
-    for the first row of a request it is what `kept` holds of its slot from the step before. Where
-    that is not so, as after a prefix hit, a step begins one token earlier, whose own entries go to
-    the null page.
+    The head combines the target's state at a position with the token at the next position. For the
+    first row of a request in a step, `kept` holds the state of the previous step in the request's
+    slot. If there is no such state, as after a prefix hit, the step begins one token earlier and
+    the head's entries of that token go to the null page.
 
     Args:
         target: Loaded model.
-        head: Loaded for it.
-        max_requests: Slots.
+        head: Head loaded for the model.
+        max_requests: Number of slots.
         max_step_tokens: Rows of the largest step after which `keep_accepted` may be called.
-        draft_dir: That the head is from; None: it cannot be adapted.
+        draft_dir: Directory of the head; None: the head cannot be adapted.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DraftedModel:
             folder: Folder of the draft adapter.
 
         Raises:
-            WeftError: It cannot be used, or not with this head.
+            WeftError: The draft adapter cannot be used, or does not fit this head.
         """
         if not isinstance(self.head, Eagle3Head) or self._draft_dir is None:
             raise AdapterError(f"draft adapter {folder}: only EAGLE-3 heads can be adapted")
@@ -118,7 +118,7 @@ class DraftedModel:
         """Records, after a verification, which row of the step is each request's last.
 
         Args:
-            rows: [R] int64, on the device: of the last step, whose order of rows they follow.
+            rows: [R] int64, on the device: rows of the last step, in its order.
             slots: [R] int64, on the device: the requests' slots, all different.
         """
         put_rows(self.kept, slots, self._last, rows)

@@ -35,7 +35,7 @@ class EagleHead:
 
     kind: HeadKind = "eagle"
     group = 0
-    """Which of a step's page groups its K and V are in: the target's."""
+    """Number of the step's page group that holds the head's K and V, the target's."""
 
     def __init__(self, config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader) -> None:
         """Reads all parameters of the head."""
@@ -100,12 +100,12 @@ def _read_weight(
         embedding = top.vocabulary("embed_tokens", *size, target.config.num_added_tokens)
     if top.has("lm_head.weight"):
         lm_head = top.packed(top.vocabulary("lm_head", config.vocab_size, hidden))
-    # A head's own limit is that of its training; it is used wherever the target is.
+    # The head drafts at all positions of the target; its own limit is only that of its training.
     positions = target.config.max_position_embeddings
     return EagleHeadWeight(
         fc=product(top, LinearSpec(names=("fc",), in_features=2 * hidden, rows=(hidden,))),
         qkv=product(attention, qkv),
-        # Once more without q: what most steps of the target need.
+        # A second copy without q, since most steps of the target need only K and V.
         kv=product(attention, qkv.last(2)),
         o=product(attention, o_spec(hidden, config.num_heads, config.head_dim)),
         gate_up=mlp.linear(gate_up_spec(hidden, inner)),

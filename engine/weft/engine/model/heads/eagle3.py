@@ -46,7 +46,7 @@ class Eagle3Head:
 
     kind: HeadKind = "eagle3"
     group = 0
-    """Which of a step's page groups its K and V are in: the target's."""
+    """Number of the step's page group that holds the head's K and V, the target's."""
 
     def __init__(self, config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> None:
         """Reads all parameters; see `load_eagle3`."""
@@ -75,13 +75,15 @@ class Eagle3Head:
         """Describes how to write the head's K and V during a step of the target.
 
         Args:
-            aux: [T, 3 * target_hidden]: what entered `aux_layers`, side by side.
+            aux: [T, 3 * target_hidden]: the inputs of `aux_layers`, side by side.
             step: The step; `slots` must be there.
-            kept: [slots + 1, hidden]: what was returned of each request's last row, and will be.
-            pool: The target's, with the head's layer.
+            kept: [slots + 1, hidden]: the returned state of each request's last row in the previous
+                step; this step overwrites it.
+            pool: The target's pool, with the head's layer.
 
         Returns:
-            Gives [T, hidden]: the target's states as the head takes them in.
+            A description whose result is [T, hidden]: the target's states in the form that the head
+            reads.
         """
         assert step.slots is not None, "a step of a drafted model names its slots"
         group = step.groups[self.group]
@@ -112,13 +114,13 @@ class Eagle3Head:
 def adapt_eagle3(
     head: Eagle3Head, draft_dir: Path, target: DecoderOnlyLM, changes: Mapping[str, torch.Tensor]
 ) -> Eagle3Head:
-    """The same head with changed projections after K and V; all else is shared.
+    """A head with changed projections after K and V; it shares everything else with the original.
 
     Args:
-        head: Loaded from `draft_dir` for `target`.
-        draft_dir: Is read again.
-        target: The head's.
-        changes: By module of its layer, of q, o, gate, up and down alone: [out, in], added.
+        head: Head loaded from `draft_dir` for `target`.
+        draft_dir: Directory of the head, which is read again.
+        target: Target of the head.
+        changes: [out, in] by module of the head's layer (q, o, gate, up, down), added to weights.
 
     Raises:
         ModelError: The files are no longer there.
@@ -137,7 +139,7 @@ def adapt_eagle3(
 
 
 def adaptable_shapes(config: Eagle3Config) -> dict[str, tuple[int, int]]:
-    """[out, in] of what `adapt_eagle3` may change, by module."""
+    """[out, in] of the weights that `adapt_eagle3` may change, by module."""
     hidden, inner, q_size = (
         config.hidden_size,
         config.intermediate_size,
@@ -182,12 +184,12 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
         lm_head = names.lm_head.vocabulary("lm_head", config.draft_vocab_size, hidden)
     else:
         lm_head = target.lm_head.rows(target_ids)
-    # A head's own limit is that of its training; it is used wherever the target is.
+    # The head drafts at all positions of the target; its own limit is only that of its training.
     positions = target.config.max_position_embeddings
     return pack_draft_head(
         **_read_layer(config, layer),
         fc=names.base.linear(fc),
-        # Once more without q: what most steps of the target need.
+        # A second copy without q, since most steps of the target need only K and V.
         kv=layer.at("self_attn").linear(_qkv_spec(config).last(2)),
         lm_head=names.base.packed(lm_head),
         input_norm=layer.norm("input_layernorm", hidden),
@@ -264,7 +266,7 @@ class _Names:
 
     def _check_fc(self, config: Eagle3Config) -> None:
         name = f"{self._prefix}fc.weight"
-        shape = self._file.shape_of(name)  # What is missing is reported with all else.
+        shape = self._file.shape_of(name)  # A missing tensor is reported with all others.
         if shape == (config.hidden_size, 2 * config.hidden_size):
             raise ModelError(
                 f"{self._where}: {name} {shape} joins one state and one embedding: a head of "

@@ -86,14 +86,14 @@ class Attention:
             qkv_proj: [hidden] -> q, k and v of all heads.
             o_proj: All heads -> [hidden].
             q_norm: Norm of each head of q before the rotation, or None.
-            k_norm: The same for k; of both one epsilon is used.
+            k_norm: The same for k; both have one epsilon.
             num_adjacent: See `rope_and_cache`.
-            change: What else becomes of q and k before the rotation, or None.
+            change: Another change of q and k before the rotation, or None.
             q_scales: [max_positions] float32: factors on q by its position, or None.
         """
         self.layer = self.in_pool = layer
         self.group = 0
-        """Which of a step's page groups the layer's K and V are in, at `in_pool` of its layers."""
+        """Number of the step's page group that holds the layer's K and V, as layer `in_pool`."""
         self.cos_sin = cos_sin
         self.num_adjacent = num_adjacent
         self.qkv_proj = qkv_proj
@@ -102,14 +102,14 @@ class Attention:
         self.k_norm = k_norm
         self.change = change
         self.q_scales = q_scales
-        # Of a rank: its share of the heads.
+        # With several ranks, the share of the heads of this rank.
         heads = o_proj.in_features // spec.dim
         kv_heads = (qkv_proj.out_features // spec.dim - heads) // 2
         self.spec = spec._replace(heads=heads, kv_heads=kv_heads, is_fixed=qkv_proj.is_fixed)
 
     @property
     def is_usual(self) -> bool:
-        """Whether `DenseRun` knows all that becomes of the heads."""
+        """Whether `DenseRun` supports all operations of this layer on heads."""
         has_extras = self.change is not None or self.q_scales is not None
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         are_typed = all(norm.weight.dtype == self.qkv_proj.dtype for norm in norms)
@@ -145,7 +145,7 @@ class Attention:
             qkv = self.change(qkv, positions, spec.heads * spec.dim)
         is_settled = group.is_settled
         if not self._is_rotated:
-            # Made just now: nothing may read them ahead.
+            # These were just created, so kernels must not read them early.
             positions, is_settled = torch.zeros_like(positions), False
         own, norm = own_kv(qkv, spec, group), self.q_norm or self.k_norm
         q = rope_and_cache(
@@ -169,7 +169,7 @@ class Attention:
         return Query(q, own)
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """Attention over the requests' pages, and the projection of what it finds."""
+        """Attends to the requests' pages and projects the result."""
         group = step.groups[self.group]
         mixed = paged_attention(
             query.q, group.pool_of(pool), self.in_pool, self.spec, group, query.own

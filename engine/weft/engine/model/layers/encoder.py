@@ -14,7 +14,7 @@ from weft.kernels.encoder_attention import encoder_attention
 from weft.kernels.linear import LinearWeight, linear
 
 _GRAIN = 32_768
-"""Numbers of which torch gives each thread at least so many."""
+"""Least number of elements that torch gives to each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PlainMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GluMLP:
-    """down(activation(a) * b), of a product with both halves."""
+    """down(activation(a) * b), where one product computes a and b as its halves."""
 
     up: LinearWeight
     down: LinearWeight
@@ -112,8 +112,8 @@ def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torc
     Args:
         name: The activation.
         x: [T, N].
-        is_fixed: No number's bits depend on where it lies. torch gives the ends of a thread's part
-            to another form of a function than the rest: parts are then whole rows, of one thread.
+        is_fixed: Whether an element's bits must not depend on its place. torch computes the end of
+            each thread's part with another form of a function, so each part is then whole rows.
     """
     activate = ACTIVATIONS[name]
     if not is_fixed or x.is_cuda:

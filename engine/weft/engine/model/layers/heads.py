@@ -1,5 +1,5 @@
-"""What layers do to the heads of q and k that the rotation's kernel does not, operation by
-operation.
+"""Changes of the heads of q and k that the kernel of the rotation does not support, as single
+operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HeadChange(Protocol):
             q_size: Hq * D.
 
         Returns:
-            Like `qkv`, contiguous, with V as it was.
+            Like `qkv`, contiguous, with an unchanged V.
         """
 
 

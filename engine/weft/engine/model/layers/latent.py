@@ -23,7 +23,7 @@ from weft.kernels.rope import rotated
 from weft.kernels.stream import Normed, Sum
 
 _EPS = 1e-6
-"""Epsilon of the norms of latents, whatever the configuration's."""
+"""Epsilon of the norms of latents; the configuration's epsilon does not apply to them."""
 
 
 class _Absorbed(NamedTuple):
@@ -38,8 +38,8 @@ class _Absorbed(NamedTuple):
 class LatentAttention:
     """Attention of one layer to one latent a position: a `Mixer`.
 
-    Queries take in the projection of latents to keys, so that neither keys nor values of the heads
-    are ever computed.
+    The projection of latents to keys is multiplied into the queries, so that the layer never
+    computes the heads' keys and values.
     """
 
     def __init__(
@@ -61,19 +61,20 @@ class LatentAttention:
         Args:
             config: Sizes.
             layer: The layer's number, and its index in the pool unless `move` follows.
-            rotary: Of `rope_dim` elements.
+            rotary: Rotation of `rope_dim` elements.
             scale: Factor on the scores.
             down_proj: [hidden] -> the queries' latent, or all queries, then latent and shared key.
             q_norm: Norm of the queries' latent; None: there is none.
             q_proj: The queries' latent -> all queries; None: there is none.
             kv_norm: Norm of the latent.
-            absorbed: What makes keys, [H, nope, rank], and values, [H, rank, value], of latents.
+            absorbed: Matrices from latents to keys, [H, nope, rank], and to values,
+                [H, rank, value].
             o_proj: Values of all heads -> [hidden].
         """
         self.config = config
         self.layer = self.in_pool = layer
         self.group = 0
-        """Which of a step's page groups the latents are in, at `in_pool` of its layers."""
+        """Number of the step's page group that holds the latents, as layer `in_pool`."""
         self.rotary = rotary
         self.down_proj = down_proj
         self.q_norm = q_norm
@@ -165,7 +166,7 @@ class LatentAttention:
         return Query(torch.cat((absorbed, turned), dim=2))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
-        """Attention to the latents, and the projections of what it finds."""
+        """Attends to the latents and projects the result."""
         group = step.groups[self.group]
         mixed = latent_attention(query.q, group.pool_of(pool), self.in_pool, self.spec, group)
         values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
@@ -184,7 +185,7 @@ class LatentAttention:
 def latent_layout(
     sizes: LatentConfig, num_layers: int, dtype: torch.dtype, page_size: int
 ) -> CacheLayout:
-    """Pages of latents: of each position one vector, the latent and then the shared key."""
+    """The layout of latents: one vector per position, the latent followed by the shared key."""
     plane = PagedPlane(
         layers=num_layers,
         heads=1,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Query(NamedTuple):
-    """What rows ask of the positions that they see."""
+    """Queries of rows for the positions to which they attend."""
 
     q: torch.Tensor
     """[T, Hq, D], rotated."""
@@ -24,21 +24,21 @@ class Query(NamedTuple):
     """See `weft.kernels.attention.own_kv`."""
 
     def of_rows(self, rows: torch.Tensor) -> Query:
-        """The same of some of the rows ([L] int64)."""
+        """The queries of some of the rows ([L] int64)."""
         return Query(self.q.index_select(0, rows))
 
 
 class Mixer(Protocol):
-    """The block of a layer in which rows see one another: attention."""
+    """The block of a layer in which rows exchange information: attention."""
 
     def move(self, group: int, in_pool: int) -> None:
-        """Puts what the layer keeps into a page group, as the layer with this index of it."""
+        """Assigns the layer's data to a page group, as the layer with this index in the group."""
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """Prepares a step for consecutive layers of this kind, all of whose rows attend.
 
         Args:
-            step: The step, or what another of these layers has made of it.
+            step: The step, or the step that another of these layers has prepared.
             rows: T, the rows that attend.
             pool: As in `write`.
 
@@ -47,23 +47,23 @@ class Mixer(Protocol):
         """
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
-        """Writes what later rows see of these to the pool; returns what `attend` needs of them."""
+        """Writes the rows' data for later rows to the pool; returns the input of `attend`."""
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Pending:
-        """What the rows take in of what they see."""
+        """The result of attention for the rows."""
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
-        """Whether so many rows need no launches for norms and additions; see `can_fold`."""
+        """Whether this many rows need no launches for norms and additions; see `can_fold`."""
 
     def shape_key(self) -> object:
-        """Equal for blocks that can be in one run."""
+        """A key that is equal for blocks that can be in one run."""
 
 
 class FeedForward(Protocol):
     """The block of a layer that computes each row by itself."""
 
     def __call__(self, x: Normed, step: Step) -> Pending:
-        """What is added to each row."""
+        """The block's addition to each row."""
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""
@@ -73,24 +73,25 @@ class FeedForward(Protocol):
 
 
 class Form(NamedTuple):
-    """What a layer does besides the usual: to normalise before each block, and to add what it
-    makes.
+    """Deviations of a layer from the usual form, which normalises before each block and adds the
+    block's result.
     """
 
     mixer_post: AnyNorm | None = None
-    """Norm of what the mixer adds, or None."""
+    """Norm of the mixer's result before its addition, or None."""
     feed_post: AnyNorm | None = None
-    """The same of the feed-forward block."""
+    """Norm of the feed-forward block's result before its addition, or None."""
     multiplier: float = 1.0
-    """Factor on what both add."""
+    """Factor on the additions of both blocks."""
     is_parallel: bool = False
-    """Both blocks read the stream as it enters the layer; their norms are the same."""
+    """Whether both blocks read the layer's input, through the same norm."""
 
 
 class Layer(NamedTuple):
     """Two blocks, each normalised before and added to the residual stream after.
 
-    It is cut in two where the last layer of a step may stop, or go on with fewer rows.
+    A layer has two parts: `write` of its mixer, after which the last layer of a step may stop, and
+    `finish`, which may take fewer rows.
     """
 
     number: int
@@ -116,20 +117,20 @@ class Layer(NamedTuple):
         stream.add(self._made(stream, fed, form.feed_post))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
-        """Whether a step of so many rows needs no launches for norms and additions."""
+        """Whether a step of this many rows needs no launches for norms and additions."""
         is_usual = self.form == Form() and all(
             isinstance(norm, Norm) for norm in (self.input_norm, self.post_norm)
         )
         return is_usual and self.mixer.folds(rows, lora) and self.feed.folds(rows, lora)
 
     def shape_key(self) -> object:
-        """Equal for layers that can be in one run."""
+        """A key that is equal for layers that can be in one run."""
         form = self.form
         kinds = [type(norm) for norm in (self.input_norm, self.post_norm, *form[:2])]
         return self.mixer.shape_key(), self.feed.shape_key(), kinds, form[2:]
 
     def _made(self, stream: Stream, pending: Pending, norm: AnyNorm | None) -> Pending:
-        """What a block adds, after the norm behind it and the factor on it."""
+        """A block's addition, after the norm of its result and the factor."""
         form = self.form
         if norm is None and form.multiplier == 1.0 and not form.is_parallel:
             return pending
@@ -139,5 +140,5 @@ class Layer(NamedTuple):
 
 
 def shape_of(w: LinearWeight) -> tuple[object, ...]:
-    """What must be equal of a product in all layers of a run."""
+    """The properties of a product that must be equal in all layers of a run."""
     return w.out_features, w.in_features, w.dtype

@@ -22,7 +22,7 @@ def gate_up_spec(
     fused: str | None = None,
     is_gated: bool = True,
 ) -> LinearSpec:
-    """The gate and what it gates, of a gated MLP; `is_gated`: computed with SiLU."""
+    """The gate and up projections of a gated MLP; `is_gated`: the product applies SiLU gating."""
     return LinearSpec(
         names=names,
         in_features=hidden,
@@ -65,7 +65,7 @@ class GatedMLP:
     def of_size(
         cls, layer: int, hidden: int, inner: int, weights: Weights, *, bias: bool = False
     ) -> GatedMLP:
-        """The same of another inner width than the configuration's."""
+        """Like `read`, with another inner width than the configuration's."""
         gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias))
         return cls(layer, gate_up_proj, weights.linear(down_spec(hidden, inner, bias=bias)))
 
@@ -76,7 +76,7 @@ class GatedMLP:
         return GatedSum(x, self.gate_up_proj, self.down_proj, to_gate_up, to_down)
 
     def unchanged(self, x: Normed) -> GatedSum:
-        """The same where no adapter changes it."""
+        """Like a call, without adapters."""
         return GatedSum(x, self.gate_up_proj, self.down_proj, None, None)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:

@@ -32,8 +32,9 @@ class SparseMLP:
         Args:
             layer: The layer's index.
             weight: Router and experts.
-            shared: The experts that every row has, as one MLP; None: there are none.
-            shared_gate: [1, H]: `shared` is times its sigmoid; None: it is added as it is.
+            shared: The shared experts, which take every row, as one MLP; None: there are none.
+            shared_gate: [1, H]: projection whose sigmoid multiplies the result of `shared`; None:
+                no factor.
         """
         self.layer = layer
         self.weight = weight
@@ -56,7 +57,7 @@ class SparseMLP:
             layer: The layer's index.
             hidden: Width of the stream.
             weights: Parameters of the block.
-            names: What they are called.
+            names: Names of the parameters.
         """
         router = LinearSpec(
             names=(names.router,),

@@ -11,7 +11,7 @@ from weft.engine.checkpoint.rope import RopeConfig
 
 
 class Rotary(NamedTuple):
-    """How a layer rotates its heads."""
+    """The rotation of a layer's heads."""
 
     cos_sin: torch.Tensor
     """[max_positions, D] float32, from `cos_sin_table`; of one row: heads are not rotated."""
@@ -46,7 +46,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         [rotary_dim / 2] float32.
 
     Raises:
-        ModelError: LongRoPE has not as many factors.
+        ModelError: LongRoPE has a wrong number of factors.
     """
     dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim

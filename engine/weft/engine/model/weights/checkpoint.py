@@ -224,7 +224,7 @@ class Checkpoint:
 
 
 def _kinds_for(dtype: torch.dtype) -> tuple[str, ...]:
-    """What may be read as a dtype; numbers with scales only as themselves."""
+    """File dtypes that may be read as a dtype; quantised numbers only as themselves."""
     if dtype == torch.float8_e4m3fn:
         return ("F8_E4M3",)
     return _FLOATS if dtype.is_floating_point else _WHOLE_NUMBERS

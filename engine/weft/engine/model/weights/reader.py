@@ -1,4 +1,4 @@
-"""The port to a checkpoint: what loading asks of files, or of whatever else has tensors."""
+"""The port to a checkpoint: the interface through which loading reads tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TensorSlice(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor, as the configuration asks for it."""
     slices: tuple[int | slice, ...] = ()
-    """What of each axis, from the first on; an int drops its axis, later axes are whole. Slices
-    have no steps.
+    """Part of each axis, from the first on; an int drops its axis, and later axes are whole.
+    Slices have no steps.
     """
 
     @property
@@ -55,7 +55,7 @@ class CheckpointReader(Protocol):
 
 
 class WithoutPrefix:
-    """A reader of a checkpoint whose names lack a prefix that models ask with.
+    """A reader of a checkpoint whose names lack a prefix that models use.
 
     Args:
         reader: Reads the checkpoint.

@@ -1,4 +1,4 @@
-"""What a model says of the products that it has; where each rank's share of them lies."""
+"""A model's description of its products, and the place of each rank's share in them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Shard:
         """This rank's share of an axis.
 
         Args:
-            length: Of the axis.
+            length: Length of the axis.
             unit: Entries that stay together.
-            may_repeat: Where there are fewer units than ranks several ranks may have the same one.
+            may_repeat: Whether several ranks may have the same unit if there are too few.
 
         Raises:
             ModelError: The units cannot be shared out evenly.
@@ -53,8 +53,8 @@ class LinearSpec:
     rows: tuple[int, ...]
     """Width of each projection's output, over all ranks."""
     split: Literal["none", "out", "in"] = "none"
-    """How ranks share it: not at all, each has a part of each output, or each has a part of the
-    input, so that their results are to be added up.
+    """Division among ranks: none, each rank has a part of each output, or each rank has a part of
+    the input and the results must be added up.
     """
     unit: int = 1
     """Rows, or columns where the input is split, that stay together: those of one head. Where
@@ -63,10 +63,10 @@ class LinearSpec:
     bias: bool = False
     """Whether each projection has a bias."""
     is_gated: bool = False
-    """Whether it is a gate and what it gates, computed with the activation."""
+    """Whether the product is gate and up of an MLP, computed with the activation."""
     fused: str | None = None
-    """Submodule that has the rows of all projections, one after another, where the checkpoint keeps
-    them so.
+    """Submodule that has the rows of all projections, one after another, if the checkpoint stores
+    them fused.
     """
 
     @property
@@ -147,11 +147,11 @@ class ExpertSpec:
 
     num_experts: int
     gate_up: LinearSpec
-    """Of each expert, gated."""
+    """Gate and up projection of each expert."""
     down: LinearSpec
-    """Of each expert."""
+    """Down projection of each expert."""
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    """What tensors of all experts are called, in checkpoints that keep them so."""
+    """Names of the tensors of all experts, in checkpoints that stack them."""
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False

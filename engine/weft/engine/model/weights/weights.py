@@ -16,7 +16,7 @@ from weft.kernels.peers import Peers
 
 
 class Scheme(Protocol):
-    """How a checkpoint keeps the weights of products, and what they become."""
+    """Reads a checkpoint's format of product weights and converts them for layers."""
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """Reads, fuses and packs the shard of a product whose parameters lie below `weights`."""
@@ -30,8 +30,8 @@ class Scheme(Protocol):
         """
 
     def fingerprint(self) -> bytes:
-        """Canonical bytes of what it makes of the files' numbers, part of the model's digest; empty
-        where products are what the files say, in the model's dtype.
+        """Canonical bytes that describe the conversion of the files' numbers, part of the model's
+        digest; empty if products keep the files' numbers in the model's dtype.
         """
 
 
@@ -53,10 +53,10 @@ class Weights:
 
         Args:
             reader: Reads them.
-            scheme: Makes products of them.
-            dtype: What the layers compute in.
-            device: Where the layers live.
-            shard: What of each divided product is wanted.
+            scheme: Converts them to products.
+            dtype: Dtype in which the layers compute.
+            device: Device of the layers.
+            shard: Share of each divided product to read.
             arena: See `Weights.arena`; None: one of its own.
             peers: See `Weights.peers`.
         """
@@ -135,7 +135,7 @@ class Weights:
         """Parts of tensors stacked along their first axis, each copied into its place.
 
         Args:
-            parts: By their names below the prefix; alike but for their first axes.
+            parts: Parts, by names below the prefix; they differ at most in their first axes.
             num_zeros: Rows of zeros behind them.
             dtype: What they are read as; None: the model's dtype.
 

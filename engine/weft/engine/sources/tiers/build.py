@@ -47,14 +47,14 @@ def load_tiers(
 ) -> TierParts | None:
     """Creates the tiers, with what the disk holds; None: none are configured.
 
-    A tier that cannot be had now is gone without, in words.
+    A tier that is not available now is left out, with a log message.
 
     Args:
         config: Sizes and places.
         page_bytes: Bytes of a page of the pool.
         make_pool: See `TierParts`.
-        pin: Lets the pool's device copy from and to host memory `[num_slots, page_bytes]` by
-            itself; None: the pool is in host memory. Raises ConfigError if the device does not.
+        pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
+            to it; raises ConfigError if that fails. None: the pool is in host memory.
         wake: See `TierParts`.
 
     Raises:

@@ -1,15 +1,16 @@
 """Local disk as a tier's medium: one file per page, named by its content.
 
     DIR/lock                                 held by the process that uses the folder
-    DIR/new/NUMBER                           being written
+    DIR/new/NUMBER                           a page that is being written
     DIR/pages/XX/KEY.PARENT.DIGEST.GROUP     a page; XX are the first digits of its key
 
-Groups have no folders: there may be one for each user, and empty ones would stay for ever.
+Groups have no folders of their own: there may be one group per user, and empty folders would stay
+for ever.
 
-A file gets its name in one step, once its bytes are written, and the name says which digest they
-have. After a crash what is cut short has another size, what was never written another digest: both
-are misses. Nothing is synchronised, for nothing here is the only copy of anything. The index is
-made from the names at start, in the order of last use (the files' times).
+A file is renamed to its final name once its bytes are written, and the name contains their digest.
+After a crash a truncated file has the wrong size, and a file that was never written has the wrong
+digest; both count as misses. The tier does not synchronise files, since no page is the only copy of
+its data. At start the index is built from the names, in the order of last use (the files' times).
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class PageFiles:
     """Implements `Medium` over a folder.
 
     Args:
-        folder: Is made if it is not there. One process at a time has it.
+        folder: Created if it does not exist. One process at a time may use it.
 
     Raises:
-        ConfigError: It cannot be used, or another process has it.
+        ConfigError: The folder cannot be used, or another process uses it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,11 +138,11 @@ class PageFiles:
         """See `Medium.remove`."""
         try:
             self._path(place).unlink(missing_ok=True)
-        except OSError:  # It is found, and counted, after the next start.
+        except OSError:  # The next start finds and counts the file.
             return
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
-        """See `Medium.direct`: devices know no files."""
+        """See `Medium.direct`: devices cannot copy from and to files."""
         return None
 
     def close(self) -> None:
@@ -173,14 +174,14 @@ def disk_tier(
 ) -> Tier:
     """Creates a tier of at most this many bytes in a folder, with the pages found there.
 
-    Files of pages of another size go, and so do the oldest ones if there are too many.
+    Files with pages of another size are removed, and so are the oldest files if there are too many.
 
     Args:
-        files: The folder's.
-        num_bytes: Of pages.
-        page_bytes: Of one.
+        files: Page files of the folder.
+        num_bytes: Most bytes of all pages.
+        page_bytes: Bytes of one page.
         policy: Key function of the order of eviction.
-        is_sure: Pages are known to have this size. If not, files of other sizes are kept until
+        is_sure: Whether `page_bytes` is certain. If not, files of other sizes are kept until
             `discard_others`.
 
     Raises:
@@ -205,7 +206,7 @@ def disk_tier(
         files.discard(page)
     for page in reversed(found[:num_slots]):
         slot = tier.pages.reserve(page.name.key)
-        if slot is None:  # One key with two digests: either will do.
+        if slot is None:  # Two files have this key and different digests; either one serves.
             files.discard(page)
         else:
             tier.pages.publish(PagePlace(slot, page.name, page.digest))
@@ -213,7 +214,7 @@ def disk_tier(
 
 
 def discard_others(files: PageFiles, page_bytes: int) -> None:
-    """Removes files of pages of another size. May run beside reads and writes of this size.
+    """Removes files with pages of another size. Reads and writes may run at the same time.
 
     Raises:
         OSError: The folder cannot be read.
@@ -224,9 +225,7 @@ def discard_others(files: PageFiles, page_bytes: int) -> None:
 
 
 def stored_page_bytes(files: PageFiles) -> int:
-    """Size that most pages have; 0: there is none. The last ones before a loss of power may be cut
-    short.
-    """
+    """Most common size of the files; 0: there are none. A loss of power may have truncated some."""
     sizes = Counter(page.num_bytes for page in files.scan() if page.num_bytes)
     return max(sizes, key=sizes.__getitem__, default=0)
 

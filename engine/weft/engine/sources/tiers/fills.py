@@ -16,11 +16,11 @@ class TieredFills:
 
     Args:
         tiers: Tiers of this engine; None: there are none.
-        owner: Asks others.
-        policy: Whether a load from the store pays.
+        owner: Requests fills from KV store and prefill workers.
+        policy: Decides whether a load from the store pays.
         page_bytes: Bytes of a page.
         page_size: Token positions a page.
-        prefill_tokens_per_s: Measured here; 0: unknown.
+        prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TieredFills:
             self._owner.abandon(request)
 
     def _pass_over_stores(self, request: Request) -> None:
-        """Drops stores that hold nothing that continues from here, or are slower than computing."""
+        """Drops stores that lack the request's next page, or are slower than computing."""
         while request.candidates and request.candidates[0].kind == "kvstore":
             store = request.candidates[0]
             num_tokens = store.match_tokens - request.num_computed

@@ -25,8 +25,8 @@ class Pinned(Protocol):
 class HostMemory:
     """Implements `Medium` over one range of memory.
 
-    It takes no memory of the system before it is written to or pinned, and huge pages where there
-    are some.
+    The system provides the memory only when it is written to or pinned, in huge pages if it has
+    some.
 
     Args:
         num_slots: Pages that fit.
@@ -40,7 +40,7 @@ class HostMemory:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = mmap.mmap(-1, num_slots * page_bytes, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # A kernel without them.
+            with contextlib.suppress(OSError):  # The kernel has no huge pages.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.rows = np.frombuffer(mapping, np.uint8).reshape(num_slots, page_bytes)
         self.pinned: Pinned | None = None
@@ -62,7 +62,7 @@ class HostMemory:
         np.copyto(self.row(place), content)
 
     def remove(self, place: PagePlace) -> None:
-        """See `Medium.remove`: the slot is written over."""
+        """See `Medium.remove`; does nothing, since the next page overwrites the slot."""
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
         """See `Medium.direct`."""

@@ -34,9 +34,9 @@ class KeyedPages:
     """Slots of one tier by page key. For use by one thread.
 
         free         holds nothing
-        cached       held under its key, may be given up
-        pinned       reserved for a page that comes, or read
-        (none of a tier's slots is ever in quarantine: only its own process writes to them)
+        cached       held under its key, may be evicted
+        pinned       reserved for an incoming page, or being read
+        (a tier's slot is never in quarantine, since only this process writes to it)
 
     Args:
         num_slots: Pages that fit.
@@ -90,7 +90,7 @@ class KeyedPages:
         """Reserves a slot for an incoming page, evicting as needed; `publish` or `abandon` must
         follow.
 
-        None: it is known already, or everything is pinned.
+        None: the page is held or being written already, or every slot is pinned.
         """
         if self.knows(key) or self.memory.num_available_pages < 1:
             return None
@@ -131,7 +131,7 @@ class KeyedPages:
         self.memory.release([slot])
 
     def drop(self, key: bytes) -> PagePlace | None:
-        """Drops a page, pinned or not: its content cannot be trusted, or is gone."""
+        """Drops a page, pinned or not, whose content cannot be trusted or is lost."""
         entry = self.cache.get(key)
         if entry is None:
             return None
@@ -150,7 +150,7 @@ class KeyedPages:
         return places
 
     def counts(self) -> PageCounts:
-        """Slots by state; `used` are those pinned."""
+        """Slots by state; `used` counts the pinned ones."""
         return self.memory.counts()
 
     def check_integrity(self) -> None:

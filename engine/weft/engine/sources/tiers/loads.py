@@ -49,7 +49,7 @@ class TierLoad:
     chunks: list[LoadChunk] = field(default_factory=list)
     """Chunks not yet finished, in order."""
     is_stopped: bool = False
-    """Whether chunks that have not begun are to be skipped. Set by either thread."""
+    """Whether to skip chunks that have not begun. Either thread sets it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,25 +65,25 @@ class LoadChunk:
     pool: PagePool
     ended: Callable[[LoadChunk], None]
     is_begun: bool = False
-    """Whether the thread may write to its pages. Set by that thread before it checks whether the
-    load is stopped.
+    """Whether the thread may write to the chunk's pages. The thread sets it before it checks
+    whether the load is stopped.
     """
     is_fenced: bool = False
-    """Whether the load was given up while the chunk was under way: its pages are in quarantine
-    until it ends.
+    """Whether the load was abandoned while the chunk was under way: the chunk's pages are in
+    quarantine until it ends.
     """
     num_good: int = 0
     """Number of leading pages that are in the pool."""
     duration_s: float = 0.0
 
     def run(self) -> None:
-        """See `BackgroundJob.run`: up to the first page that is not right."""
+        """See `BackgroundJob.run`; stops at the first page that is missing or corrupt."""
         started_at = time.monotonic()
         self.is_begun = True
         try:
             self.num_good = self._load()
         except Exception:
-            # Later pages are of no use without these, which are not tried again.
+            # Later pages are useless without the missing ones, which are not loaded again.
             self.load.is_stopped = True
             for load in self.loads:
                 load.outcome = "failed"
@@ -109,9 +109,7 @@ class LoadChunk:
         return num_good
 
     def _copy_in(self, rows: Sequence[Page]) -> int:
-        """Lets the device copy the pages; returns how many are correct, up to the first that is
-        not.
-        """
+        """Lets the device copy the pages; returns the number of correct leading pages."""
         if self.load.is_stopped:
             return 0
         digests = self.pool.copy_in(rows, self.pages)

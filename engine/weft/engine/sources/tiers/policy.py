@@ -8,8 +8,8 @@ from typing import NamedTuple
 SMOOTHING = 0.2
 """Weight of the newest measurement in the moving averages."""
 TRY_AGAIN = 32
-"""One in this many unprofitable loads is done anyway, so that a tier that was slow for a while is
-measured again.
+"""One in this many unprofitable loads is done nevertheless, so that a tier that was slow for a
+while is measured again.
 """
 
 
@@ -25,17 +25,16 @@ class TierPolicy:
     """Rules that host memory, disk and KV store share.
 
     A page is copied to lower tiers once requests have found it `write_through_threshold` times
-    (0: when it is computed). Pages are loaded if that is faster than computing them again, as far
-    as both speeds are known:
+    (0: when it is computed). Pages are loaded if that is faster than computing them again:
 
         bytes / the tier's measured bytes a second  <  tokens / measured prefill tokens a second
 
-    While one of them is unknown, pages are loaded: that is how it becomes known.
+    While one of the speeds is unknown, pages are loaded, which measures it.
 
     Args:
-        write_through_threshold: requests that find a page before it is copied.
-        load_back_threshold: with N the speeds do not count: N tokens or more are loaded, fewer
-            are computed; None: the rule.
+        write_through_threshold: Number of requests that find a page before it is copied.
+        load_back_threshold: With N the speeds do not count: N tokens or more are loaded, and fewer
+            are computed. None: the rule decides.
     """
 
     def __init__(self, write_through_threshold: int = 0, load_back_threshold: int | None = None):
@@ -54,7 +53,7 @@ class TierPolicy:
 
         Args:
             runs: In the order of the prompt.
-            prefill_tokens_per_s: Measured here; 0: unknown.
+            prefill_tokens_per_s: Measured local rate; 0: unknown.
         """
         if self.load_back_threshold is not None:
             num_tokens = sum(run.num_tokens for run in runs)

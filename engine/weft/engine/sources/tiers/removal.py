@@ -12,8 +12,8 @@ class Removal:
     """A `BackgroundJob` that deletes pages.
 
     Args:
-        tier: Has forgotten them.
-        places: Where they were.
+        tier: Tier that has dropped the pages.
+        places: Former places of the pages.
     """
 
     def __init__(self, tier: Tier, places: Iterable[PagePlace]) -> None:

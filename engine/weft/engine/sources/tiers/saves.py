@@ -14,12 +14,12 @@ from weft.engine.transfer.page_pool import PagePool
 
 @dataclass(eq=False, slots=True)
 class HostSave:
-    """Implements `BackgroundJob`: a page of the pool, to host memory."""
+    """Implements `BackgroundJob`: copies a page of the pool to host memory."""
 
     save: PageSave
     pool: PagePool
     page: int
-    """The page, which keeps a reference until the end."""
+    """The page; the save holds a reference to it until `end`."""
     tier: Tier
     ended: Callable[[HostSave], None]
     duration_s: float = 0.0
@@ -61,12 +61,12 @@ class DigestSave:
 
 @dataclass(eq=False, slots=True)
 class DiskSave:
-    """Implements `BackgroundJob`: a page of host memory, to disk."""
+    """Implements `BackgroundJob`: copies a page of host memory to disk."""
 
     save: PageSave
     row: Page
     place: PagePlace
-    """Location in host memory, until the end."""
+    """Place in host memory, reserved until `end`."""
     was_given_up: bool
     """Whether host memory has evicted the page; else it is pinned there."""
     disk: Tier

@@ -1,6 +1,6 @@
 """A tier: pages by key in one medium, with the same match, load, save and evict for all media.
 
-What is known of a tier belongs to one thread, its owner's; bytes move in others:
+Only the owner's thread uses the bookkeeping of a tier; any thread may move bytes:
 
     owner                                   any thread
     load = tier.load(key)   (pinned)  -->   load.run(into)
@@ -25,17 +25,17 @@ from weft.engine.transfer.digest import digest_pages
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["", "done", "corrupt", "failed"]
-"""Result of a load or save; empty: it was not run."""
+"""Result of a load or save; empty: it has not run."""
 
 
 class Medium(Protocol):
-    """Storage of a tier. Called from any thread; a place is never written and read at once."""
+    """Storage of a tier. Any thread calls it, but never reads and writes one place at once."""
 
     def read(self, place: PagePlace, into: Page) -> bool:
-        """Copies a page; False: it is not there or incomplete.
+        """Copies a page; False: the page is missing or incomplete.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The page cannot be read.
         """
         ...
 
@@ -43,7 +43,7 @@ class Medium(Protocol):
         """Stores a page.
 
         Raises:
-            OSError: It cannot be written; nothing of it is left.
+            OSError: The page cannot be written; the medium keeps no part of it.
         """
         ...
 
@@ -52,8 +52,8 @@ class Medium(Protocol):
         ...
 
     def direct(self, place: PagePlace, *, is_read: bool) -> Page | None:
-        """The page's bytes in memory that the pool's device can copy from and to directly, if there
-        is such.
+        """The page's bytes in memory that the pool's device can copy from and to directly; None:
+        the medium has no such memory.
         """
         ...
 
@@ -99,7 +99,7 @@ class PageLoad:
         self.outcome: Outcome = ""
 
     def run(self, into: Page) -> bool:
-        """Copies the page and checks it; in any thread. False: `into` does not hold it."""
+        """Copies the page and checks it, in any thread. False: `into` does not hold the page."""
         try:
             is_whole = self._tier.medium.read(self.place, into)
         except (OSError, InjectedFault) as error:
@@ -111,8 +111,8 @@ class PageLoad:
         return is_right
 
     def direct(self) -> Page | None:
-        """The page's memory, for the device to copy; in any thread; `arrived` follows. None: `run`
-        copies it.
+        """The page's memory, from which the device copies; the caller must then call `arrived`. Any
+        thread may call it. None: the caller must use `run`.
         """
         return self._tier.medium.direct(self.place, is_read=True)
 
@@ -121,7 +121,7 @@ class PageLoad:
         this digest.
 
         Returns:
-            False: it is not the page.
+            False: the digest is not that of the page.
         """
         is_right = digest == self.place.digest
         self.outcome = "done" if is_right else "corrupt"
@@ -152,7 +152,7 @@ class PageSave:
         """Stores the page; in any thread. False: it could not be written.
 
         Args:
-            content: Stays as it is until `end`.
+            content: Bytes of the page; must not change before `end`.
             digest: Digest of the content, if it is known.
         """
         medium = self._tier.medium
@@ -168,8 +168,8 @@ class PageSave:
         return True
 
     def direct(self) -> Page | None:
-        """The page's destination, for the device to copy to; in any thread; `arrived` follows.
-        None: `run` copies it.
+        """The page's destination, to which the device copies; the caller must then call `arrived`.
+        Any thread may call it. None: the caller must use `run`.
         """
         return self._tier.medium.direct(self.place, is_read=False)
 
@@ -194,8 +194,8 @@ class Tier:
 
     Args:
         name: `host` or `disk`.
-        pages: Its slots.
-        medium: Where the bytes lie.
+        pages: Bookkeeping of the tier's slots.
+        medium: Storage of the bytes.
         page_bytes: Bytes of a page.
     """
 
@@ -222,14 +222,14 @@ class Tier:
         return self.pages.match(keys)
 
     def load(self, key: bytes) -> PageLoad | None:
-        """Pins a page to be read; None: it is not held. Its `end` must follow."""
+        """Pins a page for reading; None: it is not held. The caller must call the load's `end`."""
         place = self.pages.pin(key)
         return None if place is None else PageLoad(self, place)
 
     def save(self, name: PageName, priority: int = 0) -> PageSave | None:
-        """Makes room for a page; None: it is held or on its way, or everything is in use.
+        """Makes room for a page; None: it is held or on its way, or every slot is in use.
 
-        Its `end` must follow.
+        The caller must call `end` of the returned save.
         """
         slot = self.pages.reserve(name.key)
         if slot is None:
@@ -240,7 +240,7 @@ class Tier:
     def evict(self) -> PagePlace | None:
         """Evicts the least valuable page; None: there is none.
 
-        Its slot stays taken, and its bytes there, until `free`.
+        The slot stays taken and keeps the page's bytes until `free`.
         """
         place = self.pages.reclaim()
         if place is not None:

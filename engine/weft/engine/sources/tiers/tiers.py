@@ -1,4 +1,4 @@
-"""The tiers below one engine's pool: what is copied down, what is loaded, and when.
+"""The tiers below one engine's pool: when pages are copied down and loaded back.
 
           computed or found often enough: `offer`         a request lacks pages: `plan`, `start`
     pool ─────────────────────────────────────> host memory <────────────────────── disk
@@ -6,9 +6,9 @@
                                                 v     │
                   given up, or written through: disk ─┘ a request waits: `tick`
 
-Bytes move in four threads (loads, fetches, saves to host memory, saves to disk); everything else
-belongs to the engine's thread. Only what the pool gives up without a copy is copied within a step:
-its place is taken at once.
+Four threads move bytes (loads, fetches, saves to host memory, saves to disk); the engine thread
+does everything else. Pages that the pool evicts before they were saved are the only ones copied
+within a step, since their places are reused at once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from weft.engine.sources.tiers.tier import PageLoad, Tier
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of a load that become usable at a time."""
+"""Bytes of a chunk, the part of a load that becomes usable at a time."""
 DIRECT_CHUNK_BYTES = 64 << 20
 """The same for memory that the pool's device copies from directly, where the fixed cost of a chunk
 exceeds that of its bytes.
 """
 MIN_CHUNKS = 32
-"""Least number of chunks in a load as large as the pool: a chunk that never ends keeps its pages.
+"""Least number of chunks in a load as large as the pool. It bounds the share of the pool that a
+chunk keeps if it never ends.
 """
 MAX_WRITE_BACK_BYTES = 64 << 20
 """Most bytes copied within one step; further evicted pages are lost."""
@@ -63,10 +64,10 @@ class Tiers:
         page_size: Token positions a page.
         memory: Owner of the pool's pages.
         policy: Decides what is copied down, and when loading pays.
-        prefill_tokens_per_s: Measured here; 0: unknown.
-        num_cached_pages: How many of a request's first so many pages are in the pool.
+        prefill_tokens_per_s: Returns the measured local rate; 0: unknown.
+        num_cached_pages: Returns how many of a request's first n pages are in the pool.
         clock: Monotonic seconds.
-        progress_timeout_s: A load that brings nothing for so long is given up.
+        progress_timeout_s: Seconds without progress after which a load is abandoned.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Tiers:
     def offer(self, request: Request, first: int, end: int) -> None:
         """Copies full pages [first, end) of a request to host memory and disk, outside the steps.
 
-        What there is no time for is copied when the pool gives it up.
+        Pages for which there is no time now are copied when the pool evicts them.
         """
         keys = request.keys.upto(request.tokens, end)
         for index in range(first, end):
@@ -226,19 +227,19 @@ class Tiers:
     # -- up --------------------------------------------------------------------------------------
 
     def num_held_pages(self, request: Request, num_pages: int) -> int:
-        """How many of a request's leading pages, of this many, are in the pool or in tiers."""
+        """How many of a request's first `num_pages` pages the pool and tiers hold, up to a gap."""
         cached = self._num_cached_pages(request, num_pages)
         runs = self._find(request, cached, num_pages)
         return runs[-1].end_page if runs else cached
 
     def look_up(self, request: Request) -> None:
-        """Registers a new request, whose pages are fetched from disk to host memory meanwhile."""
+        """Registers a new request; while it waits, its pages move from disk to host memory."""
         if self.disk is not None:
             self._waiting.append(request)
 
     def plan(self, request: Request) -> bool:
-        """Decides whether the request continues with a load, which `start` begins; it was just
-        admitted, or filled up to a page border.
+        """Decides whether the request continues with a load, which `start` begins. The request was
+        just admitted, or was filled up to a page border.
         """
         if request.state is State.PREEMPTED:
             request.passes_over_tiers = False
@@ -257,7 +258,7 @@ class Tiers:
             keys = request.keys.upto(request.tokens, runs[-1].end_page)
             self._planned[id(request)] = (
                 runs,
-                # Pinned at once, or pages that the pool evicts for them could displace them.
+                # Pin at once: pages that the pool evicts for this load could displace them.
                 [_pinned(run.tier, keys[i]) for run in runs for i in run.indices],
             )
         return bool(runs)
@@ -301,8 +302,8 @@ class Tiers:
     def abandon(self, request: Request) -> bool:
         """Stops the load of a request that has ended; False: it had none.
 
-        Pages that a thread may still write to are in quarantine until it has let go of them, be it
-        the few of the chunk that it is at; the others are free at once.
+        Pages of the chunk that a thread is loading stay in quarantine until the thread has finished
+        it; the other pages become free at once.
         """
         _, pinned = self._planned.pop(id(request), ([], []))
         for found in pinned:
@@ -313,7 +314,7 @@ class Tiers:
         load.request = None
         load.is_stopped = True  # Set before `LoadChunk.is_begun` is read, which depends on it.
         for chunk in load.chunks:
-            chunk.is_fenced = chunk.is_begun  # Read once: the thread may set it in between.
+            chunk.is_fenced = chunk.is_begun  # Read once, since the thread may set it meanwhile.
             if chunk.is_fenced:
                 self._memory.quarantine(chunk.pages)
             else:
@@ -431,13 +432,13 @@ class Tiers:
 
     def _give_up_late(self) -> None:
         """Abandons loads without progress, which may be queued behind long ones, so that their
-        requests go on elsewhere.
+        requests continue without them.
         """
         limit = self._clock() - self._progress_timeout_s
         for load in list(self._loads.values()):
             if load.last_progress_at <= limit:
                 assert load.request is not None
-                load.request.passes_over_tiers = True  # Or it would queue behind the same loads.
+                load.request.passes_over_tiers = True  # Otherwise it would queue there again.
                 self._give_up(load)
 
     def _give_up(self, load: TierLoad) -> None:
@@ -453,8 +454,8 @@ class Tiers:
     def _leave_stuck(self) -> None:
         """Replaces threads that are stalled in a tier: a disk may never answer.
 
-        What they have not begun is not done, others take their place, and their tier is let be
-        until they go on. A thread keeps what it is at: a few pages of the pool in quarantine.
+        Jobs that a stalled thread has not begun are dropped, a new thread replaces it, and its tier
+        is not used until the thread continues. The pages of its current job stay in quarantine.
         """
         now = self._clock()
         if self._loader.stuck_s(now) >= self._progress_timeout_s:

@@ -10,7 +10,7 @@ from weft.engine.sources.tiers.policy import TierPolicy
 
 
 class PageSink(Protocol):
-    """A receiver of pages, as own tiers are."""
+    """A receiver of pages, such as the engine's own tiers."""
 
     def offer(self, request: Request, first: int, end: int) -> None:
         """Offers a request's full pages [first, end), which the receiver may ignore."""
@@ -18,7 +18,7 @@ class PageSink(Protocol):
 
 
 class StoreSink(PageSink, Protocol):
-    """The KV store, on whose way pages may be dropped."""
+    """The KV store, for which offered pages may be dropped before they arrive."""
 
     def offer_again(self, request: Request, end: int) -> None:
         """Offers those of a request's full pages [0, end) that were offered and dropped."""
@@ -28,13 +28,13 @@ class StoreSink(PageSink, Protocol):
 class WriteThrough:
     """Passes pages on from the scheduler to their receivers.
 
-    Own tiers take whatever comes into the pool; the KV store what was computed here, since who
-    computed the rest has offered it.
+    The engine's tiers are offered every page that enters the pool. The KV store is offered only
+    pages that were computed here, since other workers have offered theirs.
 
     Args:
-        policy: How often a page must have been found.
-        tiers: None: there are none.
-        store: None: there is none.
+        policy: Decides how often a page must have been found.
+        tiers: The engine's tiers; None: there are none.
+        store: The KV store; None: there is none.
     """
 
     def __init__(self, policy: TierPolicy, tiers: PageSink | None, store: StoreSink | None) -> None:
@@ -48,8 +48,8 @@ class WriteThrough:
             self._tiers.offer(request, first, end)
 
     def on_computed(self, request: Request, first: int, end: int) -> None:
-        """Called when pages [first, end) were computed here, or are here and the KV store lacks
-        them.
+        """Called when pages [first, end) were computed here, or when the pool has them and the KV
+        store lacks them.
         """
         if self._store is not None and self._policy.is_written_through(0):
             self._store.offer(request, first, end)
@@ -58,7 +58,7 @@ class WriteThrough:
         """Called when a request found pages here; those found often enough are offered."""
         end, node = request.num_published_pages, request.cache_leaf
         if self._policy.is_written_through(0):
-            # They were, when they came.
+            # The tiers were offered these pages when they entered the pool.
             if self._store is not None:
                 self._store.offer_again(request, end)
             return

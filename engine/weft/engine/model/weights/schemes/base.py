@@ -1,4 +1,4 @@
-"""What all schemes of quantised weights share: what stays in floats, fusing, experts, packing."""
+"""The common base of schemes of quantised weights: modules in floats, fusing, experts, packing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuantisedScheme(ABC):
 
     @property
     def is_made_at_load(self) -> bool:
-        """Whether the checkpoint has floats."""
+        """Whether the checkpoint has floats, which the scheme quantises at load."""
         return self.quantization.source == "load"
 
     def fingerprint(self) -> bytes:
@@ -69,7 +69,7 @@ class QuantisedScheme(ABC):
 
     @abstractmethod
     def made(self, matrix: torch.Tensor) -> Matrix:
-        """Makes it of floats, [N, K].
+        """Quantises a matrix of floats, [N, K].
 
         Raises:
             ValueError: A number is not finite.
@@ -94,7 +94,7 @@ class QuantisedScheme(ABC):
         return self.quantization.ignores(weights.full_name(name))
 
     def make(self, matrix: torch.Tensor, weights: Weights) -> Matrix:
-        """`made`, whose failure names the module.
+        """Like `made`, with the module's name in errors.
 
         Raises:
             ModelError: A number is not finite.

@@ -20,14 +20,14 @@ from weft.kernels.quantised import (
 )
 
 _NAN = 0x7F
-"""Bits of a number that is none, but for its sign."""
+"""Bits of a NaN, without its sign."""
 
 
 class Fp8Scheme(QuantisedScheme):
     """A `Scheme` of FP8 weights: the checkpoint's, or made of its floats, a scale for each row.
 
-    Checkpoints have `weight` in e4m3 [rows, columns], and scales that it is multiplied with: of
-    each row [rows, 1] or [rows], of each block [rows / 128, columns / 128], or one number of all.
+    Checkpoints have `weight` in e4m3 [rows, columns], and scales as factors: one for each row,
+    [rows, 1] or [rows], one for each block, [rows / 128, columns / 128], or one for the whole.
     The LM head and routers stay in floats.
     """
 

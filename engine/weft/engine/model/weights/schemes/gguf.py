@@ -16,10 +16,11 @@ from weft.kernels.linear import LinearWeight, pack_linear
 
 
 class GgufScheme(QuantisedScheme):
-    """A `Scheme` of what a GGUF file has.
+    """A `Scheme` of the number formats of a GGUF file.
 
-    Projections of 4 and 8 bits in groups stay as they are on a CPU; of a product that has both,
-    4 bits become 8. Others, of which a product may have one, become floats of the model's dtype.
+    On a CPU projections of 4 and 8 bits in groups keep their format. If one product has both, its
+    4-bit numbers become 8-bit ones. A product with any other format becomes floats of the model's
+    dtype.
     """
 
     def matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:

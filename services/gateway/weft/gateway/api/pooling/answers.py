@@ -37,7 +37,7 @@ class EmbeddingsAnswer(Answer):
 
 
 class PooledAnswer(Answer):
-    """What the model makes of one input."""
+    """The vectors of one input."""
 
     object: Literal["pooling"]
     index: int

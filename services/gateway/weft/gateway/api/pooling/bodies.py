@@ -1,8 +1,8 @@
 """Request bodies for vectors in place of text, with the fields that clients of OpenAI, Cohere, Jina
 and vLLM send.
 
-Unknown fields are ignored, as in `weft.gateway.api.openai.bodies`; those that would change the
-answer and are not supported are listed, and refused by name.
+Unknown fields are ignored, as in `weft.gateway.api.openai.bodies`. Fields of other servers that
+would change the answer and are not supported are listed here and refused by name.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REFUSED = {
     "mm_processor_kwargs": Refused("inputs other than texts"),
     "lora_path": Refused("an adapter is named by model"),
 }
-"""Fields of other servers that change the answer."""
+"""Fields of other servers that would change the answer; bodies that set them are refused."""
 
 
 class PoolBody(Body):
-    """Fields that all these bodies have."""
+    """Fields that all bodies of this module have."""
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class ClassifyBody(InputBody):
 
 
 class Document(BaseModel):
-    """A document that is an object."""
+    """A document given as an object, in place of a string."""
 
     model_config = LENIENT
 

@@ -37,11 +37,11 @@ from weft.v1 import dialects_pb2_grpc
 
 B = TypeVar("B", bound=PoolBody)
 _LARGE = 1 << 14
-"""Numbers of an answer that is built in a thread."""
+"""Number of vector entries above which an answer is built in a thread."""
 
 
 class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
-    """Parses bodies, converts them, and writes answers. Has no logic of its own."""
+    """Parses bodies, converts them to the gateway's own requests, and writes answers."""
 
     def __init__(self, pipeline: RequestPipeline, bodies: BodyParser) -> None:
         self._pipeline = pipeline

@@ -28,7 +28,7 @@ from weft.gateway.request import (
 from weft.gateway.validate import check_range, invalid
 
 NAMES = {"prompt": "input"}
-"""Names of these bodies' fields by those of the internal request."""
+"""Names of the bodies' fields, by the names of the internal request's fields."""
 _OUTPUTS: dict[str, Output] = {
     "embed": "embedding",
     "token_embed": "token_embeddings",
@@ -40,7 +40,8 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
     """Translates a body for embeddings.
 
     Raises:
-        InvalidRequest: It asks for what is not supported, or fields contradict each other.
+        InvalidRequest: The body asks for something unsupported, or its fields contradict each
+            other.
     """
     refuse(body, {"messages": "conversations as input", "task": "given as prompt_name"})
     if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
@@ -56,7 +57,7 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
 
 
 def pooling_request(body: PoolingBody, facts: CallFacts) -> GenerateRequest:
-    """Translates a body for raw vectors; without a task, they are embeddings."""
+    """Translates a body for raw vectors; the default task is embeddings."""
     wants = Wants(
         output=_OUTPUTS[body.task or "embed"],
         dimensions=body.dimensions,
@@ -105,12 +106,12 @@ def pairs_of(
     """Pairs each second text with its first one, or with the only one.
 
     Args:
-        first: One text, or as many as of `second`.
+        first: One text, or as many texts as `second` has.
         second: At least one.
-        names: Theirs, for error messages.
+        names: Names of the two fields, for error messages.
 
     Raises:
-        InvalidRequest: Their numbers do not fit together, or there is none.
+        InvalidRequest: The numbers of texts do not fit together, or one of them is 0.
     """
     if not second:
         raise invalid(names[1], "is empty; give at least one text")

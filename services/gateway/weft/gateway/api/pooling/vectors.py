@@ -19,7 +19,7 @@ def vectors_of(generation: Generation) -> Float32Array:
 
 
 def shown(vectors: Float32Array, encoding: str | None) -> object:
-    """Vectors as JSON has them: numbers, or base64."""
+    """Vectors in the form for a JSON answer: lists of numbers, or base64."""
     if encoding == "base64":
         return base64.b64encode(vectors.astype("<f4", copy=False).tobytes()).decode()
     numbers: object = vectors.tolist()
@@ -29,8 +29,8 @@ def shown(vectors: Float32Array, encoding: str | None) -> object:
 def score_of(stream: TokenStream, generation: Generation) -> float:
     """The score of a pair, 0 to 1 unless the model's files ask for the bare value.
 
-    A model that scores gives the logits of its two labels, yes and no: the score is the
-    probability of yes among the two. A classification head gives one value.
+    A model that scores returns the logits of its two labels, yes and no, and the score is the
+    probability of yes among the two. A classification head returns one value.
     """
     (values,) = vectors_of(generation).astype(np.float64)
     if len(values) == 2:
@@ -40,7 +40,7 @@ def score_of(stream: TokenStream, generation: Generation) -> float:
 
 
 def probabilities(values: Float32Array) -> list[float]:
-    """Of the classes of one text: softmax, or of a single class sigmoid."""
+    """Probabilities of one text's classes: softmax, or sigmoid if there is a single class."""
     wide = values.astype(np.float64)
     if len(wide) == 1:
         return [_sigmoid(float(wide[0]))]
