@@ -129,7 +129,7 @@ class _Trial:
 class MeasuredGate(DraftGate):
     """Chooses the drafts that yield the most tokens per second: how many, as a chain or a tree.
 
-        The gate estimates the benefit of drafts from the past acceptance of the step's requests. It
+    The gate estimates the benefit of drafts from the past acceptance of the step's requests. It
     measures the cost by trials of shapes that might pay according to predicted step times. Trials
     may lose only a fixed share of the total time.
 
