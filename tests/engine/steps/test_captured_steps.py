@@ -122,7 +122,7 @@ def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
         assert {"decode", "ragged", "prompts"} <= set(steps.num_replays)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_requests_with_penalties_and_min_tokens_are_drafted_for(
     temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,10 @@ def test_requests_with_penalties_and_min_tokens_are_drafted_for(
     assert any(len(sample.token_ids) < stop.max_tokens for sample in expected)
 
 
-@pytest.mark.parametrize(("temperature", "has_edits"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("temperature", "has_edits"),
+    [pytest.param(0.0, False, marks=pytest.mark.full), (1.0, True)],
+)
 def test_constrained_requests_are_drafted_for(
     temperature: float,
     has_edits: bool,
@@ -341,7 +344,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
     assert num_eager[0] == num_eager[1] > 0
 
 
-@pytest.mark.parametrize("most_beside", [0, MAX_REQUESTS])
+@pytest.mark.parametrize("most_beside", [pytest.param(0, marks=pytest.mark.full), MAX_REQUESTS])
 def test_what_is_drawn_beside_short_prompts_is_captured(
     most_beside: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

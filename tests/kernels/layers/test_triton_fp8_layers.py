@@ -73,7 +73,7 @@ def in_floats(layer: Layer, dtype: torch.dtype) -> Layer:
 
 
 @pytest.mark.parametrize("block_rows", [0, 8])
-@pytest.mark.parametrize("rows", [1, 2, 20])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full), 20])
 def test_layers(rows: int, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)
