@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,9 +179,11 @@ class Judge:
             as_it_is = _consumed(matcher, json.dumps(value, ensure_ascii=False), budget)
             if as_it_is is not None and as_it_is.is_accepting():
                 return reason
-            ends = in_some_order(matcher, value, budget)
-            if any(end.is_accepting() for end in ends):
-                return reason
+            # First the most likely order of each object alone.
+            for width in (1, MAX_ORDERS):
+                ends = in_some_order(matcher, value, budget, width)
+                if any(end.is_accepting() for end in ends):
+                    return reason
         return "other"
 
 
@@ -198,25 +200,33 @@ class BytesJudge(Judge):
         return bool(matcher.try_consume_tokens(spelled) == len(spelled) and matcher.is_accepting())
 
 
-def in_some_order(matcher: LLMatcher, value: Any, budget: Iterator[int]) -> Iterator[LLMatcher]:
+def in_some_order(
+    matcher: LLMatcher, value: Any, budget: Iterator[int], width: int
+) -> Iterator[LLMatcher]:
     """Matchers behind a value, whose properties may be in any order.
 
     Args:
         matcher: Before it, with a vocabulary of bytes.
         value: JSON.
         budget: One for each step that may be tried.
+        width: Most orders of an object that are tried.
     """
     if isinstance(value, list):
-        yield from _behind(matcher, "[", [("", part) for part in value], "]", budget)
+        yield from _behind(matcher, "[", [("", part) for part in value], "]", budget, width)
     elif isinstance(value, dict):
         members = [(f"{json.dumps(n, ensure_ascii=False)}: ", part) for n, part in value.items()]
-        yield from _behind(matcher, "{", members, "}", budget)
+        yield from _behind(matcher, "{", members, "}", budget, width)
     elif (end := _consumed(matcher, json.dumps(value, ensure_ascii=False), budget)) is not None:
         yield end
 
 
 def _behind(
-    matcher: LLMatcher, begin: str, left: list[tuple[str, Any]], end: str, budget: Iterator[int]
+    matcher: LLMatcher,
+    begin: str,
+    left: list[tuple[str, Any]],
+    end: str,
+    budget: Iterator[int],
+    width: int,
 ) -> Iterator[LLMatcher]:
     """Matchers behind the members that are left and the end; those of a list in their order."""
     if not left:
@@ -229,13 +239,13 @@ def _behind(
         if named is None:
             continue
         rest = left[:index] + left[index + 1 :]
-        for behind in in_some_order(named, part, budget):
+        for behind in islice(in_some_order(named, part, budget, width), width):
             num_next = sum(_consumed(behind, f", {name}", budget) is not None for name, _ in rest)
             found.append((num_next, behind, rest))
     # The member behind which most others may come is tried first, since the grammar has it first.
     found.sort(key=lambda one: -one[0])
-    for _, behind, rest in found:
-        yield from _behind(behind, ", ", rest, end, budget)
+    for _, behind, rest in found[:width]:
+        yield from _behind(behind, ", ", rest, end, budget, width)
 
 
 def _consumed(matcher: LLMatcher, text: str, budget: Iterator[int]) -> LLMatcher | None:
