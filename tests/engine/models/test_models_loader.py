@@ -142,6 +142,13 @@ def test_a_tied_model_ignores_a_stored_copy_and_an_untied_one_needs_it(tmp_path:
     rewrite(tied, {"lm_head.weight": torch.randn(517, 72)})
     with pytest.raises(ModelError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
         load_model(tied, "float32")
+    bare = make_tiny("llama", tmp_path / "bare", 1, tie_word_embeddings=True)
+    tensors = load_file(bare / "model.safetensors")
+    changes: dict[str, torch.Tensor | None] = dict.fromkeys(tensors)
+    changes |= {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    rewrite(bare, {**changes, "lm_head.weight": torch.randn(517, 72)})
+    with pytest.raises(ModelError, match=r"lm_head\.weight is not embed_tokens\.weight"):
+        load_model(bare, "float32")
     rewrite(tied, {"lm_head.weight": None})
     edit_config(tied, tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"lm_head\.weight"):

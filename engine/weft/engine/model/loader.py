@@ -137,8 +137,9 @@ def load_model(
         model_dir, progress, unused=lambda name: _is_unused(name, config)
     ) as checkpoint:
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
-            for body, head in product(config.names.bodies, config.names.heads):
-                checkpoint.check_alike(f"{body}.embed_tokens.weight", f"{head}.weight")
+            bodies = [f"{body}." for body in config.names.bodies]
+            for body, head in product((*bodies, ""), config.names.heads):
+                checkpoint.check_alike(f"{body}embed_tokens.weight", f"{head}.weight")
         reader: CheckpointReader = checkpoint
         if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = WithoutPrefix(checkpoint, _BASE)

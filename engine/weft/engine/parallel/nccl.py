@@ -41,7 +41,7 @@ class NcclPeers:
 
     def native(self) -> cpu.PeersStruct:
         """See `Peers.native`: there is no native form."""
-        raise NotImplementedError
+        raise NotImplementedError("native operations run on CPUs, NCCL adds up on GPUs")
 
     def check(self, lost: int) -> None:
         """See `Peers.check`: torch's watchdog ends a process whose peers are lost."""
