@@ -202,6 +202,7 @@ def test_additions_to_a_layer_with_the_norm_behind_it(
     assert_as_exact(normed, F.rms_norm(eager, (40,), gain, 1e-5), exact_norm, slack=slack)
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(
     ("name", "original", "replacement"),
     [
@@ -252,6 +253,7 @@ def test_additions_of_large_ranks_are_computed_pair_by_pair(
     )
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
@@ -279,6 +281,7 @@ def test_a_mutated_addition_is_noticed(original: str, replacement: str, tmp_path
         )
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
