@@ -176,6 +176,7 @@ def test_additions_to_some_of_the_projections(
     assert_as_exact(out, eager, exact)
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(("rows", "is_shared"), [(12, False), (12, True), (70, True)])
 def test_additions_to_a_layer_with_the_norm_behind_it(
     rows: int, is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
