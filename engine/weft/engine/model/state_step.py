@@ -1,7 +1,7 @@
 """What recurrent layers read and write in a step: blocks at page borders, and rings of inputs.
 
-Of a request that brings positions [start, end), a layer begins with the block of a page border at or
-before `start`. It computes again the positions between, whose inputs are in the ring of the
+Of a request that brings positions [start, end), a layer begins with the block of a page border at
+or before `start`. It computes again the positions between, whose inputs are in the ring of the
 request's slot, then the new ones. Blocks are written at some of the borders that it passes:
 
     block       ring              new positions
