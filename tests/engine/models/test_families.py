@@ -67,7 +67,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
 
     step((0, 41), (1, 17))
     step((0, 49))
-    third.pages, third.num_cached = first.pages[:6], 48
+    third.begin_with(first, 6, driver.page_size)
     step((2, 9))
     step((2, 21))
     assert second.num_cached == 17

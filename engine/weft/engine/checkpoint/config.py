@@ -234,9 +234,16 @@ class ModelConfig:
         return window.length if window is not None and layer in window.layers else None
 
     @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers that have K and V."""
+        if self.decoder is None:
+            return list(range(self.num_layers))
+        return list(self.decoder.attention_layers)
+
+    @property
     def has_mixed_windows(self) -> bool:
         """Whether some layers have a sliding window, and some attend to the whole context."""
-        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        windows = [self.window_of(layer) for layer in self.attention_layers]
         return None in windows and any(windows)
 
     @property
@@ -244,7 +251,7 @@ class ModelConfig:
         """For each page group its window and the numbers of its layers. None as window: the group
         keeps all positions, as the first group always does.
         """
-        numbers = list(range(self.num_layers))
+        numbers = self.attention_layers
         if not (self.frees_windows and self.has_mixed_windows):
             return [(None, numbers)]
         kept = [layer for layer in numbers if self.window_of(layer) is None]

@@ -49,6 +49,13 @@ _QWEN_VISION = {
     "num_heads": 2,
     "out_hidden_size": 48,
 }
+_GATED_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 12}),
@@ -171,6 +178,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
         },
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_GATED_DELTA,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "shared_expert_intermediate_size": 36,
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", _GATED_DELTA),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }
 """Model types of transformers, and fields of their configurations."""
