@@ -338,11 +338,11 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def max_positions(fields: Fields) -> int:
-    """The longest context of a model."""
-    count = fields.positive("max_position_embeddings")
+def max_positions(fields: Fields, name: str = "max_position_embeddings") -> int:
+    """The longest context of a model; `name`: the field that says it."""
+    count = fields.positive(name)
     if count > MAX_POSITIONS:
-        raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
+        raise fields.error(name, f"at most {MAX_POSITIONS:,} are supported")
     return count
 
 

@@ -159,6 +159,7 @@ class Family:
         moe: MoEConfig | None = None,
         latent: LatentConfig | None = None,
         intermediate_size: int | None = None,
+        longest: str = "max_position_embeddings",
     ) -> ModelConfig:
         """The model's configuration.
 
@@ -172,6 +173,7 @@ class Family:
             moe: Experts of some layers.
             latent: Sizes of latent attention.
             intermediate_size: Inner width of MLPs where the file's field does not say it.
+            longest: Field of the longest context.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and decoder.mlp.activation != "silu":
@@ -181,7 +183,8 @@ class Family:
         rotated = [layer.rope for layer in layers or [attention] if layer.rope is not None]
         # The field may be in the text model's section or at the top of the file.
         tied = fields.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", is_tied))
-        if len(decoder.layers) != self.num_layers and not (names and names.blocks):
+        names = names or NamesConfig()
+        if not names.blocks and len(decoder.layers) != self.num_layers:
             raise fields.error("num_hidden_layers", f"{len(decoder.layers)} layers are listed")
         config = ModelConfig(
             architecture=whole.get("architectures")[0],
@@ -195,7 +198,7 @@ class Family:
             intermediate_size=intermediate_size or fields.positive("intermediate_size"),
             rms_norm_eps=decoder.norm.eps,
             rope=rotated[0] if rotated else RopeConfig(theta=1.0),
-            max_position_embeddings=max_positions(fields),
+            max_position_embeddings=max_positions(fields, longest),
             tie_word_embeddings=tied,
             qkv_bias=attention.qkv_bias,
             o_bias=attention.o_bias,
@@ -208,7 +211,7 @@ class Family:
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(whole),
             decoder=decoder,
-            names=names or NamesConfig(),
+            names=names,
         )
         check_shape(config, fields)
         return config

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 (3.6, 3.8): gated delta nets, and gated attention in every fourth layer."""
+"""Qwen3-Next and Qwen3.5: gated delta nets, and gated attention in every fourth layer."""
 
 from __future__ import annotations
 

@@ -212,9 +212,11 @@ def _q_scales(config: ModelConfig, growth: float, original: int, weights: Weight
 
 def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
     names, moe = config.names, config.moe
-    if moe is None or not moe.is_sparse(index):
-        return _mlp(config, parts, index, weights.at(names.feeds[-1]))
     feeds = [weights.at(name) if name else weights for name in names.feeds]
+    if moe is None or not moe.is_sparse(index):
+        down = f"{names.down}.weight"
+        found = next((feed for feed in feeds if feed.has(down)), feeds[-1])
+        return _mlp(config, parts, index, found)
     router = f"{names.moe.router}.weight"
     found = next((feed for feed in feeds if feed.has(router)), feeds[0])
     return SparseMLP.read(moe, index, config.hidden_size, found, names.moe)

@@ -81,7 +81,8 @@ class RecurrentMixer(ABC):
         return StatePlane(name=self.kind, layers=layers, parts=self.parts, ring=self.ring)
 
     def move(self, group: int, in_pool: int) -> None:
-        """See `Mixer.move`; there are no pages."""
+        """See `Mixer.move`: there are no pages."""
+        return
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`."""
