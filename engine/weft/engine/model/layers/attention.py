@@ -183,7 +183,7 @@ class Attention:
         """Queries, keys and values, [T, (Hq + 2 * Hkv) * D], and gates, [T, Hq * D]."""
         spec = self.spec
         of_q = 2 * spec.heads * spec.dim
-        both = projected[:, :of_q].unflatten(1, (spec.heads, 2, spec.dim))
+        both = torch.unflatten(projected[:, :of_q], 1, (spec.heads, 2, spec.dim))
         q, gate = (part.flatten(1) for part in both.unbind(2))
         return torch.cat((q, projected[:, of_q:]), dim=1), gate
 

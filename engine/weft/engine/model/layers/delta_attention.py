@@ -144,10 +144,10 @@ class DeltaAttention(RecurrentMixer):
         qkv = x.linear(products.qkv, None)
         by_kind = qkv.view(len(qkv), 3, *of_heads)
         low = [part.contiguous() for part in x.linear(products.low, None).chunk(2, dim=1)]
-        decay = linear(low[0], products.decay).unflatten(1, of_heads).float()
+        decay = torch.unflatten(linear(low[0], products.decay), 1, of_heads).float()
         decay = self.rates * F.softplus(decay + self.dt_bias)
         beta = x.linear(products.beta, None).sigmoid().float()
-        gate = linear(low[1], products.gate).unflatten(1, of_heads)
+        gate = torch.unflatten(linear(low[1], products.gate), 1, of_heads)
         return Projected((by_kind.transpose(1, 2).flatten(1), decay, beta), gate)
 
     def scan(
@@ -156,7 +156,7 @@ class DeltaAttention(RecurrentMixer):
         """See `RecurrentMixer.scan`."""
         (qkv, decay, beta), (state, tail) = inputs, states
         mixed, tail = short_conv(qkv, self.conv, None, tail, cu_lens, has_silu=True)
-        q, k, v = mixed.unflatten(1, (self.heads, 3, self.config.dim)).unbind(2)
+        q, k, v = torch.unflatten(mixed, 1, (self.heads, 3, self.config.dim)).unbind(2)
         out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
         return out, (state, tail)
 

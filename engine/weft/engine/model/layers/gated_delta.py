@@ -86,6 +86,7 @@ class GatedDelta(RecurrentMixer):
             part = TensorSlice(name, (config.value_heads,), (values,))
             return weights.tensor(part, torch.float32)
 
+        projections: tuple[LinearWeight, ...]
         if config.is_fused:
             projections = (
                 product(("in_proj_qkvz",), 2 * keys + 2 * all_values),
@@ -157,8 +158,8 @@ class GatedDelta(RecurrentMixer):
         (qkv, decay, beta), (state, tail) = inputs, states
         config = self.config
         mixed, tail = short_conv(qkv, self.conv, None, tail, cu_lens, has_silu=True)
-        widths = (config.key_dim, config.key_dim, self._shared * config.value_dim)
-        q, k, v = mixed.unflatten(1, (self.key_heads, -1)).split(widths, dim=2)
+        widths = [config.key_dim, config.key_dim, self._shared * config.value_dim]
+        q, k, v = torch.split(torch.unflatten(mixed, 1, (self.key_heads, -1)), widths, dim=2)
         v = v.reshape(len(v), self.value_heads, config.value_dim)
         out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
         return out, (state, tail)

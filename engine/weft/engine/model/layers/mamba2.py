@@ -129,12 +129,12 @@ class Mamba2(RecurrentMixer):
         """See `RecurrentMixer.project`."""
         config = self.config
         widths = [self._inner, self.conv.shape[0], config.heads]
-        z, xbc, dt = x.linear(self.in_proj, None).split(widths, dim=1)
+        z, xbc, dt = torch.split(x.linear(self.in_proj, None), widths, dim=1)
         if config.factors[0] != 1.0:
             z = z * config.factors[0]
         steps = F.softplus(dt.float() * config.factors[4] + self.dt_bias)
         steps = steps.clamp(min=config.least_step, max=config.largest_step)
-        return Projected((xbc, steps), z.unflatten(1, (config.groups, -1)))
+        return Projected((xbc, steps), torch.unflatten(z, 1, (config.groups, -1)))
 
     def scan(
         self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
@@ -142,9 +142,9 @@ class Mamba2(RecurrentMixer):
         """See `RecurrentMixer.scan`."""
         (xbc, dt), (state, tail), config = inputs, states, self.config
         mixed, tail = short_conv(xbc, self.conv, self.conv_bias, tail, cu_lens, has_silu=True)
-        x, b, c = mixed.split([self._inner, self._shared, self._shared], dim=1)
-        x = x.unflatten(1, (config.heads, config.head_dim))
-        b, c = (part.unflatten(1, (config.groups, config.state_size)) for part in (b, c))
+        x, b, c = torch.split(mixed, [self._inner, self._shared, self._shared], dim=1)
+        x = torch.unflatten(x, 1, (config.heads, config.head_dim))
+        b, c = (torch.unflatten(part, 1, (config.groups, config.state_size)) for part in (b, c))
         out, state = mamba2(x, dt, self.rates, b, c, self.skips, state, cu_lens)
         return out, (state, tail)
 

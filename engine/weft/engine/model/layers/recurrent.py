@@ -118,7 +118,7 @@ def by_head(whole: torch.Tensor, heads: int, widths: Sequence[int]) -> torch.Ten
         widths: Rows of one head of each kind.
     """
     kinds = torch.split(whole, [heads * width for width in widths])
-    return torch.cat([kind.unflatten(0, (heads, -1)) for kind in kinds], dim=1)
+    return torch.cat([torch.unflatten(kind, 0, (heads, -1)) for kind in kinds], dim=1)
 
 
 def read_taps(weights: Weights, name: str, channels: int, taps: int) -> torch.Tensor:
