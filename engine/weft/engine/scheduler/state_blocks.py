@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from weft.engine.base.state_rows import StateRows
@@ -31,11 +32,22 @@ from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
 
 
+class _Block(NamedTuple):
+    number: int
+    end: int
+    """The block is written once so many of the request's tokens are computed. Where drafts crossed
+    the border, this is later than the border itself.
+    """
+
+
+_ZEROS = _Block(NULL_PAGE, 0)
+
+
 @dataclass(slots=True)
 class _Held:
     """The blocks of one request."""
 
-    blocks: dict[int, int] = field(default_factory=lambda: {0: NULL_PAGE})
+    blocks: dict[int, _Block] = field(default_factory=lambda: {0: _ZEROS})
     """Blocks by border, in pages; borders rise."""
     keeps: set[int] = field(default_factory=set)
     """Borders at which a block is kept, apart from checkpoints."""
@@ -51,7 +63,11 @@ class _Held:
     @property
     def pages(self) -> list[int]:
         """All its blocks."""
-        return [block for block in self.blocks.values() if block != NULL_PAGE]
+        return [block.number for block in self.blocks.values() if block is not _ZEROS]
+
+    def written(self, num_computed: int) -> int:
+        """The last border whose block is written when so many tokens are computed."""
+        return [border for border, block in self.blocks.items() if block.end <= num_computed][-1]
 
 
 class StateBlocks:
@@ -104,7 +120,7 @@ class StateBlocks:
             block = self._index.block_of(found.path[begin - 1])
             assert block is not None, "a match ends at a block"
             self.memory.retain([block])
-            held.blocks = {begin: block}
+            held.blocks = {begin: _Block(block, 0)}
         if found.num_rerun:
             held.keeps.add(len(found.path))
 
@@ -120,15 +136,16 @@ class StateBlocks:
         """Gives a request the block behind as many pages of another one; False: it is not there any
         more, or there is no room for it.
         """
-        block = self._held[first].blocks.get(num_pages, NULL_PAGE)
-        node = self._node_at(first, num_pages) if num_pages else None
-        if block == NULL_PAGE and node is not None and self._index is not None:
-            block = self._index.block_of(node) or NULL_PAGE
-        if (num_pages and block == NULL_PAGE) or not self.reserve(request):
+        own = self._held[first].blocks.get(num_pages)
+        number = own.number if own is not None and own.end <= first.num_computed else None
+        node = self._node_at(first, num_pages)
+        if number is None and node is not None and self._index is not None:
+            number = self._index.block_of(node)
+        if (num_pages and number is None) or not self.reserve(request):
             return False
-        if num_pages:
-            self.memory.retain([block])
-            self._held[request].blocks = {num_pages: block}
+        if num_pages and number is not None:
+            self.memory.retain([number])
+            self._held[request].blocks = {num_pages: _Block(number, 0)}
         return True
 
     def keep_at(self, request: Request, num_pages: int) -> None:
@@ -137,8 +154,9 @@ class StateBlocks:
         if held is None or not num_pages:
             return
         held.keeps.add(num_pages)
-        if num_pages in held.blocks and num_pages <= request.num_computed // self._page_size:
-            self._keep(request, num_pages, held.blocks[num_pages])
+        block = held.blocks.get(num_pages)
+        if block is not None and block.end <= request.num_computed:
+            self._keep(request, num_pages, block)
 
     # -- room ------------------------------------------------------------------------------------
 
@@ -166,8 +184,8 @@ class StateBlocks:
     def begin(self, plan: Plan) -> StateRows:
         """Gives the requests of a step, which is about to begin, the blocks that it writes."""
         size, writes = self._page_size, list[tuple[int, int, int]]()
-        pieces = [*plan.verifies, *plan.chunks]
-        slots = [item.request.slot for item in pieces]
+        slots = [item.request.slot for item in plan.verifies]
+        slots += [item.request.slot for item in plan.chunks]
         known = self._newest[:, np.concatenate([plan.slots, np.array(slots, np.int64)])]
         crossed = (plan.starts + 1) // size * size > known[0, : len(plan.slots)]
         for number in np.flatnonzero(crossed).tolist():
@@ -180,7 +198,7 @@ class StateBlocks:
         for request, start, num_tokens, *_ in plan.chunks:
             # The slot may have been another request's.
             held = self._held[request]
-            known[:, number] = held.newest * size, held.blocks[held.newest]
+            known[:, number] = held.newest * size, held.blocks[held.newest].number
             self._newest[:, request.slot] = known[:, number]
             self._write(request, number, start + num_tokens, writes)
             number += 1
@@ -201,9 +219,9 @@ class StateBlocks:
                 held.num_reserved += 1
                 self._num_reserved += 1
             (block,) = self.memory.allocate(1)
-            held.blocks[border] = block
+            held.blocks[border] = _Block(block, end)
             writes.append((number, border * self._page_size, block))
-        self._newest[:, request.slot] = newest * self._page_size, held.blocks[newest]
+        self._newest[:, request.slot] = newest * self._page_size, block
 
     def _kept_between(self, request: Request, first: int, end: int) -> list[int]:
         """Borders at which blocks are kept behind `first` and before `end`."""
@@ -221,42 +239,38 @@ class StateBlocks:
         further step begins with.
         """
         held = self._held[request]
-        num_done, newest = request.num_computed // self._page_size, 0
-        for border in held.blocks:
-            newest = border if border <= num_done else newest
-        if newest == next(iter(held.blocks)):
-            return
-        keeps = self._keeps(request)
+        newest, keeps = held.written(request.num_computed), self._keeps(request)
         for border in [border for border in held.blocks if border <= newest]:
             block = held.blocks[border]
             if border in keeps or border % self._checkpoint == 0:
                 self._keep(request, border, block)
             if border < newest:
                 del held.blocks[border]
-                if block != NULL_PAGE:
-                    self.memory.release([block])
+                if block is not _ZEROS:
+                    self.memory.release([block.number])
                 if border in held.spare:
                     held.spare.remove(border)
                     held.num_reserved -= 1
                     self._num_reserved -= 1
 
-    def _keep(self, request: Request, border: int, block: int) -> None:
-        if self._index is None or block == NULL_PAGE:
+    def _keep(self, request: Request, border: int, block: _Block) -> None:
+        """Enters a written block into the index, unless there is another one in its place."""
+        if self._index is None or block is _ZEROS or self._index.has_page(block.number):
             return
         node = self._node_at(request, border)
-        if node is not None and not self.memory.is_published(block):
-            self._index.add(node, block)
+        if node is not None:
+            self._index.add(node, block.number)
 
     @staticmethod
     def _node_at(request: Request, num_pages: int) -> Node | None:
         """The node of the request's last one of so many pages, if it is in the tree."""
         node = request.cache_leaf
-        if node is None or node.page < 0:
+        if node is None or node.page < 0 or not 0 < num_pages <= request.num_published_pages:
             return None
         for _ in range(request.num_published_pages - num_pages):
             assert node is not None
             node = node.parent
-        return node if request.num_published_pages >= num_pages else None
+        return node
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -268,10 +282,8 @@ class StateBlocks:
             return
         self.committed(request)
         held = self._held.pop(request)
-        num_done = request.num_computed // self._page_size
-        certain = [border for border in held.blocks if border <= num_done]
-        if certain:
-            self._keep(request, certain[-1], held.blocks[certain[-1]])
+        newest = held.written(request.num_computed)
+        self._keep(request, newest, held.blocks[newest])
         if request.num_launched:
             self._returning.append((newest_step, held))
         else:

@@ -8,6 +8,7 @@ reference weighs all pairs of positions, and knows neither states nor chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class GatedRecurrence:
         self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         bounds, outputs, ends, tails = cu_lens.tolist(), [], [], []
-        for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (begin, end) in enumerate(pairwise(bounds)):
             row, tail = inputs[0][begin:end], states[1][number]
             row = torch.cat((tail, row))
             tails.append(row[-TAIL:])
