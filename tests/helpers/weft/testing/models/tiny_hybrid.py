@@ -1,8 +1,8 @@
 """A small model with recurrent layers, and what it computes, by another formula.
 
 It has the parameters of a small Qwen3. Every second layer is gated linear attention behind a short
-convolution in place of attention. The engine continues its state position by position; the
-reference weighs all pairs of positions, and knows neither states nor chunks.
+convolution in place of attention. The engine continues states; the reference weighs all pairs of a
+text's positions, and knows neither states nor chunks.
 """
 
 from __future__ import annotations
@@ -99,12 +99,15 @@ class GatedRecurrence:
             row = torch.cat((tail, row))
             tails.append(row[-TAIL:])
             q, k, v = self._heads_of(convolved(row)[TAIL:])
-            out, state = [], states[0][number]
-            for t in range(end - begin):
-                state = decay(v[t]) * state + k[t, :, :, None] * v[t, :, None, :]
-                out.append((q[t, :, None, :] @ state).flatten())
-            outputs.append(torch.stack(out))
-            ends.append(state)
+            logs = decay(v)[..., 0, 0].log().cumsum(dim=0)
+            pairs = torch.einsum("thd,shd->hts", q, k)
+            weights = (logs.T[:, :, None] - logs.T[:, None, :]).exp().tril()
+            before = (q * logs.exp()[..., None]).transpose(0, 1) @ states[0][number]
+            out = (pairs * weights) @ v.transpose(0, 1) + before
+            outputs.append(out.transpose(0, 1).flatten(1))
+            left = (logs[-1] - logs).exp()[..., None]
+            added = (k * left).permute(1, 2, 0) @ v.transpose(0, 1)
+            ends.append(states[0][number] * logs[-1].exp()[:, None, None] + added)
         return torch.cat(outputs), [torch.stack(ends), torch.stack(tails)]
 
     def _heads_of(self, qkv: torch.Tensor) -> list[torch.Tensor]:
