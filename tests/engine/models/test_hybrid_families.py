@@ -47,7 +47,7 @@ def test_tokens_are_transformers(name: str, setting: str, tmp_path: Path) -> Non
     print(f"seed {seed}")
     prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in (1, PAGE, 45, 130)]
     prompts[2] = prompts[2][:9] * 5  # Some drafts are accepted.
-    prompts += [prompts[3][:cut] + [7, 8, 9] for cut in (3 * PAGE, 101)]
+    prompts += [[*prompts[3][:cut], 7, 8, 9] for cut in (3 * PAGE, 101)]
     values: dict[str, Any] = {"page_size": PAGE, "poison_free_pages": True}
     values |= {"checkpoint_tokens": 6 * PAGE, "max_running_requests": 16}
     stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
