@@ -26,6 +26,7 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
+from weft.engine.loop.recurrent import served_config
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
@@ -74,7 +75,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
-        self.config = config
+        self.config = config = served_config(config, parts.layout)
         self._clock = clock
         self.parts = parts
         self._executor = parts.executor
@@ -98,7 +99,9 @@ class Engine:
             self._out.fill_command,
             clock,
         )
-        pages = RequestPages(parts.memory, parts.prefixes, config.page_size, parts.windows)
+        pages = RequestPages(
+            parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
+        )
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
         )
@@ -288,6 +291,8 @@ class Engine:
         if self.config.poison_free_pages:
             for group, memory in enumerate(self.memories):
                 self._executor.poison(memory.take_freed(), group)
+            if self.parts.states is not None:
+                self._executor.poison_blocks(self.parts.states.memory.take_freed())
             if self.tiers is not None:
                 # Loads run beside steps, so the device must have poisoned the pages before one
                 # begins.
@@ -368,6 +373,8 @@ class Engine:
         if self.sessions is not None:
             self.sessions.pins.clear()
         num_pages = sum(memory.flush_cache() for memory in self.memories)
+        if self.parts.states is not None:
+            self.parts.states.memory.flush_cache()
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:
@@ -650,6 +657,7 @@ class Engine:
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
             "window_requests": sum(len(window) for window in self.parts.windows),
+            "state_requests": 0 if self.parts.states is None else len(self.parts.states),
             **self.fills.sizes(),
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),

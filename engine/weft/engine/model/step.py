@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from weft.engine.model.state_step import StateStep
 from weft.kernels.attention import GroupStep
 from weft.kernels.lora import LoraStep
 
@@ -35,6 +36,8 @@ class Step:
     """[R] int64: each request's slot; for padding the one after the last. None where no model needs
     it.
     """
+    states: StateStep | None = None
+    """Blocks and rings of the step's requests; None: the model has no recurrent layers."""
 
     @property
     def has_trees(self) -> bool:
