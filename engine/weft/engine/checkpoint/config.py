@@ -234,9 +234,16 @@ class ModelConfig:
         return window.length if window is not None and layer in window.layers else None
 
     @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers that have K and V."""
+        if self.decoder is None:
+            return list(range(self.num_layers))
+        return list(self.decoder.attention_layers)
+
+    @property
     def has_mixed_windows(self) -> bool:
         """Whether some layers have a sliding window, and some attend to the whole context."""
-        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        windows = [self.window_of(layer) for layer in self.attention_layers]
         return None in windows and any(windows)
 
     @property
@@ -244,7 +251,7 @@ class ModelConfig:
         """For each page group its window and the numbers of its layers. None as window: the group
         keeps all positions, as the first group always does.
         """
-        numbers = list(range(self.num_layers))
+        numbers = self.attention_layers
         if not (self.frees_windows and self.has_mixed_windows):
             return [(None, numbers)]
         kept = [layer for layer in numbers if self.window_of(layer) is None]
@@ -331,11 +338,11 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def max_positions(fields: Fields) -> int:
-    """The longest context of a model."""
-    count = fields.positive("max_position_embeddings")
+def max_positions(fields: Fields, name: str = "max_position_embeddings") -> int:
+    """The longest context of a model; `name`: the field that says it."""
+    count = fields.positive(name)
     if count > MAX_POSITIONS:
-        raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
+        raise fields.error(name, f"at most {MAX_POSITIONS:,} are supported")
     return count
 
 

@@ -58,6 +58,9 @@ class MoENamesConfig:
     """Module of the experts; empty: stacked tensors lie beside the router."""
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    shared_gate_up: str | None = None
+    """Module of all rows of the shared experts' gate and up."""
+    shared_down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

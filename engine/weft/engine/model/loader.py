@@ -139,7 +139,7 @@ def load_model(
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             bodies = [f"{body}." for body in config.names.bodies]
             for body, head in product((*bodies, ""), config.names.heads):
-                checkpoint.check_alike(f"{body}embed_tokens.weight", f"{head}.weight")
+                checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
         reader: CheckpointReader = checkpoint
         if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = WithoutPrefix(checkpoint, _BASE)

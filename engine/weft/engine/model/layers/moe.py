@@ -86,7 +86,14 @@ class SparseMLP:
         )
         if not config.shared_size:
             return cls(layer, weight)
-        shared = GatedMLP.of_size(layer, hidden, config.shared_size, weights.at(names.shared))
+        shared = GatedMLP.of_size(
+            layer,
+            hidden,
+            config.shared_size,
+            weights.at(names.shared),
+            fused=names.shared_gate_up,
+            down=names.shared_down,
+        )
         if not config.has_shared_gate:
             return cls(layer, weight, shared)
         gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,))
