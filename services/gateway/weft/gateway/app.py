@@ -28,6 +28,7 @@ from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
 from weft.gateway.fleet.fleet import Fleet
@@ -239,10 +240,11 @@ class GatewayApp:
     def _add_faces(self) -> None:
         limit = self._settings.max_body_bytes
         adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
-        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
+        workers = WorkerCalls(self.fleet, self._settings.has_api_keys)
+        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, workers, limit)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
-            add_operators_calls(typed, adapters, operators)
+            add_operators_calls(typed, adapters, workers, operators)
         self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
