@@ -53,11 +53,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
-    reporter = ConsoleReporter(console)
+    reporter = ConsoleReporter(console, is_plain=settings.plain)
     rest_binary = _rest_binary(settings, reporter)
     plan = plan_mesh(settings, state, _models(settings, console), rest_binary)
     try:
-        with reporter.coming_up():
+        with reporter.live():
             asyncio.run(_serve(settings, state, plan, reporter))
     except ExitedEarly as error:
         _show_failure(console, error, state.logs / f"{error.name}.log")

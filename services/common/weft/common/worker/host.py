@@ -406,8 +406,8 @@ async def _end_by_quarantine(
 
 
 def _progress_writer(settings: WorkerSettings) -> Callable[[int, int, str], None]:
-    """Writes the loading progress for a supervisor: a line `done total what` in a file beside the
-    ready file.
+    """Writes the progress of the start for a supervisor: a line `done total what` in a file beside
+    the ready file.
     """
     ready_file = settings.ready_file
 
