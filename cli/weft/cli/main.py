@@ -25,6 +25,8 @@ COMMANDS: dict[str, Command] = {
     "serve": Command("weft.cli.serve", "run one service: gateway, prefill, decode, kvstore, rest"),
     "chat": Command("weft.cli.chat", "talk to a model in the terminal"),
     "status": Command("weft.cli.status", "show workers, load, pages and transports"),
+    "drain": Command("weft.cli.drain", "take a worker out of service; what runs on it goes on"),
+    "undrain": Command("weft.cli.undrain", "put a drained worker back into service"),
     "trace": Command("weft.cli.trace", "show what happened to one request, as a tree"),
     "replay": Command("weft.cli.replay", "send the requests of a log again, and compare"),
     "flush": Command("weft.cli.flush", "drop cached KV that nobody uses"),

@@ -29,6 +29,7 @@ from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
 from weft.gateway.fleet.fleet import Fleet
@@ -266,11 +267,12 @@ class GatewayApp:
     def _add_faces(self, keys: ApiKeys | None) -> None:
         limit = self._settings.max_body_bytes
         adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
-        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
+        workers = WorkerCalls(self.fleet, self._settings.has_api_keys)
+        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, workers, limit)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
-            add_operators_calls(typed, adapters, operators)
-        self._add_mesh_faces(adapters, keys)
+            add_operators_calls(typed, adapters, workers, operators)
+        self._add_mesh_faces(adapters, workers, keys)
         self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
@@ -284,7 +286,9 @@ class GatewayApp:
             responses=self._responses,
         )
 
-    def _add_mesh_faces(self, adapters: AdapterCalls, keys: ApiKeys | None) -> None:
+    def _add_mesh_faces(
+        self, adapters: AdapterCalls, workers: WorkerCalls, keys: ApiKeys | None
+    ) -> None:
         """Adds MeshService to the main port and to the operators' one."""
         settings = self._settings
         token = None if settings.admin_token_file is None else read_token(settings.admin_token_file)
@@ -299,6 +303,7 @@ class GatewayApp:
                 AdminServicer(self._admin),
                 self._spans,
                 adapters,
+                workers,
                 self._gateway_id,
                 self._ending,
             )

@@ -37,6 +37,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Cancel": _FRONT,
     "/weft.v1.GatewayService/EndSession": _FRONT,
     "/weft.v1.GatewayService/GetFleet": OPERATORS,
+    "/weft.v1.GatewayService/DrainWorker": OPERATORS,
+    "/weft.v1.GatewayService/UndrainWorker": OPERATORS,
     # These calls change what all tenants see. Over REST, API keys with that right may call them
     # too.
     "/weft.v1.GatewayService/LoadAdapter": OPERATORS,
@@ -106,7 +108,9 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.WorkerService/WatchLoad": _WATCHERS,
     "/weft.v1.WorkerService/WatchKv": _WATCHERS,
     "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
-    "/weft.v1.WorkerService/Drain": OPERATORS,
+    # Gateways pass on what operators ask of them.
+    "/weft.v1.WorkerService/Drain": _WATCHERS,
+    "/weft.v1.WorkerService/Undrain": _WATCHERS,
     # A false report would free pages that a write may still reach.
     "/weft.v1.WorkerService/ReportExit": OPERATORS,
     # These are served on a port of their own, and need its token.

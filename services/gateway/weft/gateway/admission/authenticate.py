@@ -34,6 +34,9 @@ KEYLESS = frozenset(
         # Calls of operators: with TLS, `weft.common.rpc.authorize` refuses all others.
         "/weft.v1.GatewayService/GetFleet",
         "/weft.v1.GatewayService/ListAdapters",
+        # These two refuse callers without an operator's certificate.
+        "/weft.v1.GatewayService/DrainWorker",
+        "/weft.v1.GatewayService/UndrainWorker",
     }
 )
 """Methods of the faces that need no key."""

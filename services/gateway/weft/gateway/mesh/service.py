@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
 from weft.common.telemetry.tracing import TraceServicer
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context
+from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.mesh.access import MeshAccess
 from weft.gateway.mesh.relay import OperatorsRelay
 from weft.gateway.mesh.view import Cursor, MeshView
@@ -38,6 +40,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         admin: AdminService of this gateway.
         spans: Finds the spans of requests.
         adapters: Loads and unloads adapters.
+        workers: Drains workers, and puts them back.
         gateway_id: Id of this gateway.
         ending: Set when the gateway ends, and with it every stream.
     """
@@ -50,6 +53,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         admin: AdminServicer,
         spans: TraceServicer,
         adapters: AdapterCalls,
+        workers: WorkerCalls,
         gateway_id: str,
         ending: asyncio.Event,
     ) -> None:
@@ -59,6 +63,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         self._admin = admin
         self._spans = spans
         self._adapters = adapters
+        self._workers = workers
         self._gateway_id = gateway_id
         self._ending = ending
 
@@ -86,6 +91,25 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         self._access.check_watch(context)
         request.fan_out = True
         return await self._spans.ListSpans(request, context)
+
+    async def DrainMember(
+        self, request: mesh_pb2.DrainMemberRequest, context: Context
+    ) -> mesh_pb2.DrainMemberResponse:
+        """See mesh.proto."""
+        self._access.check_operate(context)
+        # Without time to wait the worker answers once it drains.
+        order = gateway_pb2.DrainWorkerRequest(worker_id=request.member_id, timeout=Duration())
+        answer = await self._workers.drain(order, context)
+        return mesh_pb2.DrainMemberResponse(running_requests=answer.running_requests)
+
+    async def UndrainMember(
+        self, request: mesh_pb2.UndrainMemberRequest, context: Context
+    ) -> mesh_pb2.UndrainMemberResponse:
+        """See mesh.proto."""
+        self._access.check_operate(context)
+        order = gateway_pb2.UndrainWorkerRequest(worker_id=request.member_id)
+        await self._workers.undrain(order, context)
+        return mesh_pb2.UndrainMemberResponse()
 
     async def FlushMember(
         self, request: mesh_pb2.FlushMemberRequest, context: Context
