@@ -217,6 +217,7 @@ OF_SERVICE = {
     "OllamaService": "gateway",
     "PoolingService": "gateway",
     "ServerService": "gateway",
+    "MeshService": "gateway",
     "TraceService": "gateway",
     "DecodeService": "decode-0",
     "PrefillService": "prefill-0",

@@ -287,6 +287,7 @@ class WorkerHost:
             settings.kvstores,
             settings.advertise,
             self._adapters,
+            lambda: server.admin_port,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         service.add_to(server.grpc)

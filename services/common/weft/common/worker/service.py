@@ -118,6 +118,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         advertised: host:port at which other workers reach this one; empty: the address that
             gateways use.
         adapters: the worker's adapters; None: it serves the base model alone.
+        admin_port: returns the number of its operators' port; 0: it has none.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         kvstores: Sequence[str] = (),
         advertised: str = "",
         adapters: AdapterFollower | None = None,
+        admin_port: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
         self._queries = queries
@@ -146,6 +148,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._kvstores = tuple(kvstores)
         self._advertised = advertised
         self._adapters = adapters
+        self._admin_port = admin_port
         self._is_draining = False
         self._is_ending = False
 
@@ -189,6 +192,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             notices=info.notices,
             kvstores=self._kvstores,
             advertised_address=self._advertised,
+            admin_port=self._admin_port(),
         )
         if self._adapters is not None and info.max_loras:
             response.adapters.max_rank = info.max_lora_rank

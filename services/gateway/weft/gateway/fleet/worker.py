@@ -281,6 +281,16 @@ class FleetWorker:
             self.breaker.failed(now, "its session broke")
 
     @property
+    def report(self) -> worker_pb2.WatchLoadResponse | None:
+        """The newest load report; None: it sends none now."""
+        return self._load
+
+    @property
+    def num_adapters(self) -> int:
+        """Number of adapters that it reports."""
+        return len(self._adapters)
+
+    @property
     def own_requests(self) -> int:
         """Number of requests of this gateway on the worker now."""
         return self.load.own_requests
