@@ -103,7 +103,7 @@ def test_a_start_is_seen_and_ctrl_c_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--plain",), marks=pytest.mark.long)], ids=["live", "plain"]
+    "flags", [(), pytest.param(("--plain",), marks=pytest.mark.full)], ids=["live", "plain"]
 )
 def test_why_a_worker_failed_can_be_read(tmp_path: Path, flags: tuple[str, ...]) -> None:
     with weft_up(tmp_path, "--decode-args", "--max-num-nothing 1", *flags) as terminal:
