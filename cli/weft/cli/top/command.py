@@ -26,7 +26,7 @@ from weft.cli.channel import (
 from weft.cli.numbers import number as number_type
 from weft.cli.top.keys import reading_keys
 from weft.cli.top.picture import MeshPicture, watch_mesh
-from weft.cli.top.view import SORTS, TopState, TopView
+from weft.cli.top.view import SORTS, Sort, TopState, TopView
 from weft.common.rpc.tls import Identity
 from weft.engine.base.errors import ConfigError
 from weft.v1 import mesh_pb2
@@ -111,7 +111,7 @@ async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> 
     await gateway.watch(interval_s, take)
 
 
-async def _print_once(gateway: Gateway, interval_s: float, console: Console, sort: str) -> None:
+async def _print_once(gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
     """Prints the picture, every line of it."""
     picture = MeshPicture()
     num_taken = 0
@@ -135,7 +135,7 @@ def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
 class _Screen:
     """The whole terminal until `q` or Ctrl-C."""
 
-    def __init__(self, gateway: Gateway, interval_s: float, console: Console, sort: str) -> None:
+    def __init__(self, gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
         self._gateway = gateway
         self._interval_s = interval_s
         self._picture = MeshPicture()

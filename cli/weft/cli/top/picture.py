@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -20,7 +20,7 @@ _WORKERS = (mesh_pb2.MEMBER_ROLE_PREFILL, mesh_pb2.MEMBER_ROLE_DECODE)
 
 async def watch_mesh(
     channel: grpc.aio.Channel, metadata: Metadata, interval_s: float
-) -> AsyncIterator[mesh_pb2.WatchMeshResponse]:
+) -> AsyncGenerator[mesh_pb2.WatchMeshResponse, None]:
     """The messages of `MeshService.WatchMesh`.
 
     Raises:

@@ -223,7 +223,7 @@ def _member_table(members: Sequence[mesh_pb2.MeshMember], width: int) -> Table:
             "quar.": f"{pages.quarantined:,}",
             "hits": f"{one.hit_rate:.0%}" if one.HasField("hit_rate") else "-",
         }
-        row = [_name(one), _state(one), *(cells[name] for name in numbers)]
+        row: list[str | Text] = [_name(one), _state(one), *(cells[name] for name in numbers)]
         if width >= _WIDE_COLUMNS:
             row += [Text(printable(one.address)), Text(printable(one.model))]
         table.add_row(*row)
@@ -291,7 +291,7 @@ def _request_table(requests: Sequence[mesh_pb2.MeshRequest], width: int) -> Tabl
             "cached": f"{one.cached_tokens:,}",
             "out": f"{one.output_tokens:,}",
         }
-        row = [
+        row: list[str | Text] = [
             Text(printable(one.request_id)),
             Text(printable(one.worker_id) or "-"),
             Text(printable(one.outcome)),
