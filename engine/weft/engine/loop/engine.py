@@ -324,9 +324,10 @@ class Engine:
         for order in inbox.adapter_orders:
             self.adapters.order(order)
             self.drafting.order(order)
-        if inbox.drain:
-            self.is_draining = self.filler.is_draining = True
-            self._hand_back(is_running_too=False)
+        for drains in inbox.drains:
+            self.is_draining = self.filler.is_draining = drains
+            if drains:
+                self._hand_back(is_running_too=False)
         for submit in inbox.submits:
             self._submit(submit)
         for cancel in inbox.cancels:
@@ -388,7 +389,7 @@ class Engine:
             return
         try:
             if self.is_draining:
-                raise Draining("this worker is shutting down", stage="queue")
+                raise Draining("this worker is draining", stage="queue")
             self._check_queue()
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
@@ -438,7 +439,7 @@ class Engine:
         queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
         for key, group in list(self._groups.items()):
             if is_running_too or all(request.state in queued for request in group):
-                self._fail_group(key, Draining("this worker is shutting down", stage="queue"))
+                self._fail_group(key, Draining("this worker is draining", stage="queue"))
         if is_running_too:
             for lease in list(self.filler.leases):
                 self.filler.on_stop(lease.handle.lease_id)

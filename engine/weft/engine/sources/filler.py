@@ -295,7 +295,7 @@ class Filler:
         if handle.filler_epoch != self._epoch:
             return "epoch", f"this incarnation is {self._epoch:016x}"
         if self.is_draining:
-            return "draining", "this worker is shutting down"
+            return "draining", "this worker is draining"
         if self._page_size not in (None, handle.page_size):
             return "layout", f"page size {handle.page_size}, here {self._page_size}"
         problem = self._malformed(handle)

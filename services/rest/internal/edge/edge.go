@@ -43,17 +43,22 @@ type Config struct {
 	AllowedOrigins []string
 }
 
+// watchPath is that of a stream without an end, which must not keep the edge from ending.
+const watchPath = "/mesh/watch"
+
 type edge struct {
 	config  Config
 	mux     *runtime.ServeMux
 	origins origins
 	shapes  shapes
+	ending  context.Context // done as soon as the edge begins to drain
 }
 
-// New builds the handler.
+// New builds the handler. When ctx ends, the edge begins to drain.
 func New(ctx context.Context, config Config) (http.Handler, error) {
 	e := &edge{
 		config:  config,
+		ending:  ctx,
 		origins: newOrigins(config.AllowedOrigins),
 		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
 	}
@@ -101,6 +106,8 @@ func register(
 			ctx, mux, weftv1.NewOllamaServiceClient(backend)),
 		weftv1.RegisterServerServiceHandlerClient(
 			ctx, mux, weftv1.NewServerServiceClient(backend)),
+		weftv1.RegisterMeshServiceHandlerClient(
+			ctx, mux, weftv1.NewMeshServiceClient(backend)),
 	)
 }
 
@@ -136,6 +143,11 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		r.Body = body
 	} else if takesInterim(r) {
 		defer halfclose.Answering(ctx)()
+	}
+	if r.URL.Path == watchPath {
+		watched, cancel := context.WithCancelCause(r.Context())
+		defer context.AfterFunc(e.ending, func() { cancel(apierror.ErrDraining) })()
+		r = r.WithContext(watched)
 	}
 	if r.Method == http.MethodHead {
 		r.Method = http.MethodGet // the server sends the header of the answer alone
