@@ -37,7 +37,7 @@ class Pane {
     this.select = h("select", { "aria-label": `Model ${name}` });
     this.log = h("div", { class: "log", role: "log", "aria-live": "polite", "aria-label": `Conversation ${name}`, tabindex: "0" });
     this.facts = h("p", { class: "muted facts-line" });
-    this.element = h("div", { class: "pane panel" }, h("div", { class: "pane-head" }, this.select, this.facts), this.log);
+    this.element = h("section", { class: "pane panel", "aria-label": `Chat ${name}` }, h("div", { class: "pane-head" }, this.select, this.facts), this.log);
     this.send = send;
     this.control = null;
   }

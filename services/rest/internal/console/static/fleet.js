@@ -1,7 +1,7 @@
 // The fleet as a live picture: members in lanes, what moves between them.
 
 import { h, reconcile, setAttribute, setText, svg } from "./dom.js";
-import { brief, bytes, count, percent, rate, role, seconds, short, time } from "./format.js";
+import { bytes, count, percent, rate, role, seconds, short, time } from "./format.js";
 import { mesh } from "./mesh.js";
 import { openMember } from "./member.js";
 import { makeTiles } from "./tiles.js";
@@ -18,7 +18,8 @@ const FLOWS = {
   FLOW_KIND_PAGES: ["pages", "Pages filled"],
   FLOW_KIND_PUTS: ["puts", "Pages stored"],
 };
-const LABELLED_FLOWS = 10;
+const LABELLED_FLOWS = 8;
+const LOOP = 44;
 
 /** A bar of a pool's pages, with the same in words. */
 export function pageBar() {
@@ -80,7 +81,7 @@ function updateCard(card, member) {
   card.className = `member ${kind}`;
   setText(parts.name, member.member_id);
   setAttribute(parts.name, "title", member.member_id);
-  setText(parts.role, is === "gateway" ? "" : is);
+  setText(parts.role, member.member_id.startsWith(is) ? "" : is);
   setText(parts.state, word === "ok" ? "" : word);
   parts.bar.show(member.pages);
   const texts = numbers(member, is);
@@ -101,9 +102,28 @@ function makeLanes() {
       h("h2", {}, title, " ", number), list);
     return { lane, list, number };
   });
-  const edges = svg("svg", { class: "edges", "aria-hidden": "true" });
+  const curves = svg("g", {});
+  const sums = svg("g", {});
+  const edges = svg("svg", { class: "edges", "aria-hidden": "true" }, curves, sums);
   const picture = h("div", { class: "picture" }, edges, lanes.map(({ lane }) => lane));
-  return { picture, lanes, edges };
+  return { picture, lanes, edges, curves, sums };
+}
+
+const total = (flows, field) => flows.reduce((sum, flow) => sum + (flow[field] ?? 0), 0);
+
+/** What moves between two lanes, over all their members: lines of text for the gap. */
+function sumsOf(flows) {
+  const of = (kind) => flows.filter((flow) => flow.kind === kind);
+  const [requests, pages, puts] = Object.keys(FLOWS).map(of);
+  const tokens = total(requests, "tokens_per_second");
+  const moved = total(pages, "bytes_per_second");
+  const stored = total(puts, "pages_per_second");
+  return [
+    [["requests", requests.length && `${rate(total(requests, "per_second"))} req/s →`],
+      ["requests", tokens && `← ${short(tokens)} tok/s`]],
+    [["pages", (moved || total(pages, "pages_per_second")) && `← ${moved ? `${bytes(moved)}/s` : `${rate(total(pages, "pages_per_second"))} pages/s`}`],
+      ["puts", stored && `${rate(stored)} pages/s →`]],
+  ].map((lines) => lines.filter(([, text]) => text));
 }
 
 function flowText(flow) {
@@ -117,8 +137,9 @@ function flowText(flow) {
 
 const strength = (flow) => Math.log10(1 + 10 * (flow.pages_per_second || flow.per_second || 0) + (flow.open ?? 0));
 
-/** Draws a curve from card to card for each flow; labels only where there is room for them. */
-function drawEdges(picture, edges, lanes, flows) {
+/** Draws a curve from card to card for each flow. With few flows each has its label, with many those
+ * of the member that the pointer or the focus is on. */
+function drawEdges({ picture, edges, lanes, curves, sums }, flows) {
   const frame = picture.getBoundingClientRect();
   setAttribute(edges, "viewBox", `0 0 ${frame.width} ${frame.height}`);
   const cards = new Map();
@@ -126,8 +147,20 @@ function drawEdges(picture, edges, lanes, flows) {
     for (const card of list.children) cards.set(card.memberId, card.getBoundingClientRect());
   }
   const drawn = flows.filter((flow) => cards.has(flow.source_id) && cards.has(flow.target_id));
-  const isLabelled = drawn.length <= LABELLED_FLOWS;
-  reconcile(edges, drawn, (flow) => `${flow.kind} ${flow.source_id} ${flow.target_id}`,
+  const chosen = picture.querySelector(".member:hover, .member:focus-visible")?.memberId;
+  const isOf = (flow) => flow.source_id === chosen || flow.target_id === chosen;
+  const isLabelled = (flow) => (chosen ? isOf(flow) : drawn.length <= LABELLED_FLOWS);
+  const boxes = lanes.map(({ lane }) => lane.getBoundingClientRect());
+  const lines = sumsOf(drawn).flatMap((texts, gap) => texts.map(([kind, text], row) => ({ gap, kind, text, row })));
+  reconcile(sums, lines, ({ gap, row }) => `${gap} ${row}`,
+    () => svg("text", { "text-anchor": "middle" }),
+    (label, { gap, kind, text, row }) => {
+      setAttribute(label, "class", `edge-sum ${kind}`);
+      setAttribute(label, "x", (boxes[gap].right + boxes[gap + 1].left) / 2 - frame.left);
+      setAttribute(label, "y", 14 + 15 * row);
+      setText(label, text);
+    });
+  reconcile(curves, drawn, (flow) => `${flow.kind} ${flow.source_id} ${flow.target_id}`,
     (flow) => {
       const kind = FLOWS[flow.kind]?.[0] ?? "requests";
       const path = svg("path", { class: "edge", fill: "none" });
@@ -139,40 +172,47 @@ function drawEdges(picture, edges, lanes, flows) {
     (group, flow) => {
       const from = cards.get(flow.source_id);
       const to = cards.get(flow.target_id);
-      const isRight = from.left < to.left;
+      const isWithin = Math.abs(from.left - to.left) < 8;
+      const isRight = from.left < to.left || isWithin;
       const offset = { requests: 0, pages: -5, puts: 7 }[FLOWS[flow.kind]?.[0]] ?? 0;
       const x1 = (isRight ? from.right : from.left) - frame.left;
-      const x2 = (isRight ? to.left : to.right) - frame.left;
+      const x2 = (isWithin || !isRight ? to.right : to.left) - frame.left;
       const y1 = from.top + from.height / 2 - frame.top + offset;
       const y2 = to.top + to.height / 2 - frame.top + offset;
-      const bend = (x2 - x1) / 2;
+      const bend = isWithin ? LOOP : (x2 - x1) / 2;
+      const back = isWithin ? -LOOP : bend;
       const size = strength(flow);
       const { path, label } = group.parts;
-      setAttribute(path, "d", `M${x1},${y1} C${x1 + bend},${y1} ${x2 - bend},${y2} ${x2},${y2}`);
+      setAttribute(path, "d", `M${x1},${y1} C${x1 + bend},${y1} ${x2 - back},${y2} ${x2},${y2}`);
       path.style.strokeWidth = `${Math.min(1.2 + size, 5)}px`;
       path.style.animationDuration = `${Math.max(0.5, 2.4 - size).toFixed(1)}s`;
       group.classList.toggle("idle", size < 0.02);
-      setText(label, isLabelled ? flowText(flow) : "");
-      setAttribute(label, "x", (x1 + x2) / 2);
+      group.classList.toggle("faint", Boolean(chosen) && !isOf(flow));
+      setText(label, isLabelled(flow) ? flowText(flow) : "");
+      setAttribute(label, "x", isWithin ? x1 + LOOP / 2 : (x1 + x2) / 2);
       setAttribute(label, "y", (y1 + y2) / 2 - 6);
     });
 }
 
 function makeFlowTable() {
   const body = h("tbody");
-  const table = h("details", { class: "panel" },
+  const none = h("p", { class: "muted" }, "Nothing has moved in the last seconds.");
+  const table = h("details", { class: "panel", open: true },
     h("summary", {}, "What moves, as a table"),
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, ["From", "To", "What"].map((name) => h("th", { scope: "col" }, name)),
-        ["a second", "tokens/s", "pages/s", "bytes/s", "open"].map((name) => h("th", { scope: "col", class: "number" }, name)))),
-      body)));
+        ["per second", "tokens/s", "pages/s", "bytes/s", "open now"].map((name) => h("th", { scope: "col", class: "number" }, name)))),
+      body)), none);
   table.show = (flows) => {
     if (!table.open) return;
+    none.hidden = flows.length > 0;
     reconcile(body, flows, (flow) => `${flow.kind} ${flow.source_id} ${flow.target_id}`,
       () => h("tr", {}, Array.from({ length: 8 }, (_, at) => h("td", at > 2 ? { class: "number" } : {}))),
       (row, flow) => {
-        const texts = [flow.source_id, flow.target_id, FLOWS[flow.kind]?.[1] ?? "", rate(flow.per_second),
-          rate(flow.tokens_per_second), rate(flow.pages_per_second), bytes(flow.bytes_per_second), count(flow.open)];
+        const shown = (value, write) => (value ? write(value) : "–");
+        const texts = [flow.source_id, flow.target_id, FLOWS[flow.kind]?.[1] ?? "", shown(flow.per_second, rate),
+          shown(flow.tokens_per_second, rate), shown(flow.pages_per_second, rate),
+          shown(flow.bytes_per_second, bytes), shown(flow.open, count)];
         texts.forEach((text, at) => setText(row.children[at], text));
       });
   };
@@ -211,7 +251,8 @@ function legend() {
 export function showFleet(section) {
   const tiles = makeTiles();
   const starting = makeStarting();
-  const { picture, lanes, edges } = makeLanes();
+  const drawing = makeLanes();
+  const { picture, lanes } = drawing;
   const table = makeFlowTable();
   const summary = h("p", { class: "muted summary" });
   section.append(
@@ -220,8 +261,11 @@ export function showFleet(section) {
   table.addEventListener("toggle", () => mesh.now && table.show(mesh.now.flows));
 
   const redraw = () => {
-    if (!section.hidden && mesh.now) drawEdges(picture, edges, lanes, mesh.now.flows);
+    if (!section.hidden && mesh.now) drawEdges(drawing, mesh.now.flows);
   };
+  for (const event of ["pointerover", "pointerleave", "focusin", "focusout"]) {
+    picture.addEventListener(event, () => requestAnimationFrame(redraw));
+  }
   new ResizeObserver(redraw).observe(picture);
 
   function update() {

@@ -31,6 +31,7 @@ export function percent(share) {
 
 export function time(value) {
   if (value === undefined || value === null) return "–";
+  if (value === 0) return "0 s";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1e3)} ms`;

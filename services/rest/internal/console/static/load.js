@@ -21,7 +21,7 @@ const CHARTS = [
     ["running", (point) => point.running ?? 0, 0],
     ["queued", (point) => point.queued ?? 0, 1],
     ["held", (point) => point.held ?? 0, 2],
-    ["waiting at workers", (point) => point.worker_waiting ?? 0, 3]]],
+    ["at workers", (point) => point.worker_waiting ?? 0, 3]]],
   ["Prompt tokens to compute", short, [["at workers", (point) => point.worker_queued_tokens ?? 0, 0]]],
   ["Hit rate and goodput", percent, [
     ["hit rate", (point) => point.hit_rate, 0],
@@ -31,6 +31,7 @@ const CHARTS = [
 ];
 const HEIGHT = 150;
 const TABLE_ROWS = 15;
+const BRIDGED_POINTS = 5;
 const canDraw = () => typeof window.uPlot === "function";
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -52,14 +53,26 @@ function makePlot(holder, write, series, onCursor) {
     hooks: { setCursor: [onCursor] },
     scales: { y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1e-6) * 1.08] } },
     axes: [
-      { ...axis, space: 70, values: (_, ticks) => ticks.map((at) => clock(at * 1000).slice(0, 5 + (ticks[1] - ticks[0] < 60 ? 3 : 0))) },
+      { ...axis, size: 26, space: 70, values: (_, ticks) => ticks.map((at) => clock(at * 1000).slice(0, 5 + (ticks[1] - ticks[0] < 60 ? 3 : 0))) },
       { ...axis, size: 58, space: 32, values: (_, ticks) => ticks.map(write) },
     ],
     series: [{}, ...series.map(([label, , colour]) => ({
-      label, stroke: lines[colour], width: 1.6, points: { show: false }, spanGaps: true,
+      label, stroke: lines[colour], width: 1.6, points: { show: false },
     }))],
   }, [[], ...series.map(() => [])], holder);
   return plot;
+}
+
+/** Values of a series; a pause of a few points is not a gap, which is what null is for uPlot. */
+function bridged(points, read) {
+  const values = points.map((point) => read(point) ?? null);
+  let last = -1;
+  values.forEach((value, at) => {
+    if (value === null) return;
+    if (last >= 0 && at - last <= BRIDGED_POINTS) values.fill(undefined, last + 1, at);
+    last = at;
+  });
+  return values;
 }
 
 function makeChart([title, write, series]) {
@@ -107,7 +120,7 @@ function makeChart([title, write, series]) {
     const width = Math.max(holder.clientWidth, 120);
     if (width !== plot.width) plot.setSize({ width, height: HEIGHT });
     plot.setData([points.map((point) => millis(point.time) / 1000),
-      ...series.map(([, read]) => points.map((point) => read(point) ?? null))]);
+      ...series.map(([, read]) => bridged(points, read))]);
   };
   figure.forget = () => {
     plot?.destroy();

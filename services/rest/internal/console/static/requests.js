@@ -128,8 +128,10 @@ export function showRequests(section) {
 
   const choose = (id) => { location.hash = `#requests/${encodeURIComponent(id)}`; };
 
-  function update() {
-    if (!mesh.now || (pause.checked && body.children.length)) return;
+  function update(isForced = false) {
+    // Rows must not move away under a pointer or the focus.
+    const isHeld = pause.checked || body.matches(":hover") || body.contains(document.activeElement);
+    if (!mesh.now || (isHeld && !isForced && body.children.length)) return;
     const wanted = filter.value.trim().toLowerCase();
     const all = [...mesh.now.running_requests].reverse().concat([...mesh.ended].reverse());
     const shown = all.filter((one) => !wanted || [one.request_id, one.trace_id, one.model, one.worker_id, one.outcome]
@@ -137,13 +139,14 @@ export function showRequests(section) {
     setText(number, `${count(mesh.now.running_requests.length)} at the gateway, the last ${count(mesh.ended.length)} that ended`);
     reconcile(body, shown, (one) => one.request_id, () => makeRow(choose), (row, one) => updateRow(row, one, openId));
   }
-  filter.addEventListener("input", update);
+  filter.addEventListener("input", () => update(true));
 
   return {
     update,
     open(id) {
       if (!id || id === openId) return;
       openId = id;
+      for (const row of body.children) setAttribute(row, "aria-selected", row.requestId === id);
       load(id);
     },
   };
