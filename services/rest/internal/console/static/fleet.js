@@ -19,6 +19,8 @@ const FLOWS = {
   FLOW_KIND_PUTS: ["puts", "Pages stored"],
 };
 const LABELLED_FLOWS = 8;
+const DENSE_FLOWS = 60;
+const OPEN_FLOWS = 24;
 const LOOP = 44;
 
 /** A bar of a pool's pages, with the same in words. */
@@ -46,16 +48,16 @@ export function health(member) {
 
 function makeCard(member) {
   const parts = {
-    dot: h("span", { class: "dot", "aria-hidden": "true" }),
     name: h("span", { class: "name" }),
     state: h("span", { class: "state" }),
+    brief: h("span", { class: "brief muted" }),
     role: h("span", { class: "muted role" }),
     bar: pageBar(),
     numbers: h("span", { class: "numbers" }),
     problem: h("span", { class: "problem" }),
   };
   const card = h("button", { type: "button", class: "member", "aria-haspopup": "dialog" },
-    h("span", { class: "line" }, parts.dot, parts.name, parts.role, parts.state),
+    h("span", { class: "line" }, parts.name, parts.role, parts.state, parts.brief),
     parts.bar, parts.numbers, parts.problem);
   card.parts = parts;
   card.addEventListener("click", () => openMember(card.memberId));
@@ -85,6 +87,7 @@ function updateCard(card, member) {
   setText(parts.state, word === "ok" ? "" : word);
   parts.bar.show(member.pages);
   const texts = numbers(member, is);
+  setText(parts.brief, word === "ok" ? texts[0] : "");
   reconcile(parts.numbers, texts.map((text, at) => ({ at, text })), ({ at }) => at,
     () => h("span", {}), (element, { text }) => setText(element, text));
   setText(parts.problem, member.healthy ? "" : member.problem ?? "");
@@ -160,6 +163,7 @@ function drawEdges({ picture, edges, lanes, curves, sums }, flows) {
       setAttribute(label, "y", 14 + 15 * row);
       setText(label, text);
     });
+  setAttribute(edges, "class", drawn.length > DENSE_FLOWS ? "edges dense" : "edges");
   reconcile(curves, drawn, (flow) => `${flow.kind} ${flow.source_id} ${flow.target_id}`,
     (flow) => {
       const kind = FLOWS[flow.kind]?.[0] ?? "requests";
@@ -188,6 +192,7 @@ function drawEdges({ picture, edges, lanes, curves, sums }, flows) {
       path.style.animationDuration = `${Math.max(0.5, 2.4 - size).toFixed(1)}s`;
       group.classList.toggle("idle", size < 0.02);
       group.classList.toggle("faint", Boolean(chosen) && !isOf(flow));
+      group.classList.toggle("chosen", Boolean(chosen) && isOf(flow));
       setText(label, isLabelled(flow) ? flowText(flow) : "");
       setAttribute(label, "x", isWithin ? x1 + LOOP / 2 : (x1 + x2) / 2);
       setAttribute(label, "y", (y1 + y2) / 2 - 6);
@@ -197,13 +202,18 @@ function drawEdges({ picture, edges, lanes, curves, sums }, flows) {
 function makeFlowTable() {
   const body = h("tbody");
   const none = h("p", { class: "muted" }, "Nothing has moved in the last seconds.");
-  const table = h("details", { class: "panel", open: true },
+  const table = h("details", { class: "panel flows" },
     h("summary", {}, "What moves, as a table"),
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, ["From", "To", "What"].map((name) => h("th", { scope: "col" }, name)),
         ["per second", "tokens/s", "pages/s", "bytes/s", "open now"].map((name) => h("th", { scope: "col", class: "number" }, name)))),
       body)), none);
+  let isFirst = true;
   table.show = (flows) => {
+    if (isFirst && flows.length) {
+      isFirst = false;
+      table.open = flows.length <= OPEN_FLOWS;
+    }
     if (!table.open) return;
     none.hidden = flows.length > 0;
     reconcile(body, flows, (flow) => `${flow.kind} ${flow.source_id} ${flow.target_id}`,
@@ -275,14 +285,17 @@ export function showFleet(section) {
     starting.show(members);
     const bad = members.filter((member) => !member.healthy).length;
     setText(summary, `${members.length} members${bad ? `, ${bad} get no requests` : ", all well"}`);
+    let most = 0;
     LANES.forEach(([, , roles], at) => {
       const mine = members.filter((member) => roles.includes(role(member)))
         .sort((a, b) => order.compare(role(b), role(a)) || order.compare(a.member_id, b.member_id));
       const { lane, list, number } = lanes[at];
       lane.classList.toggle("many", mine.length > MANY);
+      most = Math.max(most, mine.length);
       setText(number, mine.length ? String(mine.length) : "none");
       reconcile(list, mine, (member) => `${member.role} ${member.address ?? ""} ${member.member_id}`, makeCard, updateCard);
     });
+    picture.classList.toggle("wide", most > MANY);
     redraw();
     table.show(flows);
   }

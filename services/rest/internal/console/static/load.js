@@ -29,7 +29,7 @@ const CHARTS = [
   ["Pages of all pools", percent, [
     ["used", share("used"), 0], ["cached", share("cached"), 1], ["quarantined", share("quarantined"), 3]]],
 ];
-const HEIGHT = 150;
+const HEIGHT = 170;
 const TABLE_ROWS = 15;
 const BRIDGED_POINTS = 5;
 const canDraw = () => typeof window.uPlot === "function";
@@ -53,7 +53,7 @@ function makePlot(holder, write, series, onCursor) {
     hooks: { setCursor: [onCursor] },
     scales: { y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1e-6) * 1.08] } },
     axes: [
-      { ...axis, size: 26, space: 70, values: (_, ticks) => ticks.map((at) => clock(at * 1000).slice(0, 5 + (ticks[1] - ticks[0] < 60 ? 3 : 0))) },
+      { ...axis, size: 26, space: 60, incrs: [5, 10, 15, 30, 60, 120, 180, 300], values: (_, ticks) => ticks.map((at) => clock(at * 1000).slice(0, 5 + (ticks[1] - ticks[0] < 60 ? 3 : 0))) },
       { ...axis, size: 58, space: 32, values: (_, ticks) => ticks.map(write) },
     ],
     series: [{}, ...series.map(([label, , colour]) => ({
