@@ -69,10 +69,16 @@ class FillTimings:
     accepted_at: float = 0.0
     """Time of the acceptance on the filler's monotonic clock; meaningless on other machines."""
     queued_s: float = 0.0
+    planned_s: float = 0.0
+    """When the first step with its tokens was planned; 0: nothing was computed."""
     first_write_posted_s: float = 0.0
     last_chunk_computed_s: float = 0.0
+    last_digested_s: float = 0.0
+    """When the last chunk had been copied to where peers read it, and digested."""
+    last_digest_s: float = 0.0
+    """Duration of the digesting alone, part of the time before that."""
     last_write_posted_s: float = 0.0
-    """When the last chunk had been read from the pool and digested, and was posted."""
+    """When the post of the last chunk's write returned; over some lanes a post moves the bytes."""
     last_write_complete_s: float = 0.0
     reported_s: float = 0.0
     """When the engine noticed that and sent `done`."""

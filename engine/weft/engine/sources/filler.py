@@ -210,7 +210,7 @@ class Filler:
         is_complete = job.num_computed >= lease.end_token
         if is_complete:
             lease.timings.last_chunk_computed_s = self._clock() - lease.timings.accepted_at
-            lease.timings.queued_s = self._jobs.queued_s(job)
+            lease.timings.queued_s, lease.timings.planned_s = self._jobs.waits_s(job)
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
         is_data = lease.handle.nixl is None
@@ -414,7 +414,9 @@ class Filler:
         timings = lease.timings
         if chunk.index == 0:
             timings.first_write_posted_s = result.posted_at - timings.accepted_at
-        timings.last_write_posted_s = result.posted_at - timings.accepted_at
+        timings.last_digest_s = result.digest_s
+        timings.last_digested_s = result.posted_at - timings.accepted_at
+        timings.last_write_posted_s = result.post_ended_at - timings.accepted_at
         timings.last_write_complete_s = result.completed_at - timings.accepted_at
         timings.bytes += len(chunk.local_pages) * self._page_bytes
         self.counters.shipped_pages += len(chunk.local_pages)

@@ -217,6 +217,7 @@ class OwnerFills:
             return
         known = fill.chunks[chunk]
         assert known.digests is not None
+        fill.record.checked_s = self._since_submit(fill)
         is_equal = actual == known.digests or not self._config.page_digests
         if not is_equal:
             self.counters.digest_mismatches += 1

@@ -71,7 +71,11 @@ class ShipResult:
     lease_id: bytes
     index: int
     digests: list[int] = field(default_factory=list)
+    digest_s: float = 0.0
+    """Duration of the digesting."""
     posted_at: float = 0.0
+    """When the post of the write began, right behind the digesting."""
+    post_ended_at: float = 0.0
     completed_at: float = 0.0
     error: str = ""
     needs_fence: bool = False

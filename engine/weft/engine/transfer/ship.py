@@ -210,13 +210,16 @@ class ShipThread:
         """Posts a chunk's write; None: all of it has been sent."""
         chunk, result = read.chunk, read.result
         result.digests = read.reading.digests()
+        result.digest_s = read.reading.digest_s()
         result.posted_at = time.monotonic()
         if faults.SHIP_POST.is_armed and self._is_faulty(read):
             return None
         if chunk.target is not None:
-            return self._post(read)
+            handle = self._post(read)
+            result.post_ended_at = time.monotonic()
+            return handle
         self._send_data(read)
-        result.completed_at = time.monotonic()
+        result.post_ended_at = result.completed_at = time.monotonic()
         return None
 
     def _is_faulty(self, read: _Read) -> bool:
