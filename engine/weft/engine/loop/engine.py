@@ -59,9 +59,11 @@ IDLE_S = 0.05
 STANDSTILL_S = 0.001
 """The same while requests wait for something that no message announces."""
 ARRIVAL_POLL_S = 2e-4
-"""The same while the bytes of digested chunks are awaited: a notification of NIXL does not wake
-this process.
+"""Interval between two looks for notifications of NIXL, which do not wake this process, while one
+is due; on a worker whose device computes beside this process, while any may come.
 """
+DISTANT_POLL_S = 1e-3
+"""The same while one may come at any time, where looking takes time from computing."""
 
 
 class Engine:
@@ -247,12 +249,22 @@ class Engine:
         """
         if self.ran_step:
             return 0.0
-        rest_s = ARRIVAL_POLL_S if self.fills.awaits_arrival else IDLE_S
         if self.pipeline.num_steps:
-            return min(rest_s, self.pipeline.rest_s())
+            return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
-            return min(rest_s, STANDSTILL_S)
-        return min(rest_s, EXPIRY_INTERVAL_S) if self.fills.num_open else rest_s
+            return STANDSTILL_S
+        return EXPIRY_INTERVAL_S if self.fills.num_open else IDLE_S
+
+    def arrival_poll_s(self) -> float | None:
+        """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
+        if not self.fills.may_be_notified:
+            return None
+        is_near = self._executor.is_asynchronous or self.fills.awaits_arrival
+        return ARRIVAL_POLL_S if is_near else DISTANT_POLL_S
+
+    def has_arrived(self) -> bool:
+        """Whether pages of a peer have arrived since the last turn. Takes microseconds."""
+        return self.parts.transport.has_arrived()
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""

@@ -25,6 +25,8 @@ class NixlTargetInfo:
     num_pages: int
     device_id: int = 0
     memory_type: str = "DRAM"
+    max_notified_digests: int = 0
+    """Most digests of a chunk that its notification may carry; 0: the owner reads none there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

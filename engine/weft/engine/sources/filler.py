@@ -373,6 +373,9 @@ class Filler:
             owner_id=handle.owner_id,
             owner_epoch=handle.owner_epoch,
             term=lease.term,
+            computed_tokens=(
+                lease.timings.computed_tokens if end_token == lease.end_token else None
+            ),
         )
         self._memory.retain(local)
         lease.shipping[chunk.index] = chunk
@@ -427,18 +430,7 @@ class Filler:
 
     def _announce(self, lease: Lease, chunk: ShipChunk, digests: list[int]) -> None:
         lease.num_announced += 1
-        is_last = chunk.end_token == lease.end_token
-        self._say(
-            lease,
-            FillEvent(
-                kind="written",
-                chunk=chunk.index,
-                start_token=chunk.start_token,
-                end_token=chunk.end_token,
-                digests=digests,
-                computed_tokens=lease.timings.computed_tokens if is_last else None,
-            ),
-        )
+        self._say(lease, chunk.report(digests))
 
     def _stop(self, lease: Lease, why: str) -> None:
         if lease.state is LeaseState.ACTIVE:

@@ -19,6 +19,7 @@ from weft.engine.transfer.nixl import (
     TransferHandle,
     encode_notification,
 )
+from weft.engine.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
 from weft.engine.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
@@ -240,12 +241,15 @@ class ShipThread:
         chunk = read.chunk
         assert self._agents is not None, "a NIXL fill was accepted without NIXL"
         assert chunk.target is not None
+        digests = read.result.digests
+        is_notified = len(digests) <= min(chunk.target.max_notified_digests, MAX_NOTIFIED_DIGESTS)
+        report = chunk.report(digests) if is_notified else None
         return self._agents.write(
             (chunk.owner_id, chunk.owner_epoch),
             chunk.target,
             read.reading.pages,
             chunk.remote_pages,
-            encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index),
+            encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index, report),
             lambda: _check_term(chunk),
         )
 
