@@ -45,7 +45,7 @@ from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
-from weft.engine.sources.cost import FillCosts
+from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
@@ -112,6 +112,12 @@ class Engine:
         )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
+        self._prompt_budget = PromptBudget(
+            self.costs,
+            config.inter_token_target_s,
+            config.first_token_weight,
+            config.max_step_tokens,
+        )
         self.scheduler = Scheduler(
             SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
             pages,
@@ -121,14 +127,9 @@ class Engine:
             self._on_slot_free,
             self.adapters.places,
             events=events,
-            prompt_budget=PromptBudget(
-                self.costs,
-                config.inter_token_target_s,
-                config.first_token_weight,
-                config.max_step_tokens,
-            ).tokens,
+            prompt_budget=self._prompt_budget.tokens,
         )
-        self.costs.local_queue = self.scheduler.num_prefilling_tokens
+        self.costs.local_load = self._local_load
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
@@ -232,6 +233,16 @@ class Engine:
         """Number of pages held for copies to elsewhere."""
         num_copies = self.store.num_open_pages if self.store is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
+
+    def _local_load(self) -> LocalLoad:
+        scheduler = self.scheduler
+        num_running = len(scheduler.running)
+        num_waiting = len(scheduler.prefilling) + 1
+        return LocalLoad(
+            scheduler.num_prefilling_tokens(),
+            num_running,
+            min(self.config.max_step_tokens, self._prompt_budget.tokens(num_running, num_waiting)),
+        )
 
     def _prefill_rate(self) -> float:
         return self.costs.local_tokens_per_s
@@ -551,6 +562,7 @@ class Engine:
             timeline = request.timeline
             if timeline.first_token_s is None:
                 timeline.first_token_s = now - timeline.submitted_at
+                self.costs.observe_first_token(timeline)
         ends, num_ended = self._new_tokens.take(drawn, plan)
         for end in ends:
             self._end_sample(*end)
