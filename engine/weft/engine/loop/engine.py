@@ -46,7 +46,7 @@ from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
-from weft.engine.sources.cost import FillCosts
+from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
@@ -60,9 +60,11 @@ IDLE_S = 0.05
 STANDSTILL_S = 0.001
 """The same while requests wait for something that no message announces."""
 ARRIVAL_POLL_S = 2e-4
-"""The same while the bytes of digested chunks are awaited: a notification of NIXL does not wake
-this process.
+"""Interval between two looks for notifications of NIXL, which do not wake this process, while one
+is due; on a worker whose device computes beside this process, while any may come.
 """
+DISTANT_POLL_S = 1e-3
+"""The same while one may come at any time, where looking takes time from computing."""
 
 
 class Engine:
@@ -117,6 +119,12 @@ class Engine:
         )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
+        self._prompt_budget = PromptBudget(
+            self.costs,
+            config.inter_token_target_s,
+            config.first_token_weight,
+            config.max_step_tokens,
+        )
         self.scheduler = Scheduler(
             SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
             pages,
@@ -126,14 +134,9 @@ class Engine:
             self._on_slot_free,
             self.adapters.places,
             events=events,
-            prompt_budget=PromptBudget(
-                self.costs,
-                config.inter_token_target_s,
-                config.first_token_weight,
-                config.max_step_tokens,
-            ).tokens,
+            prompt_budget=self._prompt_budget.tokens,
         )
-        self.costs.local_queue = self.scheduler.num_prefilling_tokens
+        self.costs.local_load = self._local_load
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
@@ -238,6 +241,16 @@ class Engine:
         num_copies = self.store.num_open_pages if self.store is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
 
+    def _local_load(self) -> LocalLoad:
+        scheduler = self.scheduler
+        num_running = len(scheduler.running)
+        num_waiting = len(scheduler.prefilling) + 1
+        return LocalLoad(
+            scheduler.num_prefilling_tokens(),
+            num_running,
+            min(self.config.max_step_tokens, self._prompt_budget.tokens(num_running, num_waiting)),
+        )
+
     def _prefill_rate(self) -> float:
         return self.costs.local_tokens_per_s
 
@@ -254,12 +267,22 @@ class Engine:
         """
         if self.ran_step:
             return 0.0
-        rest_s = ARRIVAL_POLL_S if self.fills.awaits_arrival else IDLE_S
         if self.pipeline.num_steps:
-            return min(rest_s, self.pipeline.rest_s())
+            return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
-            return min(rest_s, STANDSTILL_S)
-        return min(rest_s, EXPIRY_INTERVAL_S) if self.fills.num_open else rest_s
+            return STANDSTILL_S
+        return EXPIRY_INTERVAL_S if self.fills.num_open else IDLE_S
+
+    def arrival_poll_s(self) -> float | None:
+        """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
+        if not self.fills.may_be_notified:
+            return None
+        is_near = self._executor.is_asynchronous or self.fills.awaits_arrival
+        return ARRIVAL_POLL_S if is_near else DISTANT_POLL_S
+
+    def has_arrived(self) -> bool:
+        """Whether pages of a peer have arrived since the last turn. Takes microseconds."""
+        return self.parts.transport.has_arrived()
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""
@@ -551,6 +574,7 @@ class Engine:
             timeline = request.timeline
             if timeline.first_token_s is None:
                 timeline.first_token_s = now - timeline.submitted_at
+                self.costs.observe_first_token(timeline)
         ends, num_ended = self._new_tokens.take(drawn, plan)
         for end in ends:
             self._end_sample(*end)
