@@ -76,11 +76,13 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
 
     Args:
         model_dir: The directory.
-        task: The task to serve; auto: what the files are for.
+        task: The task to serve; auto: what the files are for; generate: no file is read.
 
     Raises:
         ModelError: A file is malformed, or asks for what is not supported.
     """
+    if task == "generate":
+        return PoolingConfig(task="generate", pooling="last", normalises=False)
     raw = _read_object(model_dir / "config.json", {})
     names = raw.get("architectures") or [""]
     architecture = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""

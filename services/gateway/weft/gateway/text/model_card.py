@@ -65,6 +65,8 @@ class ModelCard:
     max_context_tokens: int
     pooling: PoolingConfig
     """What its files are for, and how they make vectors."""
+    pooling_problem: str = ""
+    """Why these files cannot be used, so that the model can only generate; empty: they can."""
     labels: tuple[str, ...] = ()
     """Names of the classes of its classification head."""
     max_token_bytes: int
@@ -134,7 +136,7 @@ def load_model_card(
     config = _text_config(read_json(folder / "config.json", required=True))
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
-    pooling = load_pooling(folder)
+    pooling, problem = _pooling(folder)
     parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser)
     tokenizer: Tokenizer = parts["tokenizer"]
     return ModelCard(
@@ -149,6 +151,7 @@ def load_model_card(
             context, max_context_tokens or context, pooling.max_tokens or context
         ),
         pooling=pooling,
+        pooling_problem=problem,
         labels=_labels(config),
         created=int(time.time()),
     )
@@ -224,6 +227,17 @@ def _read_tokenizer(
         "max_token_bytes": _max_token_bytes(tokenizer, vocabulary),
     }
     return fields, specials
+
+
+def _pooling(folder: Path) -> tuple[PoolingConfig, str]:
+    """How a model makes vectors, or why its files do not tell. Workers that generate need no such
+    files, and others do not start with damaged ones.
+    """
+    try:
+        return load_pooling(folder), ""
+    except ModelError as error:
+        _log.warning("%s serves text alone: %s", folder, error.message)
+        return load_pooling(folder, "generate"), error.message
 
 
 def _integer(config: dict[str, Any], name: str, default: int) -> int:

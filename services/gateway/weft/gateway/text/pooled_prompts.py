@@ -49,6 +49,9 @@ def for_model(request: GenerateRequest, card: ModelCard, task: Task) -> Generate
         if task != "generate":
             raise _other_task(card, task, "text")
         return request
+    if card.pooling_problem:
+        message = f"the pooling files of `{card.name}` cannot be used: {card.pooling_problem}"
+        raise invalid("model", message)
     if any(isinstance(prompt, PairPrompt) for prompt in request.prompts):
         return _scored(request, wants, card, task)
     wanted = Pool(output=wants.output).task
@@ -89,8 +92,9 @@ def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task)
 
 
 def _judged(prompt: PairPrompt, instruction: str) -> WrappedPrompt:
-    text = f"<Instruct>: {instruction}\n<Query>: {prompt.first}\n<Document>: {prompt.second}"
-    return WrappedPrompt(head=_HEAD, text=text, tail=_TAIL)
+    query = f"<Instruct>: {instruction}\n<Query>: {prompt.first}\n<Document>: "
+    text = query + prompt.second
+    return WrappedPrompt(head=_HEAD, text=text, tail=_TAIL, needed_chars=len(query))
 
 
 def _label(card: ModelCard, given: int | None, word: str) -> int:
