@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.engine.base.errors import ModelError
-from weft.engine.base.tasks import Pooling, Task
+from weft.engine.base.tasks import Output, Pooling, Task
 from weft.engine.checkpoint.fields import Fields
 
 _MODES: Mapping[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -32,6 +32,8 @@ _ACTIVATIONS: Mapping[str, ActivationName] = {
     "GELU": "gelu",
     "SiLU": "silu",
 }
+_TOKEN_HEADS: Mapping[Output, str] = {"sparse": "sparse_linear", "multi_vector": "colbert_linear"}
+"""Names of files with heads of tokens, as BGE-M3's authors keep them."""
 TASK_CHOICES = ("auto", "generate", "embed", "classify", "score")
 
 
@@ -55,6 +57,8 @@ class PoolingConfig:
     normalises: bool
     is_encoder: bool = False
     """Whether tokens see those behind them too, so that prompts are computed whole."""
+    token_heads: Mapping[Output, Path] = field(default_factory=dict)
+    """Files of the linear layers that make lexical weights and vectors of each token."""
     dense: tuple[DenseConfig, ...] = ()
     """Layers between pooling and normalisation, in order."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +120,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             "pooling": pooling,
             "normalises": not modules,
             "is_encoder": is_encoder,
+            "token_heads": _token_heads(model_dir) if found == "embed" else {},
             "prompts": prompts,
             "default_prompt": default,
             "max_tokens": most,
@@ -207,6 +212,16 @@ def _modules(model_dir: Path) -> list[tuple[str, Path]]:
             raise ModelError(f"{path}: {folder!r} leads out of the model's directory")
         found.append((kind, model_dir / folder))
     return found
+
+
+def _token_heads(model_dir: Path) -> dict[Output, Path]:
+    """The file of each head of tokens that a model has; safetensors go ahead of torch's format."""
+    files = {
+        output: [model_dir / f"{name}.{end}" for end in ("safetensors", "pt")]
+        for output, name in _TOKEN_HEADS.items()
+    }
+    found = {output: [path for path in paths if path.exists()] for output, paths in files.items()}
+    return {output: paths[0] for output, paths in found.items() if paths}
 
 
 def _pooling(fields: Fields) -> Pooling:

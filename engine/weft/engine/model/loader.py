@@ -20,7 +20,7 @@ from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import model_class
 from weft.engine.model.interface import Model, WithClasses
-from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head
+from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
@@ -171,7 +171,11 @@ def _heads(
     model: Model, pooling: PoolingConfig, device: torch.device, *, dummy: bool = False
 ) -> PooledHeads:
     classes = model.classes if isinstance(model, WithClasses) else None
-    return PooledHeads(read_embedding_head(pooling, device, dummy=dummy), classes)
+    return PooledHeads(
+        read_embedding_head(pooling, device, dummy=dummy),
+        classes,
+        read_token_heads(pooling, model.config.hidden_size, device, dummy=dummy),
+    )
 
 
 def _for_task(config: ModelConfig, task: Task, model_dir: Path) -> ModelConfig:

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 _SHOWN_CHARS = 100
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+"""Names of special tokens without a lexical weight, as in FlagEmbedding."""
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 AUTO = "auto"
 """Setting by which the chat template decides the parser."""
@@ -67,6 +69,8 @@ class ModelCard:
     """What its files are for, and how they make vectors."""
     pooling_problem: str = ""
     """Why these files cannot be used, so that the model can only generate; empty: they can."""
+    unweighted_ids: frozenset[int] = frozenset()
+    """Special tokens that get no lexical weight."""
     labels: tuple[str, ...] = ()
     """Names of the classes of its classification head."""
     max_token_bytes: int
@@ -152,6 +156,7 @@ def load_model_card(
         ),
         pooling=pooling,
         pooling_problem=problem,
+        unweighted_ids=_ids_of(tokenizer, specials, _UNWEIGHTED),
         labels=_labels(config),
         created=int(time.time()),
     )
@@ -308,6 +313,12 @@ def _eos_ids(
         return frozenset(ids)
     eos = tokenizer.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
     return frozenset() if eos is None else frozenset({eos})
+
+
+def _ids_of(tokenizer: Tokenizer, specials: dict[str, str], names: Sequence[str]) -> frozenset[int]:
+    """Ids of those special tokens that a model has."""
+    ids = (tokenizer.token_to_id(specials[name]) for name in names if name in specials)
+    return frozenset(id_ for id_ in ids if id_ is not None)
 
 
 def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:

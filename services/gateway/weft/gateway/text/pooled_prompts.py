@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.engine.base.tasks import Pool, Task
+from weft.engine.base.tasks import HEADED_OUTPUTS, Pool, Task
 from weft.gateway.request import (
     GenerateRequest,
     PairPrompt,
@@ -57,6 +57,11 @@ def for_model(request: GenerateRequest, card: ModelCard, task: Task) -> Generate
     wanted = Pool(output=wants.output).task
     if wanted != task:
         raise _other_task(card, task, _NEEDS[wanted])
+    if wants.output in HEADED_OUTPUTS:
+        if wants.output not in card.pooling.token_heads:
+            raise invalid("model", f"the model `{card.name}` has no head for {wants.output}")
+        if wants.dimensions is not None:
+            raise invalid("dimensions", f"{wants.output} has one width")
     ahead = _prompt_ahead(wants, card)
     if not ahead:
         return request
