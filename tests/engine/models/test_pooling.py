@@ -24,7 +24,7 @@ from weft.testing.models.tiny_embedders import (
     write_json,
     write_modules,
 )
-from weft.testing.models.tiny_encoders import make_encoder
+from weft.testing.models.tiny_encoders import CONFIGS, make_encoder
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 PAGE, CHUNK, VOCAB, HIDDEN = 8, 24, 517, 72
 LENGTHS = (1, 2, PAGE, PAGE + 1, CHUNK, 2 * CHUNK + 1, 150)
 EMBEDDING = Pool(output="embedding")
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+ENCODERS = tuple(CONFIGS)
 POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "lasttoken": lambda hidden: hidden[-1],
     "mean": lambda hidden: hidden.mean(0),

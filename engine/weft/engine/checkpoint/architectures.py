@@ -76,17 +76,36 @@ _OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
 HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
 """Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
 with an LM head."""
-_ENCODERS = {
-    f"{stem}{end}": location
-    for stem, location in {
-        "Bert": ("weft.engine.model.archs.bert", "BertModel"),
-        "Roberta": ("weft.engine.model.archs.bert", "BertModel"),
-        "XLMRoberta": ("weft.engine.model.archs.bert", "BertModel"),
-        "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
-    }.items()
-    for end in (HEADLESS, CLASSIFIER, "ForMaskedLM")
+_BERT = ("weft.engine.model.archs.bert", "BertModel")
+_STEMS = {
+    **dict.fromkeys(
+        (
+            "Bert",
+            "Gte",
+            "JinaBert",
+            "JinaEmbeddingsV3",
+            "New",
+            "NomicBert",
+            "Roberta",
+            "XLMRoberta",
+        ),
+        _BERT,
+    ),
+    "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
 }
+"""Classes of encoders, by the first part of their architectures' names."""
+_ENCODER_ENDS = (HEADLESS, CLASSIFIER, "ForMaskedLM")
+_ENCODERS = {f"{stem}{end}": location for stem, location in _STEMS.items() for end in _ENCODER_ENDS}
 _LOCATIONS = {**_BUILT_IN, **_ENCODERS}
+
+
+def encoder_stem(architecture: str) -> str:
+    """The first part of an encoder's name, which tells its kind; empty: it is no encoder, whose
+    tokens see those behind them too.
+    """
+    ends = (end for end in _ENCODER_ENDS if architecture.endswith(end))
+    stems = (architecture.removesuffix(end) for end in ends)
+    return next((stem for stem in stems if stem in _STEMS), "")
 
 
 def language_model_name(architecture: str) -> str:

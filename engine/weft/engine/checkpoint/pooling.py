@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from weft.engine.base.errors import ModelError
 from weft.engine.base.tasks import Output, Pooling, Task
+from weft.engine.checkpoint.architectures import encoder_stem
 from weft.engine.checkpoint.fields import Fields
 
 _MODES: Mapping[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -103,7 +104,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
     limits = Fields(_read_object(model_dir / "sentence_bert_config.json", {}), str(model_dir))
     prompts, default = _prompts(settings, str(model_dir))
     most = limits.positive("max_seq_length") if "max_seq_length" in limits else None
-    is_encoder = is_encoder_architecture(architecture)
+    is_encoder = bool(encoder_stem(architecture))
     pooling: Pooling = "mean" if is_encoder and found == "embed" else "last"
     if is_encoder and found == "classify":
         pooling = "first"
@@ -128,18 +129,6 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             **config,
         }
     )
-
-
-ENCODER_PREFIXES = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
-"""Beginnings of the names of architectures whose tokens see those behind them too."""
-
-
-def is_encoder_architecture(architecture: str) -> bool:
-    """Whether an architecture is a bidirectional encoder, which has no KV cache."""
-    stem = architecture
-    for end in ("ForSequenceClassification", "ForMaskedLM", "Model"):
-        stem = stem.removesuffix(end)
-    return stem in ENCODER_PREFIXES
 
 
 def _has_bare_scores(raw: Mapping[str, Any]) -> bool:
