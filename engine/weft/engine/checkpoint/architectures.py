@@ -5,7 +5,7 @@ Nothing here imports torch before a class is asked for: services read configurat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -99,6 +99,28 @@ _ENCODERS = {f"{stem}{end}": location for stem, location in _STEMS.items() for e
 _LOCATIONS = {**_BUILT_IN, **_ENCODERS}
 
 
+_BIDIRECTIONAL = {
+    "EuroBertForMaskedLM": "LlamaForCausalLM",
+    "EuroBertModel": "LlamaForCausalLM",
+    "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
+    "LlamaBidirectionalModel": "LlamaForCausalLM",
+}
+"""Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
+_TEXT_MODELS = {"Gemma3TextModel": "Gemma3ForCausalLM"}
+"""Decoders without a head whose names tell so in another way."""
+
+
+def is_bidirectional(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model whose tokens see those behind them too: an encoder, or a
+    decoder that was trained so.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    is_named = bool(encoder_stem(name)) or name in _BIDIRECTIONAL
+    is_told = raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True
+    return is_named or is_told
+
+
 def encoder_stem(architecture: str) -> str:
     """The first part of an encoder's name, which tells its kind; empty: it is no encoder, whose
     tokens see those behind them too.
@@ -110,6 +132,8 @@ def encoder_stem(architecture: str) -> str:
 
 def language_model_name(architecture: str) -> str:
     """The name of the same decoder with an LM head; one class implements them all."""
+    if architecture in _BIDIRECTIONAL or architecture in _TEXT_MODELS:
+        return {**_BIDIRECTIONAL, **_TEXT_MODELS}[architecture]
     for end in (HEADLESS, CLASSIFIER):
         if architecture.endswith(end):
             name = architecture.removesuffix(end) + LANGUAGE_MODEL
@@ -155,8 +179,9 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None
-    if architecture in _FAMILIES:
-        module, name = _FAMILIES[architecture]
+    family = _FAMILIES.get(language_model_name(architecture))
+    if family is not None:
+        module, name = family
         found: Callable[..., Any] = getattr(
             import_module(f"weft.engine.checkpoint.families.{module}"), name
         )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from weft.engine.base.errors import ModelError
 from weft.engine.base.tasks import Output, Pooling, Task
-from weft.engine.checkpoint.architectures import encoder_stem
+from weft.engine.checkpoint.architectures import encoder_stem, is_bidirectional
 from weft.engine.checkpoint.fields import Fields
 
 _MODES: Mapping[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -104,11 +104,11 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
     limits = Fields(_read_object(model_dir / "sentence_bert_config.json", {}), str(model_dir))
     prompts, default = _prompts(settings, str(model_dir))
     most = limits.positive("max_seq_length") if "max_seq_length" in limits else None
-    is_encoder = bool(encoder_stem(architecture))
+    is_encoder = is_bidirectional(raw)
     pooling: Pooling = "mean" if is_encoder and found == "embed" else "last"
     if is_encoder and found == "classify":
-        pooling = "first"
-        if raw.get("classifier_pooling") == "mean":
+        pooling = "first" if encoder_stem(architecture) else "last"
+        if raw.get("classifier_pooling") == "mean" or raw.get("pooling") == "avg":
             pooling = "mean"
     config: dict[str, Any] = {}
     if found == "embed" and modules:

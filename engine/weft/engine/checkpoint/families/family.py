@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from weft.engine.base.end_tokens import end_token_ids
+from weft.engine.checkpoint.architectures import HEADLESS, is_bidirectional
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shape, max_positions
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
@@ -137,6 +138,7 @@ class Family:
         kv_heads: int | None = None,
         moe: MoEConfig | None = None,
         latent: LatentConfig | None = None,
+        is_encoder: bool = False,
     ) -> ModelConfig:
         """The model's configuration.
 
@@ -149,15 +151,21 @@ class Family:
             kv_heads: Default number of K and V heads; None: as many as query heads.
             moe: Experts of some layers.
             latent: Sizes of latent attention.
+            is_encoder: Whether tokens also attend to later ones, where the file asks for it.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and decoder.mlp.activation != "silu":
             raise fields.error("hidden_act", "experts are supported with silu alone")
+        if is_bidirectional(self._raw) and not is_encoder:
+            raise fields.error("is_causal", "only causal attention is supported")
+        architecture = whole.get("architectures")[0]
         rotated = [layer.rope for layer in decoder.layers if layer.rope is not None]
         # The field may be in the text model's section or at the top of the file.
         tied = fields.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", is_tied))
         config = ModelConfig(
-            architecture=whole.get("architectures")[0],
+            architecture=architecture,
+            head="none" if architecture.endswith(HEADLESS) else "tokens",
+            is_encoder=is_encoder,
             model_type=whole.text("model_type", ""),
             vocab_size=fields.positive("vocab_size"),
             hidden_size=self.hidden_size,

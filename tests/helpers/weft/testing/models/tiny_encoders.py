@@ -28,7 +28,7 @@ def make_encoder(kind: str, path: Path, seed: int, num_labels: int = 0, **overri
     """Writes a model directory.
 
     Args:
-        kind: One of `CONFIGS`.
+        kind: One of `CONFIGS`, or a model_type of transformers.
         path: Directory to create.
         seed: Of the weights.
         num_labels: Classes of its head; 0: it has none.
@@ -48,7 +48,7 @@ def make_encoder(kind: str, path: Path, seed: int, num_labels: int = 0, **overri
         "cls_token_id": 1,
         "sep_token_id": 2,
     }
-    settings = {**sizes, **CONFIGS[kind], **overrides}
+    settings = {**sizes, **CONFIGS.get(kind, {"model_type": kind}), **overrides}
     if num_labels:
         settings["num_labels"] = num_labels
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
