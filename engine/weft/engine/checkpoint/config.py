@@ -18,6 +18,7 @@ from weft.engine.checkpoint.architectures import (
     HEADLESS,
     check_architecture,
     configuration_reader,
+    is_bidirectional,
     language_model_name,
 )
 from weft.engine.checkpoint.fields import Fields
@@ -223,8 +224,11 @@ class ModelConfig:
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
             head="classes" if is_classifier else _head_of(architecture),
+            is_encoder=is_bidirectional(raw),
             num_labels=num_labels(fields) if is_classifier else 0,
         )
+        if config.is_encoder and config.sliding_window is not None:
+            raise fields.error("sliding_window", "not supported with attention in both directions")
         check_shape(config, fields)
         return config
 
@@ -252,7 +256,7 @@ class ModelConfig:
         keeps all positions, as the first group always does.
         """
         numbers = self.attention_layers
-        if not (self.frees_windows and self.has_mixed_windows):
+        if self.is_encoder or not (self.frees_windows and self.has_mixed_windows):
             return [(None, numbers)]
         kept = [layer for layer in numbers if self.window_of(layer) is None]
         windowed = [layer for layer in numbers if layer not in kept]
@@ -350,8 +354,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
-    if not fields.flag("is_causal", True):
-        raise fields.error("is_causal", "only causal attention is supported")
     chunks = fields.section("dual_chunk_attention_config")
     original = chunks.positive("original_max_position_embeddings", MAX_POSITIONS)
     if list(chunks) and fields.positive("max_position_embeddings") > original:

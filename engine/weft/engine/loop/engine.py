@@ -14,6 +14,7 @@ from typing import Any
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawing, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
@@ -546,7 +547,7 @@ class Engine:
             request, start, *_ = plan.chunks[pooled.request - before]
             if request.state is State.FINISHED:
                 continue
-            is_by_token = pooled.pool.output == "token_embeddings"
+            is_by_token = pooled.pool.output in TOKEN_OUTPUTS
             self._out.vectors(request.key, start if is_by_token else 0, made)
             if pooled.is_last:
                 self._end_sample(request, "stop", None)

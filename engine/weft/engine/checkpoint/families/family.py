@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from weft.engine.base.end_tokens import end_token_ids
+from weft.engine.checkpoint.architectures import HEADLESS, is_bidirectional
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shape, max_positions
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
@@ -160,6 +161,7 @@ class Family:
         latent: LatentConfig | None = None,
         intermediate_size: int | None = None,
         longest: str = "max_position_embeddings",
+        is_encoder: bool = False,
     ) -> ModelConfig:
         """The model's configuration.
 
@@ -174,10 +176,14 @@ class Family:
             latent: Sizes of latent attention.
             intermediate_size: Inner width of MLPs where the file's field does not say it.
             longest: Field of the longest context.
+            is_encoder: Whether tokens also attend to later ones, where the file asks for it.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and moe.is_gated and decoder.mlp.activation != "silu":
             raise fields.error("hidden_act", "experts are supported with silu alone")
+        if is_bidirectional(self._raw) and not is_encoder:
+            raise fields.error("is_causal", "only causal attention is supported")
+        architecture = whole.get("architectures")[0]
         attention = decoder.attention
         layers = [layer for layer in decoder.layers if isinstance(layer, AttentionConfig)]
         rotated = [layer.rope for layer in layers or [attention] if layer.rope is not None]
@@ -187,7 +193,9 @@ class Family:
         if not names.blocks and len(decoder.layers) != self.num_layers:
             raise fields.error("num_hidden_layers", f"{len(decoder.layers)} layers are listed")
         config = ModelConfig(
-            architecture=whole.get("architectures")[0],
+            architecture=architecture,
+            head="none" if architecture.endswith(HEADLESS) else "tokens",
+            is_encoder=is_encoder,
             model_type=whole.text("model_type", ""),
             vocab_size=fields.positive("vocab_size"),
             hidden_size=self.hidden_size,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
 from weft.engine.base.errors import Internal, Overloaded, PeerUnavailable, WeftError
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
 from weft.gateway.generation.prompt_vectors import PromptVectors
@@ -438,7 +439,7 @@ def _num_vectors(request: GenerateRequest, prompt: PreparedPrompt) -> int:
     """Vectors that a prompt's owner sends."""
     if request.wants is None:
         return 0
-    return len(prompt.ids) if request.wants.output == "token_embeddings" else 1
+    return len(prompt.ids) if request.wants.output in TOKEN_OUTPUTS else 1
 
 
 def _began(timeline: common_pb2.Timeline) -> tuple[float, int]:

@@ -21,6 +21,7 @@ from weft.engine.base.errors import (
     PeerUnavailable,
     WeftError,
 )
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.gateway.admission.admission import Admission, shutting_down
 from weft.gateway.admission.authenticate import in_tenant_cache
@@ -630,4 +631,4 @@ def _is_computed_anew(wants: Wants | None, pooling: PoolingConfig) -> bool:
     if wants is None:
         return False
     is_whole = pooling.is_encoder or pooling.pooling != "last"
-    return is_whole or wants.output == "token_embeddings"
+    return is_whole or wants.output in TOKEN_OUTPUTS
