@@ -48,6 +48,7 @@ _FAMILIES = {
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "MiMoForCausalLM": ("llamas", "read_mimo"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),

@@ -57,6 +57,8 @@ class AttentionConfig:
     """Whether each head has a logit of its own in the softmax: `sinks`."""
     q_growth: tuple[float, int] | None = None
     """(b, n): q at position p is multiplied by 1 + b * log(1 + p // n)."""
+    first_position: int = 0
+    """First position to which rows attend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class DecoderConfig:
         """The fields for a fingerprint."""
         values = asdict(self)
         for layer, config in zip(values["layers"], self.layers, strict=True):
+            del layer["first_position"]  # Of draft heads alone.
             if config.rope is not None:
                 layer["rope"] = rope_values(config.rope)
         return values

@@ -10,6 +10,7 @@ from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shap
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
+from weft.engine.checkpoint.mtp_config import MtpConfig
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, NamesConfig, NormConfig
 from weft.engine.checkpoint.quantization import read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config
@@ -137,6 +138,7 @@ class Family:
         kv_heads: int | None = None,
         moe: MoEConfig | None = None,
         latent: LatentConfig | None = None,
+        mtp: MtpConfig | None = None,
     ) -> ModelConfig:
         """The model's configuration.
 
@@ -149,6 +151,7 @@ class Family:
             kv_heads: Default number of K and V heads; None: as many as query heads.
             moe: Experts of some layers.
             latent: Sizes of latent attention.
+            mtp: The MTP head that the checkpoint may bring.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and decoder.mlp.activation != "silu":
@@ -182,6 +185,7 @@ class Family:
             quantization=read_quantization(whole),
             decoder=decoder,
             names=names or NamesConfig(),
+            mtp=mtp,
         )
         check_shape(config, fields)
         return config

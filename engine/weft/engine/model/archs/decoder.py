@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.parts import (
@@ -38,13 +40,31 @@ class Decoder(DecoderOnlyLM):
             names.bodies[-1],
         )
         head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
-        self._take(config, weights, _build_stack(config, parts, weights.at(body)), head)
+        positions = config.max_position_embeddings
+        self._rotaries = Rotaries(config.rotary_dim, positions, weights.device)
+        stack = _build_stack(config, parts, weights.at(body), self._rotaries)
+        self._take(config, weights, stack, head)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """See `Model.kv_layout`."""
         if self.config.latent is None:
             return super().kv_layout(page_size)
         return latent_layout(self.config.latent, self.config.num_layers, self.dtype, page_size)
+
+    def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
+        """Reads a layer like the model's last one, which is none of its own.
+
+        Args:
+            weights: Parameters of the layer.
+            first_position: First position to which rows attend.
+            is_sparse: Whether it has experts, if the model has some.
+        """
+        config, parts = self.config, self.config.decoder
+        assert parts is not None, "its configuration is read by a family"
+        attention = replace(parts.layers[-1], first_position=first_position)
+        parts = replace(parts, layers=(*parts.layers, attention))
+        config = config if is_sparse else replace(config, moe=None)
+        return _layer(config, parts, config.num_layers, weights, self._rotaries)
 
     def scale_logits(self, logits: torch.Tensor) -> None:
         """See `DecoderOnlyLM.scale_logits`."""
@@ -54,9 +74,10 @@ class Decoder(DecoderOnlyLM):
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-def _build_stack(config: ModelConfig, parts: DecoderConfig, weights: Weights) -> Stack:
+def _build_stack(
+    config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
+) -> Stack:
     embed_tokens = weights.vocabulary("embed_tokens", *vocabulary_size(config))
-    rotaries = Rotaries(config.rotary_dim, config.max_position_embeddings, weights.device)
     layers = [
         _layer(config, parts, index, weights.at("layers").at(index), rotaries)
         for index in range(config.num_layers)
@@ -106,7 +127,9 @@ def _attention(
         norms, change = _head_norms(config, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:
             change, rotary = Rotation(rotary), rotaries.of(None)
-    spec = attention_spec(config, index)._replace(scale=layer.scale, softcap=layer.softcap)
+    spec = attention_spec(config, index)._replace(
+        scale=layer.scale, softcap=layer.softcap, first_position=layer.first_position
+    )
     if layer.has_sinks:
         sinks = weights.read([TensorSlice("sinks", heads[:1])], dtype=torch.float32)
         spec = spec._replace(sinks=sinks)
