@@ -170,3 +170,28 @@ def make_tiny_mtp(name: str, path: Path, seed: int, *, has_own: bool = False) ->
         config |= {"architectures": [kind.architecture], "model_type": name}
         (path / "config.json").write_text(json.dumps(config))
     return NaiveMtp(kind, target, layer, tensors)
+
+
+def make_cycle(path: Path, seed: int) -> None:
+    """Makes a checkpoint of GLM speak a language in which each token has one successor, and its
+    head guess most of them.
+
+    Layers add little to the embeddings, of which the LM head reads the successor. The head's
+    projection passes on the embeddings, somewhat blurred.
+    """
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.05
+    embedding = tensors["model.embed_tokens.weight"]
+    vocab, hidden = embedding.shape
+    successors = torch.randperm(vocab, generator=generator)
+    tensors["lm_head.weight"][successors] = embedding
+    layer = KINDS["glm"]
+    for copy, own in zip(layer.copies, ("model.embed_tokens", "lm_head"), strict=True):
+        tensors[f"{copy}.weight"] = tensors[f"{own}.weight"].clone()
+    blurred = torch.randn(hidden, 2 * hidden, generator=generator) * 1.6 / (2 * hidden) ** 0.5
+    blurred[:, :hidden] += torch.eye(hidden)
+    tensors[f"{layer.projection}.weight"] = blurred
+    save_file(tensors, path / "model.safetensors")
