@@ -130,7 +130,7 @@ def load_model(
         made_up = weights_of(RandomWeights(target))
         model = build(config, made_up)
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
-        head = read_mtp(model, made_up, (), str(model_dir)) if mtp_head else None
+        mtp = read_mtp(model, made_up, (), str(model_dir)) if mtp_head else None
         return LoadedModel(
             model=model,
             config=config,
@@ -139,7 +139,7 @@ def load_model(
             weight_format=weight_format,
             pooling=pooling,
             heads=_heads(model, pooling, target, dummy=True),
-            mtp=_named(head, digest),
+            mtp=_named(mtp, digest),
         )
     with open_checkpoint(
         model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
@@ -152,9 +152,9 @@ def load_model(
         if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = WithoutPrefix(checkpoint, _BASE)
         weights = weights_of(reader)
-        model, head = build(config, weights), None
+        model, mtp = build(config, weights), None
         if mtp_head:
-            head = read_mtp(model, weights, _own_copies(checkpoint, config), str(model_dir))
+            mtp = read_mtp(model, weights, _own_copies(checkpoint, config), str(model_dir))
         checkpoint.finish()
         left_out = [
             prefix
@@ -176,7 +176,7 @@ def load_model(
         weight_format=weight_format,
         pooling=pooling,
         heads=_heads(model, pooling, target),
-        mtp=_named(head, digest),
+        mtp=_named(mtp, digest),
     )
 
 

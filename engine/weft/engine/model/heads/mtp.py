@@ -31,7 +31,7 @@ from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows
 from weft.kernels.eagle_head import keep_last_states, states_before
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.norm import AnyNorm
-from weft.kernels.stream import stream_of
+from weft.kernels.stream import Stream
 
 
 class MtpHead:
@@ -94,9 +94,8 @@ class MtpHead:
             request_slots=step.slots,
         )
         x = self._joined(step.token_ids, states_before(states, rows, kept))
-        mixer, stream = self._layer.mixer, stream_of(x, None)
-        own = mixer.prepare(replace(step, lora=None), x.shape[0], pool)
-        mixer.write(stream.normed(self._layer.input_norm), own, pool)
+        normed = Stream(x).normed(self._layer.input_norm)
+        self._layer.mixer.write(normed, replace(step, lora=None), pool)
         keep_last_states(states, rows, kept)
         return states.index_select(0, step.logits_rows), states
 
@@ -167,8 +166,8 @@ def read_mtp(target: Model, weights: Weights, own: Collection[str], where: str) 
     def norm(name: str) -> AnyNorm:
         return read_norm(parts.norm, weights, name, hidden)
 
-    embedding, logits = target.model.embed_tokens, target.logits
-    size = (config.vocab_size, hidden)
+    embedding, size = target.model.embed_tokens, (config.vocab_size, hidden)
+    logits: Callable[[torch.Tensor], torch.Tensor] = target.logits
     if mtp.embedding is not None and mtp.embedding in own:
         embedding = weights.vocabulary(mtp.embedding, *size, config.num_added_tokens)
     if mtp.lm_head is not None and mtp.lm_head in own:
