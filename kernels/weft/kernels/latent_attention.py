@@ -71,7 +71,7 @@ def latent_attention_reference(
         keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
         keys[: spec.first_position] = 0.0  # Nobody may have written these.
         root = kv_len - (end - first)
-        at_once = max(1, _MAX_SCORES // (spec.heads * kv_len))
+        at_once = max(1, _MAX_SCORES // (spec.heads * max(1, kv_len)))
         for begin in range(first, end, at_once):
             rows = slice(begin, min(begin + at_once, end))
             number = torch.arange(rows.start - first, rows.stop - first, device=q.device)

@@ -13,8 +13,11 @@ from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
-from weft.testing.engine.drafters import KnownDrafter, texts_of
-from weft.testing.engine.eagle3_cases import NUM_CHECKED, WatchedHead
+from weft.kernels import cpu
+from weft.testing.engine.captured_drafts import capture_chains
+from weft.testing.engine.captured_steps import RecordedSteps
+from weft.testing.engine.drafters import KnownDrafter, RandomGate, texts_of
+from weft.testing.engine.eagle3_cases import NUM_CHECKED, HasChains, NotedChains, WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.reference_models import VOCAB, make_reference
 from weft.testing.models.tiny_models import make_tiny
@@ -44,7 +47,7 @@ def prompts_of_one_begin() -> list[list[int]]:
     ]
 
 
-def check_chains(watched: WatchedHead, naive: NaiveMtp) -> None:
+def check_chains(watched: HasChains, naive: NaiveMtp) -> None:
     chains = [(tokens, chain) for tokens, chain in watched.chains if chain]
     assert len(chains) > NUM_CHECKED
     for tokens, chain in random.sample(chains, NUM_CHECKED):
@@ -104,6 +107,32 @@ def test_a_head_that_guesses_well_saves_steps(cycle_dir: Path) -> None:
     print(f"{accepted} of {drafted} drafts are right, steps {num_steps}")
     assert accepted > drafted / 3
     assert num_steps["mtp"] < 0.7 * num_steps["none"]
+
+
+@pytest.mark.full
+@pytest.mark.needs("triton-interpreter")
+def test_chains_as_a_gpu_captures_them(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps begin where the device alone knows, and padding rows draft as well."""
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    kind = random.choice(("glm", "deepseek"))
+    naive = make_tiny_mtp(kind, tmp_path / "model", seed)
+    prompts = [random_tokens(5 * index + 1) for index in range(6)]
+    settings = {"max_running_requests": 4, "max_step_tokens": 40, "max_context_tokens": 64}
+    with llm(tmp_path / "model", **settings) as plain:
+        expected = [sample.token_ids for sample in plain.generate(prompts, SAMPLED, STOP)]
+    settings |= {"drafter": "mtp", "max_draft_tokens": 3}
+    with llm(tmp_path / "model", poison_free_pages=True, overlap="on", **settings) as captured:
+        engine = captured.engine
+        RecordedSteps(engine, 3)
+        capture_chains(engine, 3)
+        engine.scheduler.running_plans.drafts_on_device = True
+        noted = NotedChains(engine, RandomGate((0, 1, 3)))
+        found = [sample.token_ids for sample in captured.generate(prompts, SAMPLED, STOP)]
+    assert found == expected
+    check_chains(noted, naive)
 
 
 def test_pages_of_a_filler_have_the_heads_entries(tmp_path: Path, seed: int) -> None:

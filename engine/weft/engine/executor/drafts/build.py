@@ -80,7 +80,7 @@ def head_graphs(
 def _chain_graphs(
     config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> ChainGraphs | None:
-    if executor.graphs is None or executor.inputs is None or drafted.head.kind != "eagle3":
+    if executor.graphs is None or executor.inputs is None or drafted.head.kind == "eagle":
         return None
     most = config.max_running_requests
     adapters = None if lora is None else AdapterRows(lora, executor.pool.device, most, [1])
