@@ -68,7 +68,7 @@ class MtpHead:
         self.hidden_size = target.config.hidden_size
         self.layer = target.kv_layout(1).plane.layers
         self.digest = b""
-        self.layer_bytes = 0  # No draft adapter changes such a head.
+        self.layer_bytes = projection.data.nbytes  # A copy is never made: see `adapted`.
         layer.mixer.move(self.group, self.layer)
         self._embedding = embedding
         self._norms = norms
