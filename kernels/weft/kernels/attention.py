@@ -47,6 +47,8 @@ class AttentionSpec(NamedTuple):
     """Scaled scores become cap * tanh(score / cap) before anything is hidden (Gemma 2, arXiv
     2408.00118, section 2), or None.
     """
+    first_position: int = 0
+    """First position to attend to; draft heads have nothing at position 0."""
 
 
 class GroupStep(NamedTuple):
@@ -98,7 +100,6 @@ def paged_attention(
     spec: AttentionSpec,
     step: GroupStep,
     own: OwnKv | None = None,
-    first_position: int = 0,
     *,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
@@ -123,7 +124,6 @@ def paged_attention(
         spec: The layer's constants.
         step: Where the rows' K and V are; `places` is not used.
         own: K and V of these rows, from `own_kv`; None: kernels read them from the pool.
-        first_position: First position to attend to; EAGLE drafts have nothing at position 0.
         earlier_rows: Number of rows of each tree in earlier steps: bit i stands for position
             kv_len - q_len - earlier_rows + i. Only with ancestors; q_len + earlier_rows is at
             most MAX_TREE_ROWS then, whatever the words. Not on a GPU beside a window.
@@ -135,8 +135,8 @@ def paged_attention(
         ValueError: An argument does not fit.
         IndexError: `layer`, a length or a page points outside.
     """
-    if first_position < 0:
-        raise ValueError(f"first_position is {first_position}")
+    if spec.first_position < 0:
+        raise ValueError(f"first_position is {spec.first_position}")
     if spec.window is not None and spec.window < 1:
         raise ValueError(f"window is {spec.window}")
     _check_softmax(spec, q)
@@ -148,9 +148,7 @@ def paged_attention(
     native = cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
-        return paged_attention_reference(
-            q, pool, layer, spec, step, first_position, earlier_rows=earlier_rows
-        )
+        return paged_attention_reference(q, pool, layer, spec, step, earlier_rows=earlier_rows)
     if not step.is_settled:
         if not 0 <= layer < pool.shape[2]:
             raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
@@ -160,9 +158,7 @@ def paged_attention(
     if native is None:
         from weft.kernels.gpu import attention as gpu
 
-        return gpu.paged_attention(
-            q, pool, layer, spec, step, own, first_position, earlier_rows=earlier_rows
-        )
+        return gpu.paged_attention(q, pool, layer, spec, step, own, earlier_rows=earlier_rows)
     described = cpu.describe_pool(pool)
     tokens, heads, dim = q.shape
     requests, max_pages = step.page_table.shape
@@ -181,7 +177,7 @@ def paged_attention(
         heads,
         tokens,
         spec.scale,
-        first_position,
+        spec.first_position,
         spec.window or 0,
         None if ancestors is None else ancestors.data_ptr(),
         earlier_rows,
@@ -283,14 +279,13 @@ def paged_attention_reference(
     layer: int,
     spec: AttentionSpec,
     step: GroupStep,
-    first_position: int = 0,
     *,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
     """`paged_attention` in eager torch: gathers each request's pages, any device."""
     page_size = pool.shape[-2]
     out = torch.empty_like(q)
-    window, ancestors = spec.window, step.ancestors
+    window, ancestors, first_position = spec.window, step.ancestors, spec.first_position
     starts = step.cu_q_lens.tolist()
     for request, kv_len in enumerate(step.kv_lens.tolist()):
         first, end = starts[request], starts[request + 1]

@@ -456,7 +456,9 @@ def draft_turn(
     """
     lora = rows.lora
     qkv = linear(_join(w, token_ids, state), w.qkv, lora=addition_to(lora, "qkv", 0))
-    spec = AttentionSpec(w.num_heads, pool.shape[1], pool.shape[-1], w.scale)
+    spec = AttentionSpec(
+        w.num_heads, pool.shape[1], pool.shape[-1], w.scale, first_position=FIRST_POSITION
+    )
     step = GroupStep(
         page_table=rows.page_table,
         places=rows.slots,
@@ -472,7 +474,6 @@ def draft_turn(
         layer,
         spec,
         step,
-        first_position=FIRST_POSITION,
         earlier_rows=rows.earlier_rows,
     )
     state = linear(mixed, w.o, state, lora=addition_to(lora, "o", 0))

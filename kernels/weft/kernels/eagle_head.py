@@ -65,12 +65,11 @@ def eagle_entries(
         pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; written.
         layer: The head's, in the pool.
     """
-    joined = _join(w, rows.token_ids, _states_before(states, rows, kept))
+    joined = _join(w, rows.token_ids, states_before(states, rows, kept))
     kv = linear(linear(joined, w.fc), w.kv)
     kv_heads = pool.shape[1]
     rope_and_cache(kv, rows.positions, w.cos_sin, pool, layer, rows.slots, 0, kv_heads)
-    ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
-    kept.index_copy_(0, rows.request_slots, states.index_select(0, ends))
+    keep_last_states(states, rows, kept)
 
 
 def eagle_chain(
@@ -131,14 +130,15 @@ def _layer(
         max_q_len=1,
         max_kv_len=chains.max_kv_len,
     )
-    spec = AttentionSpec(w.num_heads, pool.shape[1], dim, 1 / math.sqrt(dim))
-    mixed = paged_attention(q, pool, layer, spec, rows, first_position=FIRST_POSITION)
+    heads = (w.num_heads, pool.shape[1])
+    spec = AttentionSpec(*heads, dim, 1 / math.sqrt(dim), first_position=FIRST_POSITION)
+    mixed = paged_attention(q, pool, layer, spec, rows)
     state = linear(mixed, w.o, x)
     inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
     return linear(inner, w.down, state)
 
 
-def _states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> torch.Tensor:
+def states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> torch.Tensor:
     """[T, H] -> [T, H]: state of the row before each row; for a request's first row the
     kept one.
     """
@@ -151,6 +151,12 @@ def _states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) ->
     shifted[1:] = states
     shifted.index_copy_(0, starts.long(), before)
     return shifted[:num_rows]
+
+
+def keep_last_states(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> None:
+    """Puts the state of each request's last row, of [T, H], into its slot of [slots, H]."""
+    ends = (rows.cu_q_lens[1:] - 1).clamp(min=0)
+    kept.index_copy_(0, rows.request_slots, states.index_select(0, ends))
 
 
 def _join(w: EagleHeadWeight, token_ids: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ class LatentSpec(NamedTuple):
     """V: the first elements of a position's vector are its value."""
     scale: float
     """Factor on the scores."""
+    first_position: int = 0
+    """First position to attend to; a row that sees none gets zeros."""
 
 
 def latent_attention(
@@ -67,16 +69,20 @@ def latent_attention_reference(
             continue
         pages = step.page_table[request, : -(-kv_len // page_size)].long()
         keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
+        keys[: spec.first_position] = 0.0  # Nobody may have written these.
         root = kv_len - (end - first)
-        at_once = max(1, _MAX_SCORES // (spec.heads * kv_len))
+        at_once = max(1, _MAX_SCORES // (spec.heads * max(1, kv_len)))
         for begin in range(first, end, at_once):
             rows = slice(begin, min(begin + at_once, end))
             number = torch.arange(rows.start - first, rows.stop - first, device=q.device)
             words = None if step.ancestors is None else step.ancestors[rows]
             seen = _seen(number, root, kv_len, words)
+            seen[:, : spec.first_position] = False
             scores = torch.matmul(q[rows].to(wide), keys.t()) * spec.scale
             scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
-            mixed = torch.matmul(scores.softmax(dim=-1), keys[:, : spec.value_dim])
+            scores.masked_fill_(~seen.any(dim=1)[:, None, None], 0.0)
+            shares = scores.softmax(dim=-1).masked_fill_(~seen.unsqueeze(1), 0.0)
+            mixed = torch.matmul(shares, keys[:, : spec.value_dim])
             out[rows] = mixed.to(q.dtype)
     return out
 

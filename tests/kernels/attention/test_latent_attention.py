@@ -18,7 +18,7 @@ LENGTHS = [(1, 1), (1, 40), (3, 3), (5, 21), (17, 17), (1, 300)]
 
 
 def make(
-    dtype: torch.dtype, heads: int, width: int, rest: int, *, has_trees: bool = False
+    dtype: torch.dtype, heads: int, width: int, rest: int, *, has_trees: bool, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, LatentSpec, GroupStep]:
     q_lens, kv_lens = [q for q, _ in LENGTHS], [kv for _, kv in LENGTHS]
     pages = sum(-(-kv // PAGE) for kv in kv_lens)
@@ -28,6 +28,7 @@ def make(
     for request, kv in enumerate(kv_lens):
         count = -(-kv // PAGE)
         table[request, :count], order = order[:count], order[count:]
+        pool[int(table[request, 0]), 0, LAYER, 0, :first] = float("nan")
     rows = sum(q_lens)
     words = None
     if has_trees:
@@ -43,7 +44,7 @@ def make(
         ancestors=words,
     )
     q = torch.randn(rows, heads, width + rest).to(dtype)
-    return q, pool, LatentSpec(heads, width, 0.2), step
+    return q, pool, LatentSpec(heads, width, 0.2, first), step
 
 
 def exact(q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: GroupStep) -> torch.Tensor:
@@ -56,16 +57,17 @@ def exact(q: torch.Tensor, pool: torch.Tensor, spec: LatentSpec, step: GroupStep
             row = int(step.cu_q_lens[request]) + number
             root = kv_len - q_len
             word = -1 if step.ancestors is None else int(step.ancestors[row])
-            seen = [p for p in range(root + number + 1) if p < root or word >> (p - root) & 1]
+            visible = range(spec.first_position, root + number + 1)
+            seen = [p for p in visible if p < root or word >> (p - root) & 1]
             scores = q[row].double() @ keys[seen].t() * spec.scale
             out.append(scores.softmax(dim=-1) @ keys[seen, : spec.value_dim])
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("has_trees", [False, True])
-def test_each_row_sees_what_is_before_it(has_trees: bool) -> None:
+@pytest.mark.parametrize(("has_trees", "first"), [(False, 0), (True, 0), (False, 1), (False, 7)])
+def test_each_row_sees_what_is_before_it(has_trees: bool, first: int) -> None:
     fresh_seed()
-    q, pool, spec, step = make(torch.float32, 5, 24, 8, has_trees=has_trees)
+    q, pool, spec, step = make(torch.float32, 5, 24, 8, has_trees=has_trees, first=first)
     out = latent_attention(q, pool, LAYER, spec, step)
     torch.testing.assert_close(out.double(), exact(q, pool, spec, step), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="does not fit"):
@@ -76,18 +78,24 @@ def test_each_row_sees_what_is_before_it(has_trees: bool) -> None:
 
 @pytest.mark.needs("triton-interpreter")
 @pytest.mark.parametrize(
-    ("heads", "width", "rest", "has_trees", "dtype"),
+    ("heads", "width", "rest", "has_trees", "first", "dtype"),
     [
-        (3, 24, 8, False, torch.float32),
-        (20, 33, 5, True, torch.float32),
-        (16, 512, 64, False, torch.float16),
+        (3, 24, 8, False, 1, torch.float32),
+        (20, 33, 5, True, 0, torch.float32),
+        (16, 512, 64, False, 0, torch.float16),
     ],
 )
 def test_the_kernel(
-    heads: int, width: int, rest: int, has_trees: bool, dtype: torch.dtype, tmp_path: Path
+    heads: int,
+    width: int,
+    rest: int,
+    has_trees: bool,
+    first: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
 ) -> None:
     fresh_seed()
-    q, pool, spec, step = make(dtype, heads, width, rest, has_trees=has_trees)
+    q, pool, spec, step = make(dtype, heads, width, rest, has_trees=has_trees, first=first)
     expected, eps = exact(q, pool, spec, step), torch.finfo(dtype).eps
     with kernel_module("latent_attention", tmp_path) as module:
         for most in (1, 3):

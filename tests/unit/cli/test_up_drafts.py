@@ -37,6 +37,19 @@ def test_who_is_told_of_the_folder(
     assert told == {"decode-0"}
 
 
+def test_all_workers_load_the_head_of_the_models_own_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for drafter, loaders in (("mtp", {"prefill-0", "decode-0"}), ("ngram", set())):
+        settings = load_settings(UpSettings, ["--drafter", drafter], {})
+        models = [ModelFolder("tiny", tmp_path)]
+        plan = plan_mesh(settings, StateFolder(tmp_path / "state"), models, None)
+        assert {spec.name for spec in plan.services if "--mtp-head" in spec.command} == loaders
+    with pytest.raises(SystemExit):
+        load_settings(UpSettings, ["--drafter", "mtp", "--draft-dir", str(tmp_path)], {})
+    assert "--drafter mtp" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "folder"),
     [

@@ -244,6 +244,7 @@ def _worker(
                 **_disk(settings),
                 **_adapters(settings),
                 "draft-dir": _draft_dir(settings, role),
+                "mtp-head": True if settings.drafter == "mtp" else None,
                 "crash-dir": state.crashes,
                 **_common(settings, state),
                 **_tls(settings, role),

@@ -144,9 +144,9 @@ class UpSettings(Settings):
     drafter: DrafterName | None = Field(
         None,
         description="source of draft tokens on decode workers, for the model to verify where it "
-        "is measured to pay: none, ngram, eagle3 or eagle with a head of that kind in "
-        "draft_dir, or model with a whole model there; default the head that "
-        "draft_dir holds, else none",
+        "is measured to pay: none, ngram, mtp with the head that the model's checkpoint "
+        "brings, eagle3 or eagle with a head of that kind in draft_dir, or model with a "
+        "whole model there; default the head that draft_dir holds, else none",
     )
     demo_draft_dir: Path | None = Field(
         None, description="the draft_dir of a mesh that serves the demo model alone"
@@ -277,7 +277,9 @@ class UpSettings(Settings):
     def _check_draft(self) -> Self:
         if self.draft_dir is not None and len(self.model) > 1:
             raise ValueError("--draft-dir is for one model, and there are several")
-        if self.drafter not in (None, "none", "ngram") and self.draft_dir is None:
+        if self.drafter == "mtp" and self.draft_dir is not None:
+            raise ValueError("--drafter mtp takes the model's own head, and no --draft-dir")
+        if self.drafter not in (None, "none", "ngram", "mtp") and self.draft_dir is None:
             raise ValueError(f"--drafter {self.drafter} needs --draft-dir")
         return self
 

@@ -10,14 +10,17 @@ from typing import Literal, NamedTuple
 from weft.engine.base.errors import ConfigError
 
 Role = Literal["decode", "prefill"]
-DrafterName = Literal["none", "ngram", "eagle", "eagle3", "model"]
+DrafterName = Literal["none", "ngram", "mtp", "eagle", "eagle3", "model"]
 DraftGateName = Literal["measured", "fixed"]
 PolicyName = Literal["fcfs", "longest_prefix", "shortest_remaining", "priority", "fair"]
 """Admission policies (`weft.engine.scheduler.policies`)."""
 EvictionName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 """Eviction policies (`weft.engine.memory.eviction`)."""
-HEAD_DRAFTERS = ("eagle", "eagle3")
-"""Drafters that use the draft head in `draft_dir`; eagle covers EAGLE-1 and EAGLE-2 heads."""
+HEAD_DRAFTERS = ("mtp", "eagle", "eagle3")
+"""Drafters that use a draft head: mtp the checkpoint's own, the others that in `draft_dir`; eagle
+covers EAGLE-1 and EAGLE-2 heads.
+"""
+_NEED_NO_DIR = ("none", "ngram", "mtp")
 
 MAX_TREE_NODES = 31
 """Most drafts in the draft tree of one request in one step."""
@@ -279,10 +282,15 @@ class EngineConfig:
     so workers that fill each other's pages must have the same head. With drafter = model the
     directory holds a whole model, whose KV stays on this worker.
     """
+    mtp_head: bool = False
+    """Whether to load the MTP head that the model's checkpoint brings, whose KV lies in the model's
+    pages like that of a head in draft_dir. drafter = mtp includes it.
+    """
     drafter: DrafterName = "none"
-    """Source of the draft tokens, of which the model verifies several in one step: eagle3 or eagle
-    (a head of that kind in draft_dir), model (a smaller model of the same vocabulary in
-    draft_dir), or ngram (a search in the request's own text).
+    """Source of the draft tokens, of which the model verifies several in one step: mtp (the head
+    that the checkpoint brings), eagle3 or eagle (a head of that kind in draft_dir), model (a
+    smaller model of the same vocabulary in draft_dir), or ngram (a search in the request's own
+    text).
     """
     max_draft_tokens: int = 5
     """Most drafts in the draft chain of one request in one step. With draft_gate = measured the
@@ -356,8 +364,13 @@ class EngineConfig:
             ("lease_s", self.lease_s > self.renew_interval_s, "> renew_interval_s"),
             (
                 "drafter",
-                self.drafter in ("none", "ngram") or self.draft_dir is not None,
+                self.drafter in _NEED_NO_DIR or self.draft_dir is not None,
                 "another one, or draft_dir given",
+            ),
+            (
+                "mtp_head",
+                not self.reads_mtp or self.draft_dir is None,
+                "off, and drafter another than mtp, with draft_dir: pages hold KV of one head",
             ),
             (
                 "draft_width",
@@ -389,6 +402,7 @@ class EngineConfig:
                 self.drafter in ("none", "ngram"),
                 f"1 with drafter = {self.drafter}, whose head or model is not divided yet",
             ),
+            ("tp", not self.mtp_head, "1 with mtp_head, which is not divided yet"),
         ]
         if self.is_on_gpu:
             needs += [
@@ -408,9 +422,19 @@ class EngineConfig:
         return needs
 
     @property
+    def reads_mtp(self) -> bool:
+        """Whether the checkpoint's MTP head is loaded."""
+        return self.mtp_head or self.drafter == "mtp"
+
+    @property
     def head_dir(self) -> Path | None:
         """Directory of the EAGLE head; None: there is none."""
         return None if self.drafter == "model" else self.draft_dir
+
+    @property
+    def has_head(self) -> bool:
+        """Whether pages hold the KV of a draft head."""
+        return self.reads_mtp or self.head_dir is not None
 
     @property
     def _tree_rows(self) -> int:
@@ -447,7 +471,7 @@ class EngineConfig:
                 "this worker may exchange pages with others",
             ),
             (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
-            (self.drafter != "none", "tokens are drafted"),
+            (self.drafter != "none" or self.has_head, "tokens are drafted"),
         )
         return next((text for is_so, text in reasons if is_so), "")
 

@@ -54,6 +54,7 @@ _FAMILIES = {
     "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
     "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
     "Lfm2MoeForCausalLM": ("lfm2", "read_lfm2_moe"),
+    "MiMoForCausalLM": ("llamas", "read_mimo"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),

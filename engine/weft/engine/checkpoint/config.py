@@ -24,6 +24,7 @@ from weft.engine.checkpoint.architectures import (
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig, qwen_experts
+from weft.engine.checkpoint.mtp_config import MtpConfig
 from weft.engine.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config, rope_values
@@ -34,7 +35,7 @@ _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 _NOT_HIDDEN_STATES = (
     *("eos_token_ids", "bos_token_id", "num_added_tokens", "quantization", "names"),
-    *("frees_windows", "head", "num_labels", "is_encoder"),
+    *("frees_windows", "head", "num_labels", "is_encoder", "mtp"),
 )
 """Fields that are no part of the fingerprint; the quantisation has one of its own."""
 
@@ -123,6 +124,8 @@ class ModelConfig:
     """Latent attention; None: heads have keys and values of their own."""
     names: NamesConfig = NamesConfig()  # noqa: RUF009 - frozen
     """Names of the checkpoint's parts."""
+    mtp: MtpConfig | None = None
+    """The MTP head that checkpoints of this kind may bring; None: they bring none."""
     num_added_tokens: int = 0
     """Additional rows after the checkpoint's, for tokens that adapters add; zeros without one."""
     frees_windows: bool = False

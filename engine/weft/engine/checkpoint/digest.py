@@ -18,6 +18,7 @@ from weft.kernels.build import cache_folder
 
 _VERSION = b"weft-model-1"
 _DRAFT_VERSION = b"weft-draft-1"
+_MTP_VERSION = b"weft-mtp-1"
 _CHUNK_BYTES = 1 << 22
 _MAX_THREADS = 4
 
@@ -66,6 +67,11 @@ def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes
         OSError: A file cannot be read.
     """
     return _combine(_DRAFT_VERSION, fingerprint, dtype.encode(), *cached_file_digests(files))
+
+
+def mtp_digest(model: bytes) -> bytes:
+    """32 bytes that name the MTP head of a model's own files, from `model_digest`."""
+    return _combine(_MTP_VERSION, model)
 
 
 def head_digest(fingerprint: bytes, dtype: str, draft_dir: Path) -> bytes:

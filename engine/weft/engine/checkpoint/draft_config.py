@@ -16,8 +16,10 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 EAGLE_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 """Architecture names of EAGLE-1 and EAGLE-2 heads: their authors' and other servers'."""
 
-HeadKind = Literal["eagle", "eagle3"]
-"""Kind of head. EAGLE-1 and EAGLE-2 heads are alike; they differ in how trees are drafted."""
+HeadKind = Literal["eagle", "eagle3", "mtp"]
+"""Kind of head. EAGLE-1 and EAGLE-2 heads are alike; they differ in how trees are drafted. mtp: a
+head that the target's own checkpoint brings.
+"""
 
 
 def kind_of(fields: Fields) -> HeadKind:

@@ -62,6 +62,8 @@ class AttentionConfig:
     """Whether each head's result is weighed by sigmoids, projected with its q: `q_proj` has each
     head's q and gate.
     """
+    first_position: int = 0
+    """First position to which rows attend."""
 
     def values(self) -> dict[str, Any]:
         """The fields for a fingerprint: a gate only where there is one."""
@@ -70,6 +72,7 @@ class AttentionConfig:
             values["rope"] = rope_values(self.rope)
         if not self.has_gate:
             del values["has_gate"]
+        del values["first_position"]  # Of draft heads alone.
         return values
 
 

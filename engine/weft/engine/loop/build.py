@@ -353,6 +353,7 @@ def _load_models(
         frees_windows=not config.keeps_windows,
         task=config.task,
         peers=None if ranks is None else peers_of(ranks, device),
+        mtp_head=config.reads_mtp,
     )
     if ranks is not None:
         ranks.agree("model", text=loaded.digest.hex())

@@ -12,13 +12,14 @@ import torch
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.digest import model_digest
+from weft.engine.checkpoint.digest import model_digest, mtp_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import class_of
+from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import Model, WithClasses
 from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
@@ -52,6 +53,8 @@ class LoadedModel:
     """The task, and the settings of its vectors."""
     heads: PooledHeads
     """Heads that turn pooled hidden states into vectors."""
+    mtp: MtpHead | None = None
+    """The checkpoint's MTP head; None: it was not asked for."""
 
     @property
     def embedding_size(self) -> int:
@@ -72,6 +75,7 @@ def load_model(
     frees_windows: bool = False,
     task: str = "auto",
     peers: Peers | None = None,
+    mtp_head: bool = False,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
     `resolve_model` made for a GGUF file.
@@ -93,6 +97,7 @@ def load_model(
         frees_windows: See `ModelConfig.frees_windows`.
         task: See `load_pooling`.
         peers: Ranks among which the products are divided; None: this process has them all.
+        mtp_head: Whether to read the checkpoint's MTP head too.
 
     Raises:
         ModelError: The directory is incomplete, malformed or of an unsupported kind.
@@ -122,8 +127,10 @@ def load_model(
         return Weights(reader, scheme, torch_dtype, target, shard=shard, arena=arena, peers=peers)
 
     if dummy:
-        model = build(config, weights_of(RandomWeights(target)))
+        made_up = weights_of(RandomWeights(target))
+        model = build(config, made_up)
         digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
+        mtp = read_mtp(model, made_up, (), str(model_dir)) if mtp_head else None
         return LoadedModel(
             model=model,
             config=config,
@@ -132,9 +139,10 @@ def load_model(
             weight_format=weight_format,
             pooling=pooling,
             heads=_heads(model, pooling, target, dummy=True),
+            mtp=_named(mtp, digest),
         )
     with open_checkpoint(
-        model_dir, progress, unused=lambda name: _is_unused(name, config)
+        model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
     ) as checkpoint:
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             bodies = [f"{body}." for body in config.names.bodies]
@@ -143,12 +151,16 @@ def load_model(
         reader: CheckpointReader = checkpoint
         if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = WithoutPrefix(checkpoint, _BASE)
-        model = build(config, weights_of(reader))
+        weights = weights_of(reader)
+        model, mtp = build(config, weights), None
+        if mtp_head:
+            mtp = read_mtp(model, weights, _own_copies(checkpoint, config), str(model_dir))
         checkpoint.finish()
         left_out = [
             prefix
             for prefix in config.names.left_out
             if isinstance(checkpoint, Checkpoint) and checkpoint.has_below(prefix)
+            if not (mtp_head and _belongs_to_head(prefix, config))
         ]
     if left_out:
         logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))
@@ -164,7 +176,14 @@ def load_model(
         weight_format=weight_format,
         pooling=pooling,
         heads=_heads(model, pooling, target),
+        mtp=_named(mtp, digest),
     )
+
+
+def _named(head: MtpHead | None, digest: bytes) -> MtpHead | None:
+    if head is not None:
+        head.digest = mtp_digest(digest)
+    return head
 
 
 def _heads(
@@ -225,10 +244,32 @@ _FIXED = "fixed-3"
 """Version of deterministic mode on a GPU; raise it when its operations yield other bits."""
 
 
-def _is_unused(name: str, config: ModelConfig) -> bool:
+def _is_unused(name: str, config: ModelConfig, *, mtp_head: bool) -> bool:
     """Whether a checkpoint's tensor has no part in inference."""
     if isinstance(config, EncoderConfig):
         return is_unused_of_encoder(name, config)
     needs_head = config.head == "tokens" and not config.tie_word_embeddings
     unused_head = not needs_head and name in [f"{head}.weight" for head in config.names.heads]
-    return unused_head or is_rotary_buffer(name) or config.names.is_left_out(name)
+    if unused_head or is_rotary_buffer(name):
+        return True
+    return config.names.is_left_out(name) and not (mtp_head and _belongs_to_head(name, config))
+
+
+def _belongs_to_head(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor, or those with a prefix, are read with the MTP head; copies are not."""
+    if config.mtp is None or name.startswith(tuple(f"{copy}." for copy in config.mtp.copies)):
+        return False
+    return name.startswith(config.mtp.prefixes)
+
+
+def _own_copies(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> list[str]:
+    """The MTP head's embedding and LM head, unless they are copies of the model's, as usual."""
+    if not isinstance(checkpoint, Checkpoint) or config.mtp is None:
+        return []
+    shared = (f"{config.names.bodies[-1]}.embed_tokens", config.names.heads[0])
+    pairs = zip(shared, (config.mtp.embedding, config.mtp.lm_head), strict=True)
+    return [
+        copy
+        for name, copy in pairs
+        if copy is not None and not checkpoint.are_alike(f"{name}.weight", f"{copy}.weight")
+    ]

@@ -53,5 +53,5 @@ class SchedulerLimits(NamedTuple):
             shared_step_tokens=config.shared_step_tokens,
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
-            has_draft=config.head_dir is not None,
+            has_draft=config.has_head,
         )

@@ -33,7 +33,6 @@ def paged_attention(
     spec: AttentionSpec,
     step: GroupStep,
     own: OwnKv | None = None,
-    first_position: int = 0,
     *,
     earlier_rows: int = 0,
 ) -> torch.Tensor:
@@ -53,7 +52,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
     scale, window, is_fixed, is_settled = spec.scale, spec.window, spec.is_fixed, step.is_settled
-    sinks, softcap = spec.sinks, spec.softcap or 0.0
+    sinks, softcap, first_position = spec.sinks, spec.softcap or 0.0, spec.first_position
     requests = page_table.shape[0]
     is_tree = ancestors is not None
     if is_tree and is_fixed and first_position == 0:

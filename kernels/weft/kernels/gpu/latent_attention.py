@@ -48,7 +48,7 @@ def latent_attention(
     _latent_kernel[(rows, blocks, parts)](
         out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
         requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0),
-        PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
+        FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         HEADS=at_once, POSITIONS=16 if q.dtype == torch.float32 else 32, PARTS=parts,
@@ -82,6 +82,7 @@ def _latent_kernel(
     scale: float,
     page_stride: int,
     IS_DEPENDENT: tl.constexpr,
+    FIRST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
@@ -134,7 +135,7 @@ def _latent_kernel(
     place = tl.arange(0, POSITIONS)
     for start in range(begin, end, POSITIONS):
         position = start + place
-        exists = position < end
+        exists = (position < end) & (position >= FIRST)
         page = tl.load(table + position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
         vector = pool + page * page_stride + (layer * PAGE_SIZE + position % PAGE_SIZE) * DIM
         its = vector[:, None]

@@ -23,9 +23,9 @@ class DecodeSettings(WorkerSettings):
     drafter: DrafterName = Field(
         "none",
         description="source of draft tokens that the model verifies, several in one step, where "
-        "that is measured to pay: eagle3 or eagle (the head in draft_dir, of that "
-        "kind), model (a smaller model of the same vocabulary there), or ngram, which "
-        "searches the request's text",
+        "that is measured to pay: mtp (the head that the model's checkpoint brings), eagle3 or "
+        "eagle (the head in draft_dir, of that kind), model (a smaller model of the same "
+        "vocabulary there), or ngram, which searches the request's text",
     )
     max_draft_tokens: int = engine_field(
         "max_draft_tokens",

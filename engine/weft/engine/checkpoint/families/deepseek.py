@@ -11,6 +11,7 @@ from weft.engine.checkpoint.families.experts import deepseek_v2_experts, deepsee
 from weft.engine.checkpoint.families.family import Family, behind, same
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
+from weft.engine.checkpoint.mtp_config import head_behind
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
 
 
@@ -59,7 +60,8 @@ def _config(family: Family, moe: MoEConfig, eps: float) -> ModelConfig:
         mlp=MlpConfig(activation=family.activation()),
     )
     names = NamesConfig(left_out=behind(family.num_layers))
-    return family.config(decoder, head_dim=dim, names=names, moe=moe, latent=latent)
+    head = head_behind(family.num_layers)
+    return family.config(decoder, head_dim=dim, names=names, moe=moe, latent=latent, mtp=head)
 
 
 def _score_factor(family: Family) -> float:

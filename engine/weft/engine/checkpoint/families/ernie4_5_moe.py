@@ -9,6 +9,7 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.experts import ernie_experts
 from weft.engine.checkpoint.families.family import Family, behind, same
 from weft.engine.checkpoint.moe_config import MoENamesConfig
+from weft.engine.checkpoint.mtp_config import ernie_head
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
 
 
@@ -33,4 +34,5 @@ def read_ernie_moe(
         moe=ernie_experts(family.fields),
         is_tied=True,
         kv_heads=4,
+        mtp=ernie_head(),
     )

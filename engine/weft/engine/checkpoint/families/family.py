@@ -11,6 +11,7 @@ from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shap
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
+from weft.engine.checkpoint.mtp_config import MtpConfig
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, NamesConfig, NormConfig
 from weft.engine.checkpoint.quantization import read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config
@@ -162,6 +163,7 @@ class Family:
         intermediate_size: int | None = None,
         longest: str = "max_position_embeddings",
         is_encoder: bool = False,
+        mtp: MtpConfig | None = None,
     ) -> ModelConfig:
         """The model's configuration.
 
@@ -177,6 +179,7 @@ class Family:
             intermediate_size: Inner width of MLPs where the file's field does not say it.
             longest: Field of the longest context.
             is_encoder: Whether tokens also attend to later ones, where the file asks for it.
+            mtp: The MTP head that the checkpoint may bring.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and moe.is_gated and decoder.mlp.activation != "silu":
@@ -220,6 +223,7 @@ class Family:
             quantization=read_quantization(whole),
             decoder=decoder,
             names=names,
+            mtp=mtp,
         )
         check_shape(config, fields)
         return config

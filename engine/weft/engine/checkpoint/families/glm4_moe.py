@@ -8,6 +8,7 @@ from typing import Any
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.experts import deepseek_v3_experts
 from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, behind, same
+from weft.engine.checkpoint.mtp_config import head_behind
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -35,7 +36,8 @@ def read_glm4_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     )
     names = NamesConfig(left_out=behind(family.num_layers))
     moe = deepseek_v3_experts(family.fields, num_dense=1)
-    return family.config(decoder, head_dim=dim, names=names, moe=moe, kv_heads=8)
+    head = head_behind(family.num_layers)
+    return family.config(decoder, head_dim=dim, names=names, moe=moe, kv_heads=8, mtp=head)
 
 
 def read_dots1(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:

@@ -1,5 +1,5 @@
 """Families whose layers are Llama's but for some numbers: Seed-OSS, ERNIE 4.5, InternLM3, SmolLM3,
-Ministral, Arcee.
+Ministral, Arcee, MiMo.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
 from weft.engine.checkpoint.families.family import FULL, SLIDING, VISION, Family, same
+from weft.engine.checkpoint.mtp_config import MtpConfig, mimo_head
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
 from weft.engine.checkpoint.rope import RopeConfig
 
@@ -104,6 +105,17 @@ def read_ministral(
     return _alike(family, family.head_dim(), family.rope(), window=window, kv_heads=8)
 
 
+def read_mimo(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """MiMo-7B (arXiv 2505.07608): Qwen2's layers, and an MTP head."""
+    family = Family(raw, generation, where)
+    family.only("use_sliding_window", False)
+    biases = {"qkv_bias": family.fields.flag("attention_bias", True)}
+    names, dim = NamesConfig(left_out=("model.mtp_layers.",)), family.head_dim()
+    return _alike(
+        family, dim, family.rope(), biases, names=names, eps=1e-5, kv_heads=8, mtp=mimo_head()
+    )
+
+
 def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Mistral Small 3.1 and 3.2, and Ministral 3, text: in the newer ones q grows with the position
     behind the original context.
@@ -150,6 +162,7 @@ def _alike(
     names: NamesConfig | None = None,
     is_tied: bool = False,
     kv_heads: int | None = None,
+    mtp: MtpConfig | None = None,
 ) -> ModelConfig:
     layer = AttentionConfig(rope=rope, scale=dim**-0.5, **(attention or {}))
     decoder = DecoderConfig(
@@ -158,5 +171,6 @@ def _alike(
         mlp=mlp or _gated(family, False),
     )
     return family.config(
-        decoder, head_dim=dim, window=window, names=names, is_tied=is_tied, kv_heads=kv_heads
-    )
+        decoder, head_dim=dim, window=window, names=names, is_tied=is_tied, kv_heads=kv_heads,
+        mtp=mtp,
+    )  # fmt: skip

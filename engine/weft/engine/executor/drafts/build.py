@@ -15,6 +15,7 @@ from weft.engine.executor.drafts.tree_graphs import StaticTrees, TreeBucket, Tre
 from weft.engine.executor.graphs import TREE_REQUESTS, capturing
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel, load_drafted
 from weft.engine.model.heads.eagle3 import Eagle3Head, adaptable_shapes
 from weft.engine.model.loader import LoadedModel
@@ -23,11 +24,14 @@ from weft.kernels.attention import MAX_TREE_ROWS
 
 def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
     """Loads the model with its draft head; None if no head is configured."""
-    if config.head_dir is None:
-        return None
     max_requests = config.max_running_requests
     max_rows = config.max_step_tokens + config.decodes_beside
     max_rows = max(max_rows, max_requests * (1 + config.max_draft_tokens))
+    if loaded.mtp is not None:
+        assert isinstance(loaded.model, DecoderOnlyLM), "a model that brings a head is a decoder"
+        return DraftedModel(loaded.model, loaded.mtp, max_requests, max_rows)
+    if config.head_dir is None:
+        return None
     drafted = load_drafted(loaded, config.head_dir, max_requests, max_rows)
     if config.drafter in HEAD_DRAFTERS and config.drafter != drafted.head.kind:
         raise ConfigError(
@@ -48,7 +52,8 @@ def load_head(config: EngineConfig, loaded: LoadedModel) -> DraftedModel | None:
 def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
     """Describes the drafter, and the head whose KV the pages hold."""
     draft = layout.plane.draft
-    head = f"pages hold KV of the EAGLE head {draft[:12]}" if draft else ""
+    kind = "MTP" if config.reads_mtp else "EAGLE"
+    head = f"pages hold KV of the {kind} head {draft[:12]}" if draft else ""
     if config.role == "prefill" or config.drafter == "none":
         return [f"drafts: {head}"] if head else []
     most = str(config.max_draft_tokens)
@@ -75,7 +80,7 @@ def head_graphs(
 def _chain_graphs(
     config: EngineConfig, drafted: DraftedModel, executor: LocalExecutor, lora: LoraPool | None
 ) -> ChainGraphs | None:
-    if executor.graphs is None or executor.inputs is None or drafted.head.kind != "eagle3":
+    if executor.graphs is None or executor.inputs is None or drafted.head.kind == "eagle":
         return None
     most = config.max_running_requests
     adapters = None if lora is None else AdapterRows(lora, executor.pool.device, most, [1])

@@ -54,7 +54,10 @@ class Decoder(DecoderOnlyLM):
             names.bodies[-1],
         )
         head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
-        self._take(config, weights, _build_stack(config, parts, weights.at(body)), head)
+        positions = config.max_position_embeddings
+        self._rotaries = Rotaries(config.rotary_dim, positions, weights.device)
+        stack = _build_stack(config, parts, weights.at(body), self._rotaries)
+        self._take(config, weights, stack, head)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """See `Model.kv_layout`."""
@@ -70,6 +73,23 @@ class Decoder(DecoderOnlyLM):
         assert isinstance(recurrent, RecurrentMixer)
         return replace(layout, states=recurrent.state_plane(len(parts.recurrent_layers)))
 
+    def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
+        """Reads a layer like the model's last one, which is none of its own.
+
+        Args:
+            weights: Parameters of the layer.
+            first_position: First position to which rows attend.
+            is_sparse: Whether it has experts, if the model has some.
+        """
+        config, parts = self.config, self.config.decoder
+        assert parts is not None, "its configuration is read by a family"
+        attention = parts.layers[-1]
+        assert isinstance(attention, AttentionConfig), "MTP heads have attention"
+        attention = replace(attention, first_position=first_position)
+        parts = replace(parts, layers=(*parts.layers, attention))
+        config = config if is_sparse else replace(config, moe=None)
+        return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
+
     def scale_logits(self, logits: torch.Tensor) -> None:
         """See `DecoderOnlyLM.scale_logits`."""
         if self._multiplier != 1.0:
@@ -78,24 +98,32 @@ class Decoder(DecoderOnlyLM):
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-def _build_stack(config: ModelConfig, parts: DecoderConfig, weights: Weights) -> Stack:
-    embed_tokens = weights.vocabulary(config.names.embedding, *vocabulary_size(config))
-    rotaries = Rotaries(config.rotary_dim, config.max_position_embeddings, weights.device)
-    layers = [
-        _layer(config, parts, index, weights.at("layers"), rotaries)
-        for index in range(config.num_layers)
-    ]
+def _build_stack(
+    config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
+) -> Stack:
+    names, of_layers = config.names, weights.at("layers")
+    embed_tokens = weights.vocabulary(names.embedding, *vocabulary_size(config))
+
+    def layer(index: int) -> Layer:
+        number, feed = names.blocks[index] if names.blocks else (index, index)
+        of_feed = None if feed is None else of_layers.at(feed)
+        return _layer(config, parts, index, of_layers.at(number), of_feed, rotaries)
+
+    layers = [layer(index) for index in range(config.num_layers)]
     place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     return Stack(embed_tokens, layers, last, parts.embedding_multiplier)
 
 
 def _layer(
-    config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
+    config: ModelConfig,
+    parts: DecoderConfig,
+    index: int,
+    own: Weights,
+    of_feed: Weights | None,
+    rotaries: Rotaries,
 ) -> Layer:
     names, order = config.names, parts.order
-    number, feed_number = names.blocks[index] if names.blocks else (index, index)
-    own, of_feed = weights.at(number), None if feed_number is None else weights.at(feed_number)
 
     def norm(name: str, below: Weights = own) -> AnyNorm:
         return read_norm(parts.norm, below, name, config.hidden_size)
@@ -157,7 +185,9 @@ def _attention(
         norms, change = _head_norms(config, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:
             change, rotary = Rotation(rotary), rotaries.of(None)
-    spec = attention_spec(config, index)._replace(scale=layer.scale, softcap=layer.softcap)
+    spec = attention_spec(config, index)._replace(
+        scale=layer.scale, softcap=layer.softcap, first_position=layer.first_position
+    )
     if layer.has_sinks:
         sinks = weights.read([TensorSlice("sinks", heads[:1])], dtype=torch.float32)
         spec = spec._replace(sinks=sinks)

@@ -119,6 +119,7 @@ class Attention:
     def is_usual(self) -> bool:
         """Whether `DenseRun` supports all operations of this layer on heads."""
         has_extras = self.change is not None or self.q_scales is not None or self.has_gate
+        has_extras = has_extras or self.spec.first_position > 0
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         are_typed = all(norm.weight.dtype == self.qkv_proj.dtype for norm in norms)
         return self._is_rotated and not self.num_adjacent and not has_extras and are_typed

@@ -49,6 +49,7 @@ class LatentAttention:
         rotary: Rotary,
         scale: float,
         *,
+        first_position: int = 0,
         down_proj: LinearWeight,
         q_norm: Norm | None,
         q_proj: LinearWeight | None,
@@ -63,6 +64,7 @@ class LatentAttention:
             layer: The layer's number, and its index in the pool unless `move` follows.
             rotary: Rotation of `rope_dim` elements.
             scale: Factor on the scores.
+            first_position: First position to which rows attend.
             down_proj: [hidden] -> the queries' latent, or all queries, then latent and shared key.
             q_norm: Norm of the queries' latent; None: there is none.
             q_proj: The queries' latent -> all queries; None: there is none.
@@ -82,7 +84,8 @@ class LatentAttention:
         self.kv_norm = kv_norm
         self.o_proj = o_proj
         self._absorbed = _Absorbed(*absorbed)
-        self.spec = LatentSpec(self._absorbed.to_keys.shape[0], config.kv_rank, scale)
+        heads = self._absorbed.to_keys.shape[0]
+        self.spec = LatentSpec(heads, config.kv_rank, scale, first_position)
 
     @classmethod
     def read(
@@ -128,6 +131,7 @@ class LatentAttention:
             layer,
             rotary,
             attention.scale,
+            first_position=attention.first_position,
             down_proj=weights.linear(down),
             q_norm=q_norm,
             q_proj=q_proj,

@@ -146,20 +146,25 @@ class Checkpoint:
         Raises:
             ModelError: They differ.
         """
-        if not (self.has(name) and self.has(copy)):
-            return
-        files = [self._tensors[one].file for one in (name, copy)]
-        first, second = (
-            file.open().get_tensor(one) for file, one in zip(files, (name, copy), strict=True)
-        )
-        is_same = first.shape == second.shape and torch.equal(first, second)
-        for file in files:
-            file.close()
-        if not is_same:
+        if not self.are_alike(name, copy):
             raise ModelError(
                 f"{self._where}: {copy} is not {name}, though config.json has "
                 "tie_word_embeddings: set it to false, or remove the tensor"
             )
+
+    def are_alike(self, name: str, copy: str) -> bool:
+        """Whether two tensors, where both are there, are the same."""
+        if not (self.has(name) and self.has(copy)):
+            return True
+        files = [self._tensors[one].file for one in (name, copy)]
+        first, second = (
+            file.open().get_tensor(one) for file, one in zip(files, (name, copy), strict=True)
+        )
+        is_same = first.shape == second.shape and first.dtype == second.dtype
+        is_same = is_same and torch.equal(first, second)
+        for file in files:
+            file.close()
+        return is_same
 
     def _is_missing(self, name: str) -> bool:
         """Whether the tensor is missing; `finish` reports all such at once."""

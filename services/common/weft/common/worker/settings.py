@@ -313,6 +313,12 @@ class WorkerSettings(PageSettings):
         "so that all workers that exchange pages must have the same; with drafter = "
         "model, of a whole draft model, needed by decode workers only; none = neither",
     )
+    mtp_head: bool = Field(
+        False,
+        description="load the MTP head that the model's checkpoint brings, whose KV lies in the "
+        "model's pages, so that all workers that exchange pages must load it; drafter = mtp "
+        "includes this",
+    )
     poison_free_pages: bool = Field(
         False,
         description="fill free KV pages with NaN, so that wrong reads are noticed (slow)",

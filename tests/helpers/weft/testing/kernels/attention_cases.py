@@ -32,11 +32,12 @@ def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         is_settled: bool = False,
         sinks: torch.Tensor | None = None,
         softcap: float | None = None,
+        first_position: int = 0,
         **options: Any,
     ) -> torch.Tensor:
-        spec = AttentionSpec(
-            *(q.shape[1], pool.shape[1], q.shape[2], scale, window, is_fixed, sinks, softcap)
-        )
+        heads, softmax = (q.shape[1], pool.shape[1]), (sinks, softcap)
+        dim = q.shape[2]
+        spec = AttentionSpec(*heads, dim, scale, window, is_fixed, *softmax, first_position)
         step = GroupStep(
             page_table=page_table,
             places=torch.empty(0, dtype=torch.int64),
