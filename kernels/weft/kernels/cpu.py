@@ -298,7 +298,7 @@ class NativeCpu:
         )
         attention = (
             *(pointer, long, *[pointer] * 5, *[long] * 5, real),
-            *(long, long, pointer, long, pointer, real),
+            *(long, long, long, pointer, long, pointer, real),
         )
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)

@@ -53,7 +53,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
     scale, window, is_fixed, is_settled = spec.scale, spec.window, spec.is_fixed, step.is_settled
-    sinks, softcap = spec.sinks, spec.softcap or 0.0
+    sinks, softcap, chunked = spec.sinks, spec.softcap or 0.0, spec.is_chunked
     requests = page_table.shape[0]
     is_tree = ancestors is not None
     if is_tree and is_fixed and first_position == 0:
@@ -75,7 +75,19 @@ def paged_attention(
         flash_attention(out, q, dense, prompts, scale)
     if is_fixed and first_position == 0:
         lengths = (page_table, cu_q_lens, kv_lens)
-        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window, sinks, softcap)
+        fixed_attention(
+            out,
+            q,
+            pool,
+            layer,
+            *lengths,
+            scale,
+            max_kv_len,
+            window,
+            sinks,
+            softcap,
+            is_chunked=chunked,
+        )
         return out
     is_few = own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len, requests)
     if is_tree or is_few:
@@ -94,6 +106,7 @@ def paged_attention(
             # Few sizes, which are compiled each for itself.
             max_rows=next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS)),
             window=window,
+            is_chunked=chunked,
             ancestors=ancestors,
             earlier_rows=earlier_rows,
             is_settled=is_settled,
@@ -119,6 +132,7 @@ def paged_attention(
             own,
             first_position,
             window=window,
+            is_chunked=chunked,
             least_rows=1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes,
             sinks=sinks,
             softcap=softcap,
@@ -140,6 +154,7 @@ def paged_attention(
             is_uniform=max_q_len == 1 and tokens == requests,
             first_position=first_position,
             window=window,
+            is_chunked=chunked,
             is_settled=is_settled,
             sinks=sinks,
             softcap=softcap,
