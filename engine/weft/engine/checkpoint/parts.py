@@ -7,10 +7,10 @@ Pure Python. An architecture is a function that reads one family's config.json i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.engine.checkpoint.moe_config import MoENamesConfig
+from weft.engine.checkpoint.moe_config import MoENamesConfig, without_defaults
 from weft.engine.checkpoint.rope import RopeConfig, rope_values
 
 
@@ -38,6 +38,30 @@ class HeadNormConfig:
     is_after_rotation: bool = False
     q_name: str = "q_norm"
     k_name: str = "k_norm"
+    has_weight: bool = True
+    """Whether the checkpoint has weights for them; else they are norms alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """A factor on the heads of attention's result, from a projection of the layer's input."""
+
+    name: str
+    """Of the projection."""
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_by_head: bool = False
+    """Whether there is one factor a head, in place of one an element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerConfig:
+    """A second embedding, of which each layer adds its own part (Gemma 3n's and 4's per-layer
+    embeddings): a gate of the stream times the part, projected and normalised.
+    """
+
+    vocab_size: int
+    dim: int
+    """Elements of one layer's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +81,26 @@ class AttentionConfig:
     """Whether each head has a logit of its own in the softmax: `sinks`."""
     q_growth: tuple[float, int] | None = None
     """(b, n): q at position p is multiplied by 1 + b * log(1 + p // n)."""
+    growth_counts_from: int = 0
+    """The number of the first position for `q_growth`."""
+    heads: int | None = None
+    """Query heads, if not as many as the model's."""
+    kv_heads: int | None = None
+    """The same of K and V heads."""
+    head_dim: int | None = None
+    """Elements of a head, if not as many as the model's."""
+    value_dim: int | None = None
+    """Elements of a head of V, if less than those of K."""
+    value_factor: float = 1.0
+    """Factor on V."""
+    value_norm: NormConfig | None = None
+    """Norm of each head of V, without weight."""
+    is_value_key: bool = False
+    """Whether V is the projection of K, before K's norm and rotation."""
+    kv_from: int | None = None
+    """The earlier layer, from 0, whose K and V are attended to; None: the layer has its own."""
+    gate: GateConfig | None = None
+    """A gate of what attention returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +110,12 @@ class MlpConfig:
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     is_gated: bool = True
     bias: bool = False
+    sizes: tuple[int, ...] = ()
+    """Inner width by layer; empty: all have the model's."""
+    limits: tuple[float, ...] = ()
+    """By layer the largest activated gate, and the largest magnitude of what it gates; 0 or no
+    entry: any. Also of shared experts.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +136,26 @@ class DecoderConfig:
     """Factor on what each block adds."""
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+    per_layer: PerLayerConfig | None = None
+    """A second embedding; None: there is none."""
+    has_layer_factors: bool = False
+    """Whether each layer ends with a factor on the stream, which the checkpoint has."""
 
     def values(self) -> Mapping[str, Any]:
         """The fields for a fingerprint."""
-        values = asdict(self)
-        for layer, config in zip(values["layers"], self.layers, strict=True):
-            if config.rope is not None:
-                layer["rope"] = rope_values(config.rope)
+        values = without_defaults(self, 8)
+        values["mlp"] = without_defaults(self.mlp, 3)
+        values["layers"] = [_layer_values(layer) for layer in self.layers]
         return values
+
+
+def _layer_values(layer: AttentionConfig) -> Mapping[str, Any]:
+    values = without_defaults(layer, 8)
+    if layer.rope is not None:
+        values["rope"] = rope_values(layer.rope)
+    if layer.head_norm is not None:
+        values["head_norm"] = without_defaults(layer.head_norm, 5)
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +180,21 @@ class NamesConfig:
     qkv: str | None = None
     """Module of all rows of q, k and v; None: each is one of its own."""
     o: str = "o_proj"
+    sinks: str = "sinks"
     gate_up: str | None = None
     """Module of all rows of gate and up."""
     up: str = "up_proj"
     down: str = "down_proj"
     feeds: tuple[str, ...] = ("mlp",)
     """The feed-forward block; the first that a layer has counts."""
+    per_layer: tuple[str, str, str] = (
+        "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+    )  # fmt: skip
+    """In a layer, gate, projection and norm of its part of a second embedding."""
+    per_layer_embedding: tuple[str, str, str] = (
+        "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+    )  # fmt: skip
+    """The second embedding, the projection of the first that is added, and its norm."""
     moe: MoENamesConfig = MoENamesConfig()  # noqa: RUF009 - frozen
     """Parameters of a mixture of experts."""
 

@@ -16,7 +16,7 @@ from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
 from weft.kernels.gpu.fixed_attention import fixed_attention
-from weft.kernels.gpu.flash_attention import flash_attention
+from weft.kernels.gpu.flash_attention import flash_attention, takes
 
 _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
 _FEW_OF_MANY = 8
@@ -177,7 +177,9 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | N
     if max_q_len <= 1 or spec.is_fixed or is_few:
         return None
     k = torch.empty((rows, spec.kv_heads, spec.dim), dtype=qkv.dtype, device=qkv.device)
-    return OwnKv(k, qkv.view(rows, -1, spec.dim)[:, spec.heads + spec.kv_heads :], step.prompts)
+    # Other layers, with heads of another width, may have settled the step.
+    prompts = step.prompts if takes(qkv.dtype, spec.dim, rows) else None
+    return OwnKv(k, qkv.view(rows, -1, spec.dim)[:, spec.heads + spec.kv_heads :], prompts)
 
 
 def are_few_rows(dtype: torch.dtype, max_q_len: int, requests: int) -> bool:

@@ -7,21 +7,34 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
+    GateConfig,
     HeadNormConfig,
     NormConfig,
 )
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
-from weft.engine.model.layers.attention import Attention, attention_spec, o_spec, qkv_spec
-from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
+from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec
+from weft.engine.model.layers.heads import (
+    HeadChange,
+    LayerNorms,
+    PlainNorms,
+    Rotation,
+    Values,
+    WidthNorms,
+)
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.per_layer import PerLayerEmbedding, PerLayerPart
 from weft.engine.model.layers.rotary import Rotaries
+from weft.engine.model.layers.shared_attention import SharedAttention
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.activation import limited_silu
+from weft.kernels.attention import AttentionSpec
 from weft.kernels.norm import AnyNorm, LayerNorm, Norm
 
 
@@ -63,7 +76,8 @@ def _build_stack(config: ModelConfig, parts: DecoderConfig, weights: Weights) ->
     ]
     place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
-    return Stack(embed_tokens, layers, last, parts.embedding_multiplier)
+    per_layer = _per_layer_embedding(config, parts, weights)
+    return Stack(embed_tokens, layers, last, parts.embedding_multiplier, per_layer=per_layer)
 
 
 def _layer(
@@ -78,61 +92,153 @@ def _layer(
     mixer = _mixer(config, parts.layers[index], index, weights.at("self_attn"), rotaries)
     between = norm(names.feed_norm) if order in ("before", "around") else before
     is_behind = order in ("after", "around")
+    last, last_post = _per_layer_part(config, parts, index, weights)
     form = Form(
         norm(names.mixer_post) if is_behind else None,
         norm(names.feed_post) if is_behind else None,
         parts.residual_multiplier,
         order == "parallel",
+        last,
+        last_post,
+        weights.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
     )
     return Layer(index, before, mixer, between, _feed(config, parts, index, weights), form)
+
+
+def _per_layer_part(
+    config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
+) -> tuple[PerLayerPart | None, AnyNorm | None]:
+    if parts.per_layer is None:
+        return None, None
+    hidden, dim = config.hidden_size, parts.per_layer.dim
+    gate, proj, norm = config.names.per_layer
+    part = PerLayerPart(
+        index,
+        weights.linear(LinearSpec(names=(gate,), in_features=hidden, rows=(dim,))),
+        weights.linear(LinearSpec(names=(proj,), in_features=dim, rows=(hidden,))),
+        parts.mlp.activation,
+    )
+    return part, read_norm(parts.norm, weights, norm, hidden)
+
+
+def _per_layer_embedding(
+    config: ModelConfig, parts: DecoderConfig, weights: Weights
+) -> PerLayerEmbedding | None:
+    if parts.per_layer is None:
+        return None
+    dim, count = parts.per_layer.dim, config.num_layers
+    table, proj, norm = config.names.per_layer_embedding
+    spec = LinearSpec(names=(proj,), in_features=config.hidden_size, rows=(count * dim,))
+    return PerLayerEmbedding(
+        weights.vocabulary(table, parts.per_layer.vocab_size, count * dim),
+        weights.linear(spec),
+        _rms(parts.norm, weights, norm, dim),
+        count,
+        dim,
+    )
 
 
 def _mixer(
     config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Mixer:
     if config.latent is not None:
-        rotary = rotaries.of(layer.rope)
-        return LatentAttention.read(config, config.latent, layer, index, weights, rotary)
+        rotary, scales = rotaries.of(layer.rope), q_scales(config, layer, weights)
+        return LatentAttention.read(config, config.latent, layer, index, weights, rotary, scales)
+    if layer.kv_from is not None:
+        return _shared_attention(config, layer, index, weights, rotaries)
     return _attention(config, layer, index, weights, rotaries)
 
 
 def _attention(
     config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Attention:
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    rotary, change = rotaries.of(layer.rope), None
+    heads = (layer.heads or config.num_heads, *config.kv_shape(index))
+    dim, hidden, names = heads[2], config.hidden_size, config.names
+    rotary, changes = rotaries.of(layer.rope, dim), list[HeadChange]()
     norms: tuple[Norm | None, Norm | None] = (None, None)
+    value_dim, value_norm = layer.value_dim or dim, layer.value_norm
+    if value_dim != dim or layer.value_factor != 1.0 or value_norm is not None:
+        eps = None if value_norm is None else value_norm.eps
+        changes.append(Values(dim, value_dim, layer.value_factor, eps))
     if layer.head_norm is not None:
-        norms, change = _head_norms(config, layer.head_norm, weights)
+        norms, change = _head_norms(heads, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:
-            change, rotary = Rotation(rotary), rotaries.of(None)
-    spec = attention_spec(config, index)._replace(scale=layer.scale, softcap=layer.softcap)
-    if layer.has_sinks:
-        sinks = weights.read([TensorSlice("sinks", heads[:1])], dtype=torch.float32)
-        spec = spec._replace(sinks=sinks)
-    hidden, names = config.hidden_size, config.names
+            changes.append(Rotation(rotary))
+            rotary = rotaries.of(None, dim)
+        changes += [] if change is None else [change]
+    spec = _spec(config, index, layer, weights)
+    widths = {"value_dim": value_dim, "v_name": "k_proj" if layer.is_value_key else "v_proj"}
     return Attention(
         spec,
         index,
         rotary.cos_sin,
-        qkv_proj=weights.linear(qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv)),
-        o_proj=weights.linear(
-            o_spec(hidden, config.num_heads, config.head_dim, bias=layer.o_bias, name=names.o)
+        qkv_proj=weights.linear(
+            qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv, **widths)
         ),
+        o_proj=weights.linear(o_spec(hidden, heads[0], value_dim, bias=layer.o_bias, name=names.o)),
         q_norm=norms[0],
         k_norm=norms[1],
         num_adjacent=rotary.num_adjacent,
-        change=change,
-        q_scales=None if layer.q_growth is None else _q_scales(config, *layer.q_growth, weights),
+        changes=changes,
+        q_scales=q_scales(config, layer, weights),
+        value_dim=value_dim,
+        gate=None
+        if layer.gate is None
+        else _gate(layer.gate, heads[0], value_dim, hidden, weights),
+    )
+
+
+def _spec(
+    config: ModelConfig, index: int, layer: AttentionConfig, weights: Weights
+) -> AttentionSpec:
+    heads, (kv_heads, dim) = layer.heads or config.num_heads, config.kv_shape(index)
+    window = config.sliding_window
+    spec = attention_spec(config, index)._replace(
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        scale=layer.scale,
+        softcap=layer.softcap,
+        is_chunked=window is not None and window.is_chunked and index in window.layers,
+    )
+    if not layer.has_sinks:
+        return spec
+    name = config.names.sinks
+    return spec._replace(sinks=weights.read([TensorSlice(name, (heads,))], dtype=torch.float32))
+
+
+def _gate(gate: GateConfig, heads: int, dim: int, hidden: int, weights: Weights) -> Gate:
+    rows = heads if gate.is_by_head else heads * dim
+    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,))
+    return Gate(weights.linear(spec), gate.activation)
+
+
+def _shared_attention(
+    config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
+) -> SharedAttention:
+    heads, (_, dim) = layer.heads or config.num_heads, config.kv_shape(index)
+    hidden, head_norm, norm = config.hidden_size, layer.head_norm, None
+    if head_norm is not None:
+        norm = _rms(head_norm.norm, weights, head_norm.q_name, dim)
+    q = LinearSpec(names=("q_proj",), in_features=hidden, rows=(heads * dim,), bias=layer.qkv_bias)
+    return SharedAttention(
+        _spec(config, index, layer, weights),
+        index,
+        rotaries.of(layer.rope, dim),
+        q_proj=weights.linear(q),
+        q_norm=norm,
+        o_proj=weights.linear(o_spec(hidden, heads, dim, bias=layer.o_bias, name=config.names.o)),
     )
 
 
 def _head_norms(
-    config: ModelConfig, head_norm: HeadNormConfig, weights: Weights
+    heads: tuple[int, int, int], head_norm: HeadNormConfig, weights: Weights
 ) -> tuple[tuple[Norm | None, Norm | None], HeadChange | None]:
     """Norms that the kernel of the rotation can apply, or else a separate change of the heads."""
-    norm, dim = head_norm.norm, config.head_dim
-    of_heads = [(head_norm.q_name, config.num_heads), (head_norm.k_name, config.num_kv_heads)]
+    norm, dim = head_norm.norm, heads[2]
+    if not head_norm.has_weight:
+        return (None, None), PlainNorms(dim, norm.eps)
+    of_heads = [(head_norm.q_name, heads[0]), (head_norm.k_name, heads[1])]
     if head_norm.over == "head":
         q, k = (_rms(norm, weights, name, dim) for name, _ in of_heads)
         return (q, k), None
@@ -151,10 +257,14 @@ def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSl
     return [whole._replace(slices=(head,)) for head in range(heads)]
 
 
-def _q_scales(config: ModelConfig, growth: float, original: int, weights: Weights) -> torch.Tensor:
+def q_scales(config: ModelConfig, layer: AttentionConfig, weights: Weights) -> torch.Tensor | None:
+    """Factors on q by its position, [max_positions] float32; None: there are none."""
+    if layer.q_growth is None:
+        return None
+    growth, original = layer.q_growth
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    scales = 1.0 + growth * torch.log1p(torch.floor(positions / original))
-    return scales.to(weights.device)
+    turns = torch.floor((positions + layer.growth_counts_from) / original)
+    return (1.0 + growth * torch.log1p(turns)).to(weights.device)
 
 
 def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
@@ -169,17 +279,20 @@ def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weight
 
 def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
     mlp, names = parts.mlp, config.names
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
+    inner = mlp.sizes[index] if mlp.sizes else config.intermediate_size
+    limit = mlp.limits[index] if mlp.limits else 0.0
     down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
     if not mlp.is_gated:
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
         return PlainMLP(index, up, down, mlp.activation, is_gated=False)
-    has_silu = mlp.activation == "silu"
+    has_silu = mlp.activation == "silu" and not limit
     spec = gate_up_spec(hidden, inner, bias=mlp.bias, fused=names.gate_up, is_gated=has_silu)
     both = weights.linear(spec)
     if has_silu:
         return GatedMLP(index, both, down)
-    return PlainMLP(index, both, down, mlp.activation, is_gated=True)
+    made = limited_silu(limit) if limit else mlp.activation
+    return PlainMLP(index, both, down, made, is_gated=True)
 
 
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import Activation, activate
+from weft.kernels.activation import Activation, Gating, activate
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.stream import GatedSum, Normed, Sum, can_fold
@@ -99,7 +100,7 @@ class PlainMLP:
         layer: int,
         up_proj: LinearWeight,
         down_proj: LinearWeight,
-        activation: Activation,
+        activation: Activation | Gating,
         *,
         is_gated: bool,
     ) -> None:
@@ -113,8 +114,16 @@ class PlainMLP:
     def __call__(self, x: Normed, step: Step) -> Sum:
         """See `FeedForward`."""
         inner = x.linear(self.up_proj, addition_to(step.lora, "gate_up", self.layer))
-        inner = activate(inner, self.activation, is_gated=self.is_gated)
-        return Sum(inner, self.down_proj, addition_to(step.lora, "down", self.layer))
+        return Sum(self._made(inner), self.down_proj, addition_to(step.lora, "down", self.layer))
+
+    def unchanged(self, x: Normed) -> Sum:
+        """Like a call, without adapters."""
+        return Sum(self._made(x.linear(self.up_proj, None)), self.down_proj, None)
+
+    def _made(self, inner: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.activation, Gating):
+            return self.activation.of(inner)
+        return activate(inner, self.activation, is_gated=self.is_gated)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""
