@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
@@ -17,27 +18,54 @@ of max(x, 0) (So et al. 2021).
 
 
 class Gating(NamedTuple):
-    """gate * sigmoid(alpha * gate) * (up + offset), both limited before.
+    """gate * sigmoid(alpha * gate + cubic * gate**3) * (up + offset), both limited before.
 
     SwiGLU (Shazeer 2020, arXiv 2002.05202) by default; gpt-oss limits both sides and has another
-    slope and offset (its model card, section 2.2).
+    slope and offset (its model card, section 2.2). `GELU_TANH` is such a gate too, since
+    0.5 * (1 + tanh(x)) = sigmoid(2 * x).
     """
 
     alpha: float = 1.0
     limit: float | None = None
     """Largest gate, and largest magnitude of up; None: any."""
     offset: float = 0.0
+    cubic: float = 0.0
+    gate_limit: float | None = None
+    """Largest gate, where it is not `limit`."""
+
+    @property
+    def largest_gate(self) -> float | None:
+        """Largest gate; None: any."""
+        return self.limit if self.gate_limit is None else self.gate_limit
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * I], gate columns first -> [T, I], dtype of `x`; float32 within, or wider."""
         gate, up = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
+        if self.largest_gate is not None:
+            gate = gate.clamp(max=self.largest_gate)
         if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.offset)).to(x.dtype)
+            up = up.clamp(-self.limit, self.limit)
+        slope = self.alpha * gate + self.cubic * gate**3 if self.cubic else self.alpha * gate
+        return (gate * torch.sigmoid(slope) * (up + self.offset)).to(x.dtype)
 
 
 SILU = Gating()
 """silu(gate) * up."""
+_SLOPE = (8 / math.pi) ** 0.5
+GELU_TANH = Gating(alpha=_SLOPE, cubic=0.044715 * _SLOPE)
+"""gelu(gate) * up, with the approximation by tanh."""
+
+
+def limited_silu(limit: float) -> Gating:
+    """SwiGLU whose activated gate is at most `limit`, and what it gates no larger in magnitude.
+
+    SiLU rises wherever it is positive, so the gate is limited before it instead.
+    """
+    low, high = 0.0, limit + 1.0
+    while (middle := (low + high) / 2) not in (low, high):
+        is_beyond = middle / (1.0 + math.exp(-middle)) > limit
+        low, high = (low, middle) if is_beyond else (middle, high)
+    return Gating(limit=limit, gate_limit=low)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

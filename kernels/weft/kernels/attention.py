@@ -49,6 +49,10 @@ class AttentionSpec(NamedTuple):
     """
     first_position: int = 0
     """First position to attend to; draft heads have nothing at position 0."""
+    is_chunked: bool = False
+    """Whether the window does not slide: it begins at the last multiple of its length that is not
+    behind the row.
+    """
 
 
 class GroupStep(NamedTuple):
@@ -107,9 +111,9 @@ def paged_attention(
 
     Row j of a request with q_len rows attends to positions first_position .. kv_len - q_len + j;
     with a window only to the last `window` of them, its own included (sliding window attention,
-    Mistral 7B, arXiv 2310.06825, section 2). A row without visible positions gets zeros. K and V of
-    this step must be in the pool already. Kernels read neither K and V that no row sees nor the
-    table beyond kv_len.
+    Mistral 7B, arXiv 2310.06825, section 2), or to those of its chunk (Llama 4). A row without
+    visible positions gets zeros. K and V of this step must be in the pool already. Kernels read
+    neither K and V that no row sees nor the table beyond kv_len.
 
     With ancestors a request's rows may be nodes of a tree (tree attention, SpecInfer, Miao et
     al., arXiv 2305.09781, section 4.2), which follow one another in the pool, parents first. Row j
@@ -179,6 +183,7 @@ def paged_attention(
         spec.scale,
         spec.first_position,
         spec.window or 0,
+        spec.is_chunked,
         None if ancestors is None else ancestors.data_ptr(),
         earlier_rows,
         None if spec.sinks is None else spec.sinks.data_ptr(),
@@ -301,8 +306,9 @@ def paged_attention_reference(
             words, root = ancestors[first:end], first_row - earlier_rows
             at = root + depths_of(words, rows - root)
         seen = first_position
-        if window is not None:
-            seen = max(first_position, int(at.min()) + 1 - window)
+        firsts = None if window is None else first_in_window(at, window, spec.is_chunked)
+        if firsts is not None:
+            seen = max(first_position, int(firsts.min()))
         first_page = seen // page_size
         pages = step.page_table[request, first_page : -(-kv_len // page_size)].long()
         # [pages, Hkv, 2, P, D] -> [2, Hkv, seen, D]
@@ -311,14 +317,19 @@ def paged_attention_reference(
         kv = kv[:, :, seen - before : kv_len - before]
         positions = torch.arange(seen, kv_len, device=q.device)
         mask = positions <= rows.unsqueeze(1)
-        if window is not None:
-            mask &= positions > at.unsqueeze(1) - window
+        if firsts is not None:
+            mask &= positions >= firsts.unsqueeze(1)
         if ancestors is not None:
             bits = words.unsqueeze(1) >> (positions - root).clamp(0, 63)
             mask &= (positions < root) | (bits & 1 == 1)
         mixed = _attend(q[first:end].transpose(0, 1), kv[0], kv[1], mask, spec).transpose(0, 1)
         out[first:end] = mixed.masked_fill((rows < first_position)[:, None, None], 0)
     return out.flatten(1)
+
+
+def first_in_window(at: torch.Tensor, window: int, is_chunked: bool) -> torch.Tensor:
+    """First position, which may be negative, that rows at positions `at` see in their window."""
+    return at // window * window if is_chunked else at + 1 - window
 
 
 def _attend(

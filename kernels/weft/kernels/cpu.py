@@ -35,6 +35,8 @@ class WeightStruct(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
         ("offset", ctypes.c_float),
+        ("gate_limit", ctypes.c_float),
+        ("cubic", ctypes.c_float),
         ("group", ctypes.c_int32),
         ("bits", ctypes.c_int32),
         ("group_scales", ctypes.c_void_p),
@@ -75,6 +77,7 @@ class AttentionStruct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("first_seen", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("is_chunked", ctypes.c_int64),
         ("ancestors", ctypes.c_void_p),
         ("earlier_rows", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
@@ -299,7 +302,7 @@ class NativeCpu:
         )
         attention = (
             *(pointer, long, *[pointer] * 5, *[long] * 5, real),
-            *(long, long, pointer, long, pointer, real),
+            *(long, long, long, pointer, long, pointer, real),
         )
         declare = functools.partial(_declare, library)
         self.pack = declare("weft_pack", None, *[pointer] * 7)

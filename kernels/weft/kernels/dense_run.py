@@ -253,7 +253,7 @@ class DenseRun:
 
 
 def _has_plain_softmax(spec: AttentionSpec) -> bool:
-    return spec.sinks is None and spec.softcap is None
+    return spec.sinks is None and spec.softcap is None and not spec.is_chunked
 
 
 def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:

@@ -479,8 +479,15 @@ def _pack_groups(
 
 def _of_gating(gating: Gating) -> dict[str, float]:
     """Fields of `WeightStruct`."""
-    limit = math.inf if gating.limit is None else gating.limit
-    return {"alpha": gating.alpha, "limit": limit, "offset": gating.offset}
+    limits = (gating.limit, gating.largest_gate)
+    limit, gate_limit = (math.inf if most is None else most for most in limits)
+    return {
+        "alpha": gating.alpha,
+        "limit": limit,
+        "offset": gating.offset,
+        "gate_limit": gate_limit,
+        "cubic": gating.cubic,
+    }
 
 
 def _linear_native(

@@ -67,6 +67,8 @@ class RouterForm(NamedTuple):
     """Least divisor of shares that are normalised to add up to 1."""
     scale: float = 1.0
     """Factor on shares."""
+    scales_input: bool = False
+    """Whether a share is a factor on what its expert reads, in place of what it makes."""
 
     @property
     def is_plain(self) -> bool:
@@ -262,6 +264,21 @@ def route_reference(
     if form.scale != 1.0:
         shares = shares * form.scale
     return Routing(ids.to(torch.int32), shares.to(torch.float32))
+
+
+def by_pair(x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:
+    """Rows times their experts' shares, each pair by itself: for shares that scale the input.
+
+    Args:
+        x: [T, H].
+        routing: Of T rows.
+
+    Returns:
+        [T * k, H], dtype of `x`, and the routing of these rows, one expert each with share 1.
+    """
+    ids, shares = routing
+    scaled = (x.unsqueeze(1) * shares.to(x.dtype).unsqueeze(2)).flatten(0, 1)
+    return scaled, Routing(ids.reshape(-1, 1).contiguous(), torch.ones_like(shares).view(-1, 1))
 
 
 def moe(

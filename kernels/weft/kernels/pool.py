@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+
+class PlaneInPage(NamedTuple):
+    """A plane in a pool of several, `[num_pages, elements]`, whose planes follow one another in
+    every page.
+    """
+
+    before: int
+    """Elements of a position in the planes before this one."""
+    width: int
+    """Elements of a position in all planes."""
+    heads: int
+    layers: int
+    parts: int
+    dim: int
+
+    def of(self, pool: torch.Tensor) -> torch.Tensor:
+        """The plane: a view `[num_pages, heads, layers, parts, page_size, dim]`."""
+        page_size = pool.shape[1] // self.width
+        of_layer = self.parts * page_size * self.dim
+        strides = (self.layers * of_layer, of_layer, page_size * self.dim, self.dim, 1)
+        shape = (self.heads, self.layers, self.parts, page_size, self.dim)
+        begin = pool.storage_offset() + self.before * page_size
+        return pool.as_strided((pool.shape[0], *shape), (pool.stride(0), *strides), begin)
 
 
 def has_dense_pages(pool: torch.Tensor) -> bool:

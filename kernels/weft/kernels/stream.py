@@ -15,7 +15,7 @@ import torch
 from weft.kernels import cpu
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.lora import LoraAddition, LoraStep, addition_to, experts_addition
-from weft.kernels.moe import SparseMlpWeight, moe, route
+from weft.kernels.moe import SparseMlpWeight, by_pair, moe, route
 from weft.kernels.norm import AnyNorm
 from weft.kernels.peers import Peers
 
@@ -43,6 +43,10 @@ class Sum(NamedTuple):
     """[T, K]."""
     w: LinearWeight
     lora: LoraAddition | None
+
+    def inner(self) -> Sum:
+        """This: all but the product is computed."""
+        return self
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """The sum with [T, H], which is not changed."""
@@ -103,13 +107,18 @@ class Combine(NamedTuple):
         w = self.w
         routing = route(self.router_logits(), w.top_k, renormalise=w.renormalise, form=w.form)
         to_experts = experts_addition(self.lora, self.layer)
-        return moe(self.x.value, routing, w.experts, residual, to_experts)
+        if not w.form.scales_input:
+            return moe(self.x.value, routing, w.experts, residual, to_experts)
+        assert to_experts is None, "adapters of experts are refused where shares scale the input"
+        of_pairs = moe(*by_pair(self.x.value, routing), w.experts)
+        total = of_pairs.view(-1, w.top_k, of_pairs.shape[1]).sum(dim=1)
+        return total if residual is None else total.add_(residual)
 
 
 class SharedCombine(NamedTuple):
     """An addition of routed experts and of one that all rows have, both of the same rows."""
 
-    shared: GatedSum
+    shared: GatedSum | Sum
     gate: LinearWeight | None
     """[1, H]: the shared expert's part is times its sigmoid; None: it is added as it is."""
     routed: Combine
@@ -200,6 +209,10 @@ class Stream:
     def settle(self) -> torch.Tensor:
         """The stream with all additions, [T, H]."""
         return self._value
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiplies the stream, with all additions, by [1]."""
+        self._value = self.settle() * factor
 
     def of_rows(self, rows: torch.Tensor) -> Stream:
         """A stream of some of the rows ([L] int64)."""

@@ -83,6 +83,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LOCAL, "head_dim": None, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
          "attention_multiplier": 0.3, "logits_scaling": 4.0},
     ),
+    "hy3": (
+        "hy_v3",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44,
+         "router_scaling_factor": 2.8},
+    ),
+    "llama4": (
+        "llama4_text",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44,
+         "intermediate_size_mlp": 100, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
+         "no_rope_layer_interval": 3, "attention_chunk_size": 20, "floor_scale": 16,
+         "attn_scale": 0.3},
+    ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
 

@@ -41,7 +41,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip(f"cc: {cpu.native_cpu_missing()}")
 
 
-def attend(case: Case, window: int, first_position: int = 0) -> torch.Tensor:
+def attend(
+    case: Case, window: int, first_position: int = 0, *, is_chunked: bool = False
+) -> torch.Tensor:
     """The front."""
     return in_parts(paged_attention)(
         case.q,
@@ -55,19 +57,22 @@ def attend(case: Case, window: int, first_position: int = 0) -> torch.Tensor:
         case.max_kv_len,
         first_position=first_position,
         window=window,
+        is_chunked=is_chunked,
     )
 
 
-def check(case: Case, window: int, first_position: int = 0) -> None:
-    peer = eager_attention(case, first_position, window)
-    exact = exact_attention(case, first_position, window)
-    assert_as_exact(attend(case, window, first_position), peer, exact)
+def check(case: Case, window: int, first_position: int = 0, *, is_chunked: bool = False) -> None:
+    peer = eager_attention(case, first_position, window, is_chunked=is_chunked)
+    exact = exact_attention(case, first_position, window, is_chunked=is_chunked)
+    made = attend(case, window, first_position, is_chunked=is_chunked)
+    assert_as_exact(made, peer, exact)
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_rows_attend_to_their_windows(window: int, dtype: torch.dtype) -> None:
+def test_rows_attend_to_their_windows(window: int, is_chunked: bool, dtype: torch.dtype) -> None:
     fresh_seed()
     lengths = [
         (1, 1),
@@ -83,8 +88,8 @@ def test_rows_attend_to_their_windows(window: int, dtype: torch.dtype) -> None:
     random.shuffle(lengths)
     for geometry in (Geometry(9, 3, 64, 16), Geometry(8, 1, 72, 8)):
         case = make_case(geometry, lengths, dtype)
-        hide_before_window(case, window)
-        check(case, window)
+        hide_before_window(case, window, is_chunked=is_chunked)
+        check(case, window, is_chunked=is_chunked)
 
 
 @pytest.mark.usefixtures("path")

@@ -27,13 +27,23 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 Lengths = list[tuple[int, int]]
 
 
-def decode(module: ModuleType, case: Case, window: int, max_rows: int = 1) -> torch.Tensor:
+def decode(
+    module: ModuleType, case: Case, window: int, max_rows: int = 1, *, is_chunked: bool = False
+) -> torch.Tensor:
     is_uniform = bool((case.cu_q_lens.diff() == 1).all())
     options = {"is_uniform": is_uniform, "max_rows": max_rows, "window": window}
+    options["is_chunked"] = is_chunked
     return decode_rows(module, case, 5000, **options)
 
 
-def extend(module: ModuleType, case: Case, window: int, *, has_own: bool = False) -> torch.Tensor:
+def extend(
+    module: ModuleType,
+    case: Case,
+    window: int,
+    *,
+    has_own: bool = False,
+    is_chunked: bool = False,
+) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan")).flatten(1)
     module.extend_attention(
         out,
@@ -47,29 +57,42 @@ def extend(module: ModuleType, case: Case, window: int, *, has_own: bool = False
         case.max_q_len,
         module.OwnKv(*case.own_kv()) if has_own else None,
         window=window,
+        is_chunked=is_chunked,
     )
     return out
 
 
 def fixed(
-    module: ModuleType, case: Case, window: int, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType,
+    case: Case,
+    window: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_chunked: bool = False,
 ) -> torch.Tensor:
     """In small segments, each of a program of its own or not."""
     out = torch.full_like(case.q, float("nan")).flatten(1)
     monkeypatch.setattr(module, "SEGMENT", 128)
     monkeypatch.setattr(module, "_PROGRAMS_PER_SM", random.choice((0, 1 << 10)))
     lengths = (case.page_table, case.cu_q_lens, case.kv_lens)
-    module.fixed_attention(out, case.q, case.pool, LAYER, *lengths, case.scale, 500, window)
+    given = (out, case.q, case.pool, LAYER, *lengths, case.scale, 500, window)
+    module.fixed_attention(*given, is_chunked=is_chunked)
     return out
 
 
 def make_hidden(
-    geometry: Geometry, lengths: Lengths, dtype: torch.dtype, window: int
+    geometry: Geometry,
+    lengths: Lengths,
+    dtype: torch.dtype,
+    window: int,
+    *,
+    is_chunked: bool = False,
 ) -> tuple[Case, torch.Tensor, torch.Tensor]:
     """With NaN before the windows; torch's own result and the exact one."""
     case = make_case(geometry, lengths, dtype)
-    hide_before_window(case, window)
-    return case, eager_attention(case, window=window), exact_attention(case, window=window)
+    hide_before_window(case, window, is_chunked=is_chunked)
+    eager = eager_attention(case, window=window, is_chunked=is_chunked)
+    return case, eager, exact_attention(case, window=window, is_chunked=is_chunked)
 
 
 def check_rows(
@@ -109,6 +132,29 @@ def test_decode(
             monkeypatch.setattr(module, "num_splits", lambda *_: splits)
         check_rows(decode(module, case, window), case, 1, 1, *expected)
         check_rows(decode(module, case, window, max_rows=4), case, 1, 4, *expected)
+
+
+@pytest.mark.parametrize("window", [8, 67, 100])
+def test_chunks(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks below and above a page, a tile and the rows of a program, in all three kernels."""
+    fresh_seed()
+    lengths = [(1, 1), (3, 3), (1, 129), (4, 131), (0, 5), (70, 177), (2, 66), (60, 60)]
+    geometry = Geometry(2, 1, 24, 16)
+    made = make_hidden(geometry, lengths, torch.float32, window, is_chunked=True)
+    case, *expected = made
+    with kernel_module("decode_attention", tmp_path) as module:
+        monkeypatch.setattr(module, "num_splits", lambda *_: 3)
+        out = decode(module, case, window, max_rows=4, is_chunked=True)
+        check_rows(out, case, 1, 4, *expected)
+        check_rows(decode(module, case, window, is_chunked=True), case, 1, 1, *expected)
+    with kernel_module("extend_attention", tmp_path) as module:
+        check_rows(extend(module, case, window, is_chunked=True), case, 2, 1000, *expected)
+        hidden = hide_own_pages(case)
+        out = extend(module, hidden, window, has_own=True, is_chunked=True)
+        check_rows(out, case, 2, 1000, *expected)
+    with kernel_module("fixed_attention", tmp_path) as module:
+        out = fixed(module, case, window, monkeypatch, is_chunked=True)
+        assert_as_exact(out, *expected)
 
 
 def test_decode_splits_what_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +261,7 @@ def test_the_checks_see_a_mutation(
         ("walk = first // TILE * TILE", "walk = TILE + first // TILE * TILE"),
         ("tl.minimum(full, segment_end), TILE", "tl.minimum(full, segment_end) - TILE, TILE"),
         ("first_segment = first // SEGMENT", "first_segment = 1 + first // SEGMENT"),
-        ("cached + begin, Q_ROWS, common, WINDOW", "cached + begin, 1, common, WINDOW"),
+        ("cached + begin, Q_ROWS, common, 0, WINDOW", "cached + begin, 1, common, 0, WINDOW"),
     ],
 )
 def test_the_checks_of_fixed_rows_see_a_mutation(

@@ -7,14 +7,38 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.kernels.activation import Gating
+import torch.nn.functional as F
+from weft.kernels.activation import GELU_TANH, SILU, Gating
 from weft.kernels.int_groups import mxfp4_groups
-from weft.kernels.linear import gate_up_silu, pack_gate_up
-from weft.kernels.moe import ExpertWeights, RouterForm, Routing, moe, pack_experts, route
+from weft.kernels.linear import gate_up_silu, pack_gate_up, pack_linear
+from weft.kernels.moe import (
+    ExpertWeights,
+    RouterForm,
+    Routing,
+    SparseMlpWeight,
+    moe,
+    pack_experts,
+    route,
+)
+from weft.kernels.stream import Combine, Normed
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
 GPT_OSS = Gating(alpha=1.702, limit=1.1, offset=1.0)
+LIMITED = Gating(limit=0.7, gate_limit=0.9)
+GATINGS = {"gpt-oss": GPT_OSS, "gelu": GELU_TANH, "limited": LIMITED}
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
+    """Each form as it is defined."""
+    if gating is GELU_TANH:
+        return F.gelu(gate, approximate="tanh") * up
+    if gating is LIMITED:
+        return F.silu(gate.clamp(max=0.9)) * up.clamp(-0.7, 0.7)
+    gate, up = gate.clamp(max=1.1), up.clamp(-1.1, 1.1)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 FORMS = {
     "sigmoid": (7, 3, RouterForm(is_sigmoid=True, scale=1.8)),
     "corrected": (20, 4, RouterForm(is_sigmoid=True, correction=0.4 * torch.randn(20))),
@@ -88,6 +112,26 @@ def test_routing_on_a_gpu(name: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(shares, expected[1])
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_shares_that_scale_the_input(top_k: int) -> None:
+    """As if each chosen expert had its own rows."""
+    fresh_seed()
+    case = Experts(9, torch.float32, SILU)
+    form = RouterForm(is_sigmoid=True, scales_input=True)
+    router = torch.randn(5, 40)
+    w = SparseMlpWeight(pack_linear(router), case.packed(), top_k, renormalise=False, form=form)
+    residual = torch.randn(9, 40)
+    out = Combine(Normed(case.x), w, None, 0).added_to(residual)
+    logits = case.x @ router.t()
+    expected = residual.clone()
+    for row, scores in enumerate(logits):
+        for expert in scores.topk(top_k).indices.tolist():
+            x = case.x[row] * scores[expert].sigmoid()
+            gate, up = (case.w13[expert] @ x + case.biases[0][expert]).chunk(2)
+            expected[row] += case.w2[expert] @ (F.silu(gate) * up) + case.biases[1][expert]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_correction_that_is_no_number_is_not_hidden() -> None:
     form = RouterForm(is_sigmoid=True, correction=torch.zeros(6), groups=3, kept_groups=2)
     logits = torch.randn(1, 6)
@@ -100,7 +144,8 @@ def test_a_correction_that_is_no_number_is_not_hidden() -> None:
 class Experts:
     """Random experts with biases and a limited gate."""
 
-    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, dtype: torch.dtype, gating: Gating) -> None:
+        self.gating = gating
         experts, hidden, inner, top_k = 5, 40, 24, 3
         self.x = torch.randn(rows, hidden).to(dtype)
         self.w13 = (torch.randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
@@ -114,7 +159,7 @@ class Experts:
 
     def packed(self) -> ExpertWeights:
         pairs = list(zip(self.w13, self.w2, strict=True))
-        return pack_experts(pairs, len(pairs), gating=GPT_OSS, biases=self.biases)
+        return pack_experts(pairs, len(pairs), gating=self.gating, biases=self.biases)
 
     def compute(self, dtype: torch.dtype) -> torch.Tensor:
         out = torch.zeros(self.x.shape, dtype=dtype)
@@ -122,27 +167,28 @@ class Experts:
         for row, (ids, shares) in enumerate(zip(*self.routing, strict=True)):
             for expert, share in zip(ids.tolist(), shares.to(dtype), strict=True):
                 gate, up = (w13[expert] @ x[row] + b13[expert]).chunk(2)
-                gate, up = gate.clamp(max=GPT_OSS.limit), up.clamp(-1.1, 1.1)
-                inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                inner = activated(gate, up, self.gating)
                 out[row] += share * (w2[expert] @ inner + b2[expert])
         return out
 
 
+@pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_with_biases_and_a_limited_gate(dtype: torch.dtype) -> None:
+def test_experts_with_biases_and_other_gates(dtype: torch.dtype, gating: str) -> None:
     fresh_seed()
-    case = Experts(9, dtype)
+    case = Experts(9, dtype, GATINGS[gating])
     out = moe(case.x, case.routing, case.packed())
     assert_as_exact(out, case.compute(dtype), case.compute(torch.float64), slack=1e-5)
 
 
 @pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("rows", [2, 20])
-def test_such_experts_on_a_gpu(rows: int, tmp_path: Path) -> None:
+def test_such_experts_on_a_gpu(rows: int, gating: str, tmp_path: Path) -> None:
     fresh_seed()
-    case = Experts(rows, torch.float32)
+    case = Experts(rows, torch.float32, GATINGS[gating])
     with kernel_module("moe", tmp_path) as module:
-        more = module.ExpertParts(GPT_OSS, case.biases)
+        more = module.ExpertParts(case.gating, case.biases)
         out = module.moe(case.x, *case.routing, case.w13, case.w2, None, None, more)
     exact = case.compute(torch.float64)
     assert_as_exact(out, case.compute(torch.float32), exact, slack=1e-5)

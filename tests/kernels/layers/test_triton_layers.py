@@ -223,9 +223,9 @@ def make_unusual(dtype: torch.dtype) -> list[Layer]:
         *(HEADS, KV_HEADS, DIM, 0.2), sinks=torch.randn(HEADS), softcap=3.0, window=20
     )
     mixers = [
-        attention_of(layers[0], change=changes[0], num_adjacent=DIM // 2),
-        attention_of(layers[1], change=changes[1], spec=spec),
-        attention_of(layers[2], change=changes[2], cos_sin=cos_sin[:1], q_norm=of_head),
+        attention_of(layers[0], changes=changes[0:1], num_adjacent=DIM // 2),
+        attention_of(layers[1], changes=changes[1:2], spec=spec),
+        attention_of(layers[2], changes=changes[2:3], cos_sin=cos_sin[:1], q_norm=of_head),
         attention_of(layers[3], num_adjacent=DIM // 4, q_norm=of_head, k_norm=of_head),
         attention_of(layers[4], q_scales=1 + torch.rand(len(cos_sin))),
     ]

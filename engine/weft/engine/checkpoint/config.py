@@ -23,7 +23,7 @@ from weft.engine.checkpoint.architectures import (
 )
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
-from weft.engine.checkpoint.moe_config import MoEConfig, qwen_experts
+from weft.engine.checkpoint.moe_config import MoEConfig, qwen_experts, without_defaults
 from weft.engine.checkpoint.mtp_config import MtpConfig
 from weft.engine.checkpoint.parts import DecoderConfig, NamesConfig
 from weft.engine.checkpoint.quantization import Quantization, read_quantization
@@ -76,6 +76,8 @@ class SlidingWindow:
     """Positions that a row attends to, its own included."""
     layers: tuple[int, ...]
     """Indices of the layers with a window, from 0; at least one."""
+    is_chunked: bool = False
+    """Whether it does not slide, but begins at multiples of its length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +250,54 @@ class ModelConfig:
         return list(self.decoder.attention_layers)
 
     @property
+    def page_planes(self) -> list[tuple[int | None, list[tuple[int, int, list[int]]]]]:
+        """`page_groups` with the layers of each by their K and V: heads, elements of a head, and
+        the numbers of the layers.
+        """
+        planes = []
+        for reach, numbers in self.page_groups:
+            shapes: dict[tuple[int, int], list[int]] = {}
+            for layer in numbers:
+                shapes.setdefault(self.kv_shape(layer), []).append(layer)
+            planes.append((reach, [(*shape, layers) for shape, layers in shapes.items()]))
+        return planes
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """K and V heads of a layer, from 0, and elements of a head as they are cached."""
+        own = None if self.decoder is None else self.decoder.attention_of(layer)
+        if own is None:
+            return self.num_kv_heads, self.head_dim
+        return own.kv_heads or self.num_kv_heads, own.head_dim or self.head_dim
+
+    @property
+    def most_grouped(self) -> int:
+        """Most query heads of a K and V head."""
+        if self.decoder is None:
+            return self.num_heads // self.num_kv_heads
+        return max(
+            (layer.heads or self.num_heads) // (layer.kv_heads or self.num_kv_heads)
+            for layer in self.decoder.attentions
+        )
+
+    def kv_source(self, layer: int) -> int:
+        """The layer, from 0, whose K and V a layer attends to: itself in most models."""
+        found = None if self.decoder is None else self.decoder.attention_of(layer).kv_from
+        return layer if found is None else found
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers have products of the same shapes."""
+        if self.decoder is None:
+            return True
+        shapes = {
+            (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim, layer.kv_from is None)
+            for layer in self.decoder.attentions
+        }
+        own = self.decoder.attention
+        has_others = own.is_value_key or own.value_dim is not None
+        return len(shapes) == 1 and not has_others and len(set(self.decoder.mlp.sizes)) < 2
+
+    @property
     def has_mixed_windows(self) -> bool:
         """Whether some layers have a sliding window, and some attend to the whole context."""
         windows = [self.window_of(layer) for layer in self.attention_layers]
@@ -258,7 +308,7 @@ class ModelConfig:
         """For each page group its window and the numbers of its layers. None as window: the group
         keeps all positions, as the first group always does.
         """
-        numbers = self.attention_layers
+        numbers = [n for n in self.attention_layers if self.kv_source(n) == n]
         if self.is_encoder or not (self.frees_windows and self.has_mixed_windows):
             return [(None, numbers)]
         kept = [layer for layer in numbers if self.window_of(layer) is None]
@@ -279,6 +329,8 @@ class ModelConfig:
             del values[name]
         if self.moe is not None:
             values["moe"] = self.moe.values()
+        if self.sliding_window is not None:
+            values["sliding_window"] = without_defaults(self.sliding_window, 2)
         if self.decoder is not None:
             values["decoder"] = self.decoder.values()
         for name in ("moe", "latent", "sliding_window", "decoder"):

@@ -6,10 +6,13 @@ Pure Python, as `weft.engine.checkpoint.config`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.engine.checkpoint.fields import Fields
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class RouterConfig:
     """Number of a group's best experts whose scores add up to the group's score."""
     least_sum: float = 1e-20
     scale: float = 1.0
+    scales_input: bool = False
+    """Whether an expert's share is a factor on its input, in place of its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,14 @@ class MoEConfig:
     """Whether experts have a gate; else they are MLPs with squared ReLU."""
     latent_size: int | None = None
     """Width that the stream is projected to for the experts; None: it is not."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of each expert's gate, without `gating`."""
+    limits: tuple[float, ...] = ()
+    """By layer the largest activated gate of its experts, and the largest magnitude of what it
+    gates; 0 or no entry: any.
+    """
+    shared_limits: tuple[float, ...] = ()
+    """The same of shared experts."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -97,12 +110,23 @@ class MoEConfig:
 
     def values(self) -> Mapping[str, Any]:
         """The fields for a fingerprint: those that families differ in only where they do."""
-        first, values = 6, asdict(self)
-        for known in fields(self)[first:]:
-            default = RouterConfig() if known.name == "router" else known.default
-            if getattr(self, known.name) == default:
-                del values[known.name]
+        values = without_defaults(self, 6)
+        if "router" in values:
+            values["router"] = without_defaults(self.router, 8)
         return values
+
+
+def without_defaults(record: DataclassInstance, first: int) -> dict[str, Any]:
+    """A record's fields for a fingerprint; of those behind the `first` ones, which came later,
+    those alone that differ from their defaults.
+    """
+    values = asdict(record)
+    for known in fields(record)[first:]:
+        made = known.default_factory
+        default = known.default if made is MISSING else made()
+        if getattr(record, known.name) == default:
+            del values[known.name]
+    return values
 
 
 def qwen_experts(config: Fields) -> MoEConfig:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from weft.engine.checkpoint.moe_config import MoENamesConfig
+from weft.engine.checkpoint.moe_config import MoENamesConfig, without_defaults
 from weft.engine.checkpoint.recurrent_config import Mamba2Config, RecurrentConfig
 from weft.engine.checkpoint.rope import RopeConfig, rope_values
 
@@ -39,6 +39,30 @@ class HeadNormConfig:
     is_after_rotation: bool = False
     q_name: str = "q_norm"
     k_name: str = "k_norm"
+    has_weight: bool = True
+    """Whether the checkpoint has weights for them; else they are norms alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """A factor on the heads of attention's result, from a projection of the layer's input."""
+
+    name: str | None = None
+    """Of the projection; None: `q_proj` has the factors of each head behind its q."""
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_by_head: bool = False
+    """Whether there is one factor a head, in place of one an element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerConfig:
+    """A second embedding, of which each layer adds its own part (Gemma 3n's and 4's per-layer
+    embeddings): a gate of the stream times the part, projected and normalised.
+    """
+
+    vocab_size: int
+    dim: int
+    """Elements of one layer's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +82,36 @@ class AttentionConfig:
     """Whether each head has a logit of its own in the softmax: `sinks`."""
     q_growth: tuple[float, int] | None = None
     """(b, n): q at position p is multiplied by 1 + b * log(1 + p // n)."""
-    has_gate: bool = False
-    """Whether each head's result is weighed by sigmoids, projected with its q: `q_proj` has each
-    head's q and gate.
-    """
+    growth_counts_from: int = 0
+    """The number of the first position for `q_growth`."""
+    heads: int | None = None
+    """Query heads, if not as many as the model's."""
+    kv_heads: int | None = None
+    """The same of K and V heads."""
+    head_dim: int | None = None
+    """Elements of a head, if not as many as the model's."""
+    value_dim: int | None = None
+    """Elements of a head of V, if less than those of K."""
+    value_factor: float = 1.0
+    """Factor on V."""
+    value_norm: NormConfig | None = None
+    """Norm of each head of V, without weight."""
+    is_value_key: bool = False
+    """Whether V is the projection of K, before K's norm and rotation."""
+    kv_from: int | None = None
+    """The earlier layer, from 0, whose K and V are attended to; None: the layer has its own."""
+    gate: GateConfig | None = None
+    """A gate of what attention returns."""
     first_position: int = 0
-    """First position to which rows attend."""
+    """First position to which rows attend, of draft heads."""
 
     def values(self) -> dict[str, Any]:
-        """The fields for a fingerprint: a gate only where there is one."""
-        values = asdict(self)
+        """The fields for a fingerprint."""
+        values = without_defaults(self, 8)
         if self.rope is not None:
             values["rope"] = rope_values(self.rope)
-        if not self.has_gate:
-            del values["has_gate"]
-        del values["first_position"]  # Of draft heads alone.
+        if self.head_norm is not None:
+            values["head_norm"] = without_defaults(self.head_norm, 5)
         return values
 
 
@@ -105,13 +144,12 @@ class MlpConfig:
     bias: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
     """On the gate before its activation, and on the result."""
-
-    def values(self) -> dict[str, Any]:
-        """The fields for a fingerprint: factors only where there are some."""
-        values = asdict(self)
-        if self.factors == (1.0, 1.0):
-            del values["factors"]
-        return values
+    sizes: tuple[int, ...] = ()
+    """Inner width by layer; empty: all have the model's."""
+    limits: tuple[float, ...] = ()
+    """By layer the largest activated gate, and the largest magnitude of what it gates; 0 or no
+    entry: any. Also of shared experts.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +172,15 @@ class DecoderConfig:
     logit_softcap: float | None = None
     without_feed: tuple[int, ...] = ()
     """Layers, from 0, that have no feed-forward block."""
+    per_layer: PerLayerConfig | None = None
+    """A second embedding; None: there is none."""
+    has_layer_factors: bool = False
+    """Whether each layer ends with a factor on the stream, which the checkpoint has."""
 
     def values(self) -> Mapping[str, Any]:
         """The fields for a fingerprint."""
-        values = {**asdict(self), "mlp": self.mlp.values()}
-        if not self.without_feed:
-            del values["without_feed"]
+        values = without_defaults(self, 8)
+        values["mlp"] = without_defaults(self.mlp, 3)
         values["layers"] = [_mixer_values(layer) for layer in self.layers]
         return values
 
@@ -157,10 +198,21 @@ class DecoderConfig:
         )
 
     @property
+    def attentions(self) -> list[AttentionConfig]:
+        """The attention of the layers that have some."""
+        return [self.attention_of(layer) for layer in self.attention_layers]
+
+    @property
     def attention(self) -> AttentionConfig:
         """The attention of the first layer that has some."""
-        layers = (n.attention if isinstance(n, ParallelConfig) else n for n in self.layers)
-        return next(layer for layer in layers if isinstance(layer, AttentionConfig))
+        return self.attention_of(self.attention_layers[0])
+
+    def attention_of(self, layer: int) -> AttentionConfig:
+        """The attention of a layer, from 0, that has some."""
+        config = self.layers[layer]
+        config = config.attention if isinstance(config, ParallelConfig) else config
+        assert isinstance(config, AttentionConfig), "a recurrent layer has no attention"
+        return config
 
 
 def _mixer_values(layer: MixerConfig) -> dict[str, Any]:
@@ -200,6 +252,7 @@ class NamesConfig:
     qkv: str | None = None
     """Module of all rows of q, k and v; None: each is one of its own."""
     o: str = "o_proj"
+    sinks: str = "sinks"
     gate_up: str | None = None
     """Module of all rows of gate and up."""
     gate: str = "gate_proj"
@@ -207,6 +260,14 @@ class NamesConfig:
     down: str = "down_proj"
     feeds: tuple[str, ...] = ("mlp",)
     """The feed-forward block; the first that a layer has counts."""
+    per_layer: tuple[str, str, str] = (
+        "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+    )  # fmt: skip
+    """In a layer, gate, projection and norm of its part of a second embedding."""
+    per_layer_embedding: tuple[str, str, str] = (
+        "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+    )  # fmt: skip
+    """The second embedding, the projection of the first that is added, and its norm."""
     moe: MoENamesConfig = MoENamesConfig()  # noqa: RUF009 - frozen
     """Parameters of a mixture of experts."""
 

@@ -55,16 +55,17 @@ def promise_determinism(
             "prompts are cut",
             param="deterministic",
         )
-    native, dim = native_cpu(), layout.plane.dim
-    group = loaded.config.num_heads // loaded.config.num_kv_heads
+    native, group = native_cpu(), loaded.config.most_grouped
+    dims = {plane.dim for pages in layout.groups for plane in pages.planes}
     if native is None:
         reason = f"it needs the native operations ({native_cpu_missing()})"
     elif loaded.config.is_encoder and loaded.config.intermediate_size % _VECTOR:
         reason = f"an encoder's intermediate_size must be a multiple of {_VECTOR}"
     elif loaded.config.is_encoder:
         return ["deterministic: a prompt is computed whole, each of its rows in one order"]
-    elif dim % 8 or dim > native.max_dim or group > native.max_group:
-        reason = f"the native attention does not take heads of {dim} in groups of {group}"
+    elif any(dim % 8 or dim > native.max_dim for dim in dims) or group > native.max_group:
+        widths = " and ".join(map(str, sorted(dims)))
+        reason = f"the native attention does not take heads of {widths} in groups of {group}"
     else:
         return [
             "deterministic: the native operations compute each row in one order, whatever else a "
@@ -80,7 +81,7 @@ def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         reason = "products in float32 are cuBLAS's, which cuts them by their rows; take bfloat16"
     elif capability < (9, 0):
         reason = f"tested from compute capability 9.0 on, {device} has {capability}"
-    elif loaded.config.num_heads // loaded.config.num_kv_heads > MAX_FIXED_GROUP:
+    elif loaded.config.most_grouped > MAX_FIXED_GROUP:
         reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
     elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):
         reason = f"nothing is known of the operations of {type(loaded.model).__name__}"

@@ -487,7 +487,7 @@ def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
 
 
 def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
-    if config.latent is not None:
+    if config.latent is not None or not config.has_equal_layers:
         return False
     shape = (config.num_heads, config.head_dim)
     return gains_by_exact_lengths(*shape, *lengths, config.common_window)

@@ -183,7 +183,7 @@ def describe_windows(layout: CacheLayout, counts: Sequence[int]) -> list[str]:
     if len(counts) == 1:
         return []
     told = [
-        f"{group.plane.layers} layers {_kept(group)}: {count:,} pages of "
+        f"{group.layers} layers {_kept(group)}: {count:,} pages of "
         f"{group.page_bytes(layout.page_size):,} bytes"
         for group, count in zip(layout.groups, counts, strict=True)
     ]

@@ -553,7 +553,10 @@ def _describe_engine(
         draft=layout.plane.draft,
         head_dim=layout.plane.dim,
         kv_parts=layout.plane.parts,
-        window_planes={group.plane.name: group.plane.layers for group in layout.groups[1:]},
+        further_planes={
+            plane.name: (plane.layers, plane.heads, plane.dim)
+            for plane in [plane for group in layout.groups for plane in group.planes][1:]
+        },
         transports=transport.transports,
         transport_detail=transport.describe(),
         versions=_versions(),

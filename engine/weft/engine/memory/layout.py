@@ -4,8 +4,10 @@ A layout has groups of planes. Planes of a group share page numbers and page tab
 group is one range of bytes, in which the planes follow one another. The pool of a plane is
 `[num_pages, heads, layers, parts, page_size, dim]`, contiguous within a page: a head range of a
 page is one range of bytes, and each (page, head, layer, part) is a dense `[page_size, dim]` matrix
-for attention. The tensor's first stride is the distance between pages. At present every group has
-one plane, and its pool is contiguous as a whole. Each group after the first has a pool and page
+for attention. The tensor's first stride is the distance between pages. Most groups have one plane,
+and its pool is contiguous as a whole. Layers with other heads have a plane of their own; the pool
+of a group of several planes is `[num_pages, elements]`, and `PlaneInPage` finds a plane in it. Each
+group after the first has a pool and page
 numbers of its own; a request keeps only those of its pages that its window still reaches.
 
 Recurrent layers have no pages. What they know at a page border is a block, which never changes once
@@ -41,6 +43,11 @@ class PagedPlane:
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
 
+    @property
+    def width(self) -> int:
+        """Elements of a position, all layers."""
+        return self.heads * self.layers * len(self.parts) * self.dim
+
 
 def window_plane(reach: int) -> str:
     """Name of the plane of layers that attend to at most `reach` positions."""
@@ -58,12 +65,20 @@ class PageGroup:
 
     @property
     def plane(self) -> PagedPlane:
-        """The only plane of the group."""
-        (plane,) = self.planes
-        return plane
+        """The first plane of the group, of most models the only one."""
+        return self.planes[0]
+
+    @property
+    def layers(self) -> int:
+        """Layers of all planes."""
+        return sum(plane.layers for plane in self.planes)
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """Shape of the plane in a page: (heads, layers, parts, page_size, dim)."""
+        """Shape of a page: (heads, layers, parts, page_size, dim) of the plane, or the elements of
+        several planes.
+        """
+        if len(self.planes) > 1:
+            return (page_size * sum(plane.width for plane in self.planes),)
         plane = self.plane
         return (plane.heads, plane.layers, len(plane.parts), page_size, plane.dim)
 
@@ -73,13 +88,7 @@ class PageGroup:
 
     def describe(self, page_size: int) -> str:
         """Canonical text of the group."""
-        plane = self.plane
-        parts = ",".join(f"{part}:{plane.dim}:{plane.dtype}" for part in plane.parts)
-        described = (
-            f"plane={plane.name};layers={plane.layers};heads={plane.heads};"
-            f"parts={parts};page_size={page_size};order=head,layer,part,position,dim"
-        )
-        return f"{described};draft={plane.draft}" if plane.draft else described
+        return "+".join(_describe(plane, page_size) for plane in self.planes)
 
 
 class StatePart(NamedTuple):
@@ -161,7 +170,7 @@ class CacheLayout:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """Shape of a page of the first group: (heads, layers, parts, page_size, dim)."""
+        """Shape of a page of the first group; see `PageGroup.page_shape`."""
         return self.groups[0].page_shape(self.page_size)
 
     @property
@@ -177,3 +186,12 @@ class CacheLayout:
         """Canonical text of the layout, part of the namespace."""
         groups = [group.describe(self.page_size) for group in self.groups]
         return "|".join(groups if self.states is None else [*groups, self.states.describe()])
+
+
+def _describe(plane: PagedPlane, page_size: int) -> str:
+    parts = ",".join(f"{part}:{plane.dim}:{plane.dtype}" for part in plane.parts)
+    described = (
+        f"plane={plane.name};layers={plane.layers};heads={plane.heads};"
+        f"parts={parts};page_size={page_size};order=head,layer,part,position,dim"
+    )
+    return f"{described};draft={plane.draft}" if plane.draft else described

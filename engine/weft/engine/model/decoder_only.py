@@ -20,6 +20,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.replaced import hide_unknown_tokens, replaced_linear
 from weft.kernels.stream import Taps
 
@@ -73,15 +74,19 @@ class DecoderOnlyLM:
         """The shape of one page of this model's KV."""
         config, dtype = self.config, str(self.dtype).removeprefix("torch.")
         groups = []
-        for reach, layers in config.page_groups:
-            plane = PagedPlane(
-                name="target" if reach is None else window_plane(reach),
-                layers=len(layers),
-                heads=config.num_kv_heads,
-                dim=config.head_dim,
-                dtype=dtype,
+        for reach, planes in config.page_planes:
+            name = "target" if reach is None else window_plane(reach)
+            made = (
+                PagedPlane(
+                    name=f"{name}-{heads}x{dim}" if number else name,
+                    layers=len(layers),
+                    heads=heads,
+                    dim=dim,
+                    dtype=dtype,
+                )
+                for number, (heads, dim, layers) in enumerate(planes)
             )
-            groups.append(PageGroup((plane,), reach))
+            groups.append(PageGroup(tuple(made), reach))
         return CacheLayout(page_size, tuple(groups))
 
     def forward(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
@@ -138,9 +143,16 @@ def o_projection(config: ModelConfig, weights: Weights) -> LinearWeight:
 
 def place_in_pools(config: ModelConfig, layers: Sequence[Layer]) -> None:
     """Assigns the layers of a stack to page groups; must be called before runs are made."""
-    for group, (_, numbers) in enumerate(config.page_groups):
-        for in_pool, number in enumerate(numbers):
-            layers[number].mixer.move(group, in_pool)
+    places: dict[int, tuple[int, int, PlaneInPage | None]] = {}
+    for group, (_, planes) in enumerate(config.page_planes):
+        widths = [2 * heads * dim * len(numbers) for heads, dim, numbers in planes]
+        for index, (heads, dim, numbers) in enumerate(planes):
+            before = sum(widths[:index])
+            plane = PlaneInPage(before, sum(widths), heads, len(numbers), 2, dim)
+            for in_plane, number in enumerate(numbers):
+                places[number] = group, in_plane, plane if len(planes) > 1 else None
+    for number in config.attention_layers:
+        layers[number].mixer.move(*places[config.kv_source(number)])
 
 
 def vocabulary_size(config: ModelConfig) -> tuple[int, int, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from weft.engine.model.layers.attention import Attention
 from weft.engine.model.layers.layer import Form, Layer
 from weft.engine.model.layers.mlp import GatedMLP
+from weft.engine.model.layers.per_layer import PerLayerEmbedding
 from weft.engine.model.step import Step
 from weft.kernels.dense_run import DenseLayer, DenseRun
 from weft.kernels.lora import add_embedding_lora, addition_to
@@ -118,17 +120,23 @@ class Stack:
         norm: AnyNorm,
         multiplier: float = 1.0,
         peers: Peers | None = None,
+        per_layer: PerLayerEmbedding | None = None,
     ) -> None:
         """Assembles the parts; `embed_tokens` is [vocab, hidden], whole on every rank, `multiplier`
-        a factor on its rows as they enter the stream, rounded to their dtype.
+        a factor on its rows as they enter the stream, rounded to their dtype; `per_layer` is a
+        second embedding or None.
         """
         self._peers = peers
         self.embed_tokens = embed_tokens
         self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm
         self.layers = tuple(layers)
+        self._per_layer = per_layer
         self._whole = runs_of(layers)
-        self._but_last = runs_of(layers[:-1])
+        last = max(number for number, layer in enumerate(layers) if layer.mixer.has_own_kv)
+        self._last = layers[last]
+        """The last layer that stores something; those behind it need the wanted rows alone."""
+        self._before_last, self._behind_last = runs_of(layers[:last]), runs_of(layers[last + 1 :])
 
     def with_layers(self, layers: Sequence[Layer]) -> Stack:
         """The stack with other layers."""
@@ -137,7 +145,7 @@ class Stack:
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
-        hidden, rows, peers = self._embed(step), step.logits_rows, self._peers
+        (hidden, step), rows, peers = self._embed(step), step.logits_rows, self._peers
         if step.wants_all:
             return self.norm(run_all(self._whole, hidden, step, pool, taps, peers))
         # Rows of a tree are not requests of their own.
@@ -145,26 +153,32 @@ class Stack:
             hidden = run_all(self._whole, hidden, step, pool, taps, peers)
             return self.norm(hidden.index_select(0, rows))
         # The last layer writes K and V of all rows, but computes only the wanted ones.
-        last = self.layers[-1]
-        stream = Stream(run_all(self._but_last, hidden, step, pool, taps, peers), taps, peers)
+        last = self._last
+        stream = Stream(run_all(self._before_last, hidden, step, pool, taps, peers), taps, peers)
         stream.enter(last.number)
         query = last.mixer.write(stream.normed(last.input_norm), step, pool)
         if rows.shape[0] == 0:
             return hidden.new_empty((0, hidden.shape[1]))
-        query, stream = query.of_rows(rows), stream.of_rows(rows)
-        last.finish(stream, query, step.one_row_requests(), pool)
-        return self.norm(stream.settle())
+        query, stream, wanted = query.of_rows(rows), stream.of_rows(rows), step.one_row_requests()
+        last.finish(stream, query, wanted, pool)
+        if not self._behind_last:
+            return self.norm(stream.settle())
+        hidden = stream.settle().contiguous()
+        return self.norm(run_all(self._behind_last, hidden, wanted, pool, None, peers))
 
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
-        hidden = self._embed(step)
+        hidden, step = self._embed(step)
         return self.norm(run_all(self._whole, hidden, step, pool, None, self._peers))
 
-    def _embed(self, step: Step) -> torch.Tensor:
+    def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:
         hidden, lora = self.embed_tokens.index_select(0, step.token_ids), step.lora
         if lora is not None and lora.embeddings is not None:
             replace_embeddings(hidden, step.token_ids, lora.embeddings, lora.segments)
         added = addition_to(lora, "embed", 0)
         if added is not None:
             add_embedding_lora(hidden, step.token_ids, added)
-        return hidden if self._multiplier is None else hidden.mul_(self._multiplier)
+        hidden = hidden if self._multiplier is None else hidden.mul_(self._multiplier)
+        if self._per_layer is not None:
+            step = replace(step, per_layer=self._per_layer(step.token_ids, hidden))
+        return hidden, step

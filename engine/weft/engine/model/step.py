@@ -43,6 +43,10 @@ class Step:
     """
     states: StateStep | None = None
     """Blocks and rings of the step's requests; None: the model has no recurrent layers."""
+    per_layer: torch.Tensor | None = None
+    """[T, layers, P]: what each layer adds by token (`PerLayerEmbedding`), which the stack
+    computes; None: nothing.
+    """
 
     @property
     def has_trees(self) -> bool:
@@ -81,4 +85,5 @@ class Step:
             logits_rows=torch.arange(num_rows, device=rows.device),
             lora=None if self.lora is None else self.lora.select(rows),
             slots=None if self.slots is None else self.slots.index_select(0, requests),
+            per_layer=None if self.per_layer is None else self.per_layer.index_select(0, rows),
         )

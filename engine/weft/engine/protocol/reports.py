@@ -123,7 +123,7 @@ class EngineInfo:
     max_loras: int = 0
     """Most adapters on the device at once; 0: the engine serves none."""
     max_lora_rank: int = 0
-    window_planes: dict[str, int] = field(default_factory=dict)
-    """Numbers of layers in the planes whose pages are freed behind a window, by plane name;
-    `layers` counts the other layers.
+    further_planes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Numbers of layers, heads and elements of a head in the planes after the first, by name: those
+    whose pages are freed behind a window, and those of layers with other heads.
     """

@@ -135,7 +135,9 @@ INLINE int visible_to(const Task *t, int row, long begin, int count) {
 /* Positions of a block, its first, that lie before a row's window. */
 INLINE int before_window(const Task *t, int row, long begin, int count) {
   if (t->window == 0) return 0;
-  long hidden = position_of(t, row / t->group) + 1 - t->window - begin;
+  const long at = position_of(t, row / t->group);
+  long hidden = at + 1 - t->window - begin;
+  if (t->is_chunked) hidden = at / t->window * t->window - begin;
   return hidden < 0 ? 0 : at_most(hidden, count);
 }
 

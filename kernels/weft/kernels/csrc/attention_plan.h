@@ -28,6 +28,7 @@ typedef struct {
   float scale;
   int64_t first_seen; /* positions before it are never attended to */
   int64_t window; /* positions that a row attends to at most, its own the last; 0: all */
+  int64_t is_chunked; /* the window begins at a multiple of its length */
   const int64_t *ancestors; /* [tokens], which rows of its tree each one sees; null: all before it */
   int64_t earlier_rows; /* of each tree: bit 0 is about the place so far before a request's rows */
   const float *sinks; /* [heads], a logit of each head's sum that weighs nothing; null: none */
@@ -101,6 +102,7 @@ typedef struct {
   long layer, kv_head, group;
   long first_position; /* of the first query row */
   long window; /* of Attention */
+  int is_chunked;
   long first_read; /* no row sees positions before it: they count as zeros */
   const int64_t *ancestors; /* of the first query row on; null: they see all before them */
   long root; /* place of the tree's first row */
@@ -142,7 +144,8 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
   Job job = {.first_token = a->cu_q_lens[low] + first, .end = position + count};
   job.task = (Task){.pages = a->page_table + low * a->table_stride, .layer = layer,
                     .kv_head = kv_head, .group = group, .first_position = position,
-                    .window = a->window, .first_read = a->first_seen, .rows = (int)(count * group),
+                    .window = a->window, .is_chunked = a->is_chunked != 0,
+                    .first_read = a->first_seen, .rows = (int)(count * group),
                     .ancestors = a->ancestors == NULL ? NULL : a->ancestors + job.first_token,
                     .root = kv_len - q_rows - a->earlier_rows};
   if (a->window > 0) {
@@ -151,6 +154,7 @@ static Job find_job(const Attention *a, const Pool *pool, const Plan *plan, long
       if (of_row < position) position = of_row;
     }
     long first_read = position + 1 - a->window;
+    if (a->is_chunked) first_read = position / a->window * a->window;
     if (first_read > a->first_seen) job.task.first_read = first_read;
     /* At the border of a block: a row's blocks are the same whichever rows come with it. */
     if (first_read / KV_BLOCK * KV_BLOCK > begin) begin = first_read / KV_BLOCK * KV_BLOCK;

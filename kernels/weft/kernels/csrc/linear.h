@@ -22,6 +22,7 @@ typedef struct {
   int32_t is_bf16;
   int32_t gated; /* panels alternate 16 columns of gate and of up, which `gated_values` makes one */
   float alpha, limit, offset; /* 1, infinity and 0: silu(gate) * up */
+  float gate_limit, cubic; /* infinity and 0 */
   int32_t group; /* numbers along K with a scale of their own, a multiple of 32; 0: no groups */
   int32_t bits;  /* of numbers in groups: 4 or 8 */
   /* Of groups: [panels][groups][scales, or scales and offsets][32], float32 or float16. */
@@ -179,13 +180,15 @@ typedef struct {
   int out_bf16;
 } Target;
 
-/* gate * sigmoid(alpha * gate) * (up + offset), both limited before. */
+/* gate * sigmoid(alpha * gate + cubic * gate^3) * (up + offset), both limited before. */
 static vf gated_values(const Weight *w, vf gate, vf up) {
-  if (w->alpha == 1 && w->limit == INFINITY && w->offset == 0) return vf_silu(gate) * up;
-  const vf most = vf_splat(w->limit), alpha = vf_splat(w->alpha);
-  gate = -vf_max(-most, -gate); /* numbers that are none stay */
+  const int is_limited = w->limit != INFINITY || w->gate_limit != INFINITY;
+  if (w->alpha == 1 && !is_limited && w->offset == 0 && w->cubic == 0) return vf_silu(gate) * up;
+  const vf most = vf_splat(w->limit), most_gate = vf_splat(w->gate_limit);
+  gate = -vf_max(-most_gate, -gate); /* numbers that are none stay */
   up = vf_max(-most, -vf_max(-most, -up));
-  return vf_silu(alpha * gate) / alpha * (up + vf_splat(w->offset));
+  const vf slope = vf_fma(gate * gate, vf_splat(w->cubic), vf_splat(w->alpha));
+  return vf_silu(slope * gate) / slope * (up + vf_splat(w->offset));
 }
 
 /* Bias, activation, residual and rounding of one tile. */

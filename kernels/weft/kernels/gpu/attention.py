@@ -16,7 +16,7 @@ from weft.kernels.gpu.decode_attention import MAX_FEW_ROWS, decode_attention
 from weft.kernels.gpu.dense_attention import dense_attention, suits
 from weft.kernels.gpu.extend_attention import OwnKv, extend_attention
 from weft.kernels.gpu.fixed_attention import fixed_attention
-from weft.kernels.gpu.flash_attention import flash_attention
+from weft.kernels.gpu.flash_attention import flash_attention, takes
 
 _SIZES = (2, 4, 8, 16, MAX_FEW_ROWS)
 _FEW_OF_MANY = 8
@@ -52,7 +52,8 @@ def paged_attention(
     tokens, heads, dim = q.shape
     page_table, _, cu_q_lens, kv_lens, max_q_len, max_kv_len, ancestors, *_ = step
     scale, window, is_fixed, is_settled = spec.scale, spec.window, spec.is_fixed, step.is_settled
-    sinks, softcap, first_position = spec.sinks, spec.softcap or 0.0, spec.first_position
+    sinks, softcap, chunked = spec.sinks, spec.softcap or 0.0, spec.is_chunked
+    first_position = spec.first_position
     requests = page_table.shape[0]
     is_tree = ancestors is not None
     if is_tree and is_fixed and first_position == 0:
@@ -74,7 +75,19 @@ def paged_attention(
         flash_attention(out, q, dense, prompts, scale)
     if is_fixed and first_position == 0:
         lengths = (page_table, cu_q_lens, kv_lens)
-        fixed_attention(out, q, pool, layer, *lengths, scale, max_kv_len, window, sinks, softcap)
+        fixed_attention(
+            out,
+            q,
+            pool,
+            layer,
+            *lengths,
+            scale,
+            max_kv_len,
+            window,
+            sinks,
+            softcap,
+            is_chunked=chunked,
+        )
         return out
     is_few = own is None and first_position == 0 and are_few_rows(q.dtype, max_q_len, requests)
     if is_tree or is_few:
@@ -93,6 +106,7 @@ def paged_attention(
             # Few sizes, which are compiled each for itself.
             max_rows=next(size for size in _SIZES if size >= min(max_q_len, MAX_FEW_ROWS)),
             window=window,
+            is_chunked=chunked,
             ancestors=ancestors,
             earlier_rows=earlier_rows,
             is_settled=is_settled,
@@ -118,6 +132,7 @@ def paged_attention(
             own,
             first_position,
             window=window,
+            is_chunked=chunked,
             least_rows=1 + MAX_FEW_ROWS if is_tree else 1 + has_decodes,
             sinks=sinks,
             softcap=softcap,
@@ -139,6 +154,7 @@ def paged_attention(
             is_uniform=max_q_len == 1 and tokens == requests,
             first_position=first_position,
             window=window,
+            is_chunked=chunked,
             is_settled=is_settled,
             sinks=sinks,
             softcap=softcap,
@@ -161,7 +177,9 @@ def own_kv(qkv: torch.Tensor, spec: AttentionSpec, step: GroupStep) -> OwnKv | N
     if max_q_len <= 1 or spec.is_fixed or is_few:
         return None
     k = torch.empty((rows, spec.kv_heads, spec.dim), dtype=qkv.dtype, device=qkv.device)
-    return OwnKv(k, qkv.view(rows, -1, spec.dim)[:, spec.heads + spec.kv_heads :], step.prompts)
+    # Other layers, with heads of another width, may have settled the step.
+    prompts = step.prompts if takes(qkv.dtype, spec.dim, rows) else None
+    return OwnKv(k, qkv.view(rows, -1, spec.dim)[:, spec.heads + spec.kv_heads :], prompts)
 
 
 def are_few_rows(dtype: torch.dtype, max_q_len: int, requests: int) -> bool:

@@ -57,6 +57,7 @@ def decode_attention(
     first_position: int = 0,
     max_rows: int = 1,
     window: int | None = None,
+    is_chunked: bool = False,
     ancestors: torch.Tensor | None = None,
     earlier_rows: int = 0,
     is_settled: bool = False,
@@ -79,6 +80,7 @@ def decode_attention(
         first_position: Positions before it are not attended to.
         max_rows: Most rows of a request, up to MAX_FEW_ROWS; a power of two.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
+        is_chunked: See `AttentionSpec`.
         ancestors: [T] int64 where rows form trees (`weft.kernels.attention.paged_attention`), or
             None.
         earlier_rows: Earlier rows of each tree; 0 with a window.
@@ -163,6 +165,7 @@ def decode_attention(
         TILE=tile,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
+        IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         num_warps=warps,
         num_stages=num_stages(programs, splits, q),
@@ -193,6 +196,7 @@ def decode_attention(
             TILE=tile,
             FIRST_POSITION=first_position,
             WINDOW=window or 0,
+            IS_CHUNKED=is_chunked,
             num_warps=4,
             **launch_options(q.device),
         )
@@ -256,9 +260,15 @@ def _context(kv_len: tl.tensor, FIRST_POSITION: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _first_seen(kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+def _first_seen(
+    kv_len: tl.tensor, q_len: tl.tensor, WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr
+) -> tl.tensor:
     """First position that a request's first row sees."""
-    return tl.maximum(kv_len - q_len + 1 - WINDOW, 0)
+    if IS_CHUNKED:
+        first = tl.maximum(kv_len - q_len, 0) // WINDOW * WINDOW
+    else:
+        first = tl.maximum(kv_len - q_len + 1 - WINDOW, 0)
+    return first
 
 
 @triton.jit
@@ -309,6 +319,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
@@ -328,7 +339,7 @@ def _decode_kernel(
         q_len = tl.load(cu_q_lens + request + 1) - first_row
     kv_len = _context(tl.load(kv_lens + request), FIRST_POSITION)
     if WINDOW > 0:
-        first_seen = _first_seen(kv_len, q_len, WINDOW)
+        first_seen = _first_seen(kv_len, q_len, WINDOW, IS_CHUNKED)
         walk = first_seen // TILE * TILE
     else:
         first_seen = 0
@@ -390,7 +401,8 @@ def _decode_kernel(
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
             largest, total, mixed = _take_tile(
                 largest, total, mixed, query, keys, values, first, is_seen, scale, begin, last_seen,
-                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW, SOFTCAP,
+                at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
+                WINDOW, IS_CHUNKED, SOFTCAP,
             )  # fmt: skip
         begin += TILE
     for start in range(begin, end, TILE):
@@ -405,7 +417,8 @@ def _decode_kernel(
         values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
         largest, total, mixed = _take_tile(
             largest, total, mixed, query, keys, values, position, is_seen, scale, start, last_seen,
-            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION, WINDOW, SOFTCAP,
+            at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
+            WINDOW, IS_CHUNKED, SOFTCAP,
         )  # fmt: skip
 
     if IS_SPLIT:
@@ -484,6 +497,7 @@ def _take_tile(
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Each member's largest score, sum of weights and weighed sum of V, with one more tile."""
@@ -500,9 +514,11 @@ def _take_tile(
     elif IS_ALIKE:
         # Tiles before all of the rows are seen by each of them.
         if start + TILE > root:
-            scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
+            scores = _hide(
+                scores, position, is_seen, last_seen, at, words, root, WINDOW, IS_CHUNKED
+            )
     else:
-        scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW)
+        scores = _hide(scores, position, is_seen, last_seen, at, words, root, WINDOW, IS_CHUNKED)
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     # Scaled after the subtraction, which loses nothing among the scores that matter.
     shrink = tl.exp2((largest - new_largest) * scale)
@@ -523,12 +539,15 @@ def _hide(
     words: tl.tensor,
     root: tl.tensor,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
 ) -> tl.tensor:
     """Hides positions of a tile that a row does not see; with `words`, also the rows from `root`
     on that its word does not name.
     """
     is_hidden = (position[None, :] > last_seen[:, None]) | (is_seen[None, :] == 0)
-    if WINDOW > 0:
+    if IS_CHUNKED:
+        is_hidden |= position[None, :] < (at // WINDOW * WINDOW)[:, None]
+    elif WINDOW > 0:
         is_hidden |= position[None, :] <= at[:, None] - WINDOW
     if words is not None:
         of_tree = position - root
@@ -574,6 +593,7 @@ def _merge_kernel(
     TILE: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
 ) -> None:
     release_next(IS_DEPENDENT)
     if not IS_SETTLED:
@@ -597,7 +617,7 @@ def _merge_kernel(
     if (q_len > ROWS) | (member >= q_len):
         return
     # The splits that had something to walk, as in _decode_kernel.
-    walk = _first_seen(kv_len, q_len, WINDOW) // TILE * TILE if WINDOW > 0 else 0
+    walk = _first_seen(kv_len, q_len, WINDOW, IS_CHUNKED) // TILE * TILE if WINDOW > 0 else 0
     tiles = tl.cdiv(kv_len - walk, TILE)
     used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
 

@@ -65,6 +65,7 @@ def extend_attention(
     own: OwnKv | None,
     first_position: int = 0,
     window: int | None = None,
+    is_chunked: bool = False,
     least_rows: int = 2,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
@@ -84,6 +85,7 @@ def extend_attention(
         own: The step's K and V; None: they are read from the pool.
         first_position: Positions before it are not attended to; 0 with `own`.
         window: Positions that a row attends to at most, or None; not beside a `first_position`.
+        is_chunked: See `AttentionSpec`.
         least_rows: Fewest rows of a request.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Bound of the scores, scaled; 0: none.
@@ -138,6 +140,7 @@ def extend_attention(
         MIN_ROWS=least_rows,
         FIRST_POSITION=first_position,
         WINDOW=window or 0,
+        IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2 and first_position == 0,
         num_warps=shape.warps,
@@ -192,6 +195,7 @@ def _extend_kernel(
     MIN_ROWS: tl.constexpr,
     FIRST_POSITION: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
@@ -231,7 +235,7 @@ def _extend_kernel(
         common = cached // TILE * TILE
     first, full, tail = 0, 0, common
     if WINDOW > 0:
-        first, full = window_of_rows(cached + begin, ROWS, common, WINDOW, TILE)
+        first, full = window_of_rows(cached + begin, ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
         tail = tl.maximum(common, first // TILE * TILE)
         for start in range(first // TILE * TILE, full, TILE):
             position = start + tl.arange(0, TILE)
@@ -242,7 +246,7 @@ def _extend_kernel(
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
             )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
@@ -263,21 +267,21 @@ def _extend_kernel(
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-            first, WINDOW, SOFTCAP,
+            first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
         v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
         first, full = 0, 0
         if WINDOW > 0:
-            first, full = window_of_rows(begin, ROWS, begin, WINDOW, TILE)
+            first, full = window_of_rows(begin, ROWS, begin, cached, WINDOW, IS_CHUNKED, TILE)
             for start in range(first // TILE * TILE, full, TILE):
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                     position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP,
+                    first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
                 )  # fmt: skip
         # Before the diagonal, then across it.
         for start in range(full, begin, TILE):
@@ -300,7 +304,7 @@ def _extend_kernel(
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at + at * k_stride, v_at + at * v_stride,
                 position, q_len, row, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP,
+                first, WINDOW, SOFTCAP, cached, IS_CHUNKED,
             )  # fmt: skip
     if sinks is not None:
         total = with_sink(total, largest, sinks, head, scale)
@@ -313,14 +317,31 @@ def _extend_kernel(
 
 @triton.jit
 def window_of_rows(
-    at: tl.tensor, rows: int, end: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr
+    at: tl.tensor,
+    rows: int,
+    end: tl.tensor,
+    before: tl.tensor,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """For rows at positions from `at` on: the first position that any of them sees, and the first
-    tile boundary, before `end`, from which all of them see everything.
+    tile boundary, before `end`, from which all of them see everything. Positions are counted from
+    `before` on.
     """
-    first = tl.maximum(at + 1 - WINDOW, 0)
-    full = tl.cdiv(tl.maximum(at + rows - WINDOW, 0), TILE) * TILE
-    return first, tl.minimum(full, end)
+    if IS_CHUNKED:
+        first = tl.maximum(first_of_chunk(at, before, WINDOW), 0)
+        all_see = tl.maximum(first_of_chunk(at + rows - 1, before, WINDOW), 0)
+    else:
+        first = tl.maximum(at + 1 - WINDOW, 0)
+        all_see = tl.maximum(at + rows - WINDOW, 0)
+    return first, tl.minimum(tl.cdiv(all_see, TILE) * TILE, end)
+
+
+@triton.jit
+def first_of_chunk(at: tl.tensor, before: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """First position of the chunk of positions `at`, all counted from `before` on."""
+    return (at + before) // WINDOW * WINDOW - before
 
 
 @triton.jit
@@ -383,6 +404,8 @@ def attend_tile(
     first: int = 0,
     WINDOW: tl.constexpr = 0,
     SOFTCAP: tl.constexpr = 0.0,
+    before: int = 0,
+    IS_CHUNKED: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
@@ -404,7 +427,9 @@ def attend_tile(
     scores = capped(scores, SOFTCAP)
     if IS_PARTIAL:
         is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
-        if WINDOW > 0:
+        if IS_CHUNKED:
+            is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
+        elif WINDOW > 0:
             is_seen &= position[None, :] > last_seen[:, None] - WINDOW
         # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
         scores = tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)

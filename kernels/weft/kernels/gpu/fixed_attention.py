@@ -48,6 +48,8 @@ def fixed_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    *,
+    is_chunked: bool = False,
 ) -> None:
     """Writes the rows of `out` of all requests.
 
@@ -64,6 +66,7 @@ def fixed_attention(
         window: Positions that a row attends to at most, or None.
         sinks: [Hq] float32 as in `AttentionSpec`, or None.
         softcap: Bound of the scores, scaled; 0: none.
+        is_chunked: See `AttentionSpec`.
     """
     requests = page_table.shape[0]
     tokens, heads, dim = q.shape
@@ -107,6 +110,7 @@ def fixed_attention(
         TILE=shape.tile,
         SEGMENT=SEGMENT,
         WINDOW=window or 0,
+        IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         IS_FUSED=q.dtype.itemsize == 2,
         num_warps=shape.warps,
@@ -156,6 +160,7 @@ def _fixed_kernel(
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_FUSED: tl.constexpr,
 ) -> None:
@@ -193,7 +198,7 @@ def _fixed_kernel(
     common = (cached + begin + 1) // TILE * TILE
     first, full, walk, tail = 0, 0, 0, common
     if WINDOW > 0:
-        first, full = window_of_rows(cached + begin, Q_ROWS, common, WINDOW, TILE)
+        first, full = window_of_rows(cached + begin, Q_ROWS, common, 0, WINDOW, IS_CHUNKED, TILE)
         walk = first // TILE * TILE
         tail = tl.maximum(common, walk)
     first_segment = first // SEGMENT
@@ -218,7 +223,8 @@ def _fixed_kernel(
                 )  # fmt: skip
                 largest, total, mixed = attend_tile(
                     largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM, position, end,
-                    last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED, first, WINDOW, SOFTCAP,
+                    last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
@@ -240,7 +246,7 @@ def _fixed_kernel(
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0

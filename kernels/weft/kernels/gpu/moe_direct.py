@@ -104,6 +104,8 @@ def _direct_inner_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
@@ -140,7 +142,19 @@ def _direct_inner_kernel(
             gate = _once(gate_at + later * K + part, is_next)
             up = _once(up_at + later * K + part, is_next)
             _store_inner(
-                inner, gate_sum, up_sum, added, bias, pair, column, width, ALPHA, LIMIT, OFFSET
+                inner,
+                gate_sum,
+                up_sum,
+                added,
+                bias,
+                pair,
+                column,
+                width,
+                ALPHA,
+                LIMIT,
+                OFFSET,
+                GATE_LIMIT,
+                CUBIC,
             )
     else:
         for column in range(begin, width, step):
@@ -155,7 +169,19 @@ def _direct_inner_kernel(
                 up_total += values * scaled(up, of_expert, column + width, at, K, SCALE_ROWS)
             gate_sum, up_sum = tl.sum(gate_total, axis=0), tl.sum(up_total, axis=0)
             _store_inner(
-                inner, gate_sum, up_sum, added, bias, pair, column, width, ALPHA, LIMIT, OFFSET
+                inner,
+                gate_sum,
+                up_sum,
+                added,
+                bias,
+                pair,
+                column,
+                width,
+                ALPHA,
+                LIMIT,
+                OFFSET,
+                GATE_LIMIT,
+                CUBIC,
             )
 
 
@@ -178,6 +204,8 @@ def _store_inner(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
 ) -> None:
     if bias is not None:
         gate += tl.load(bias + column).to(tl.float32)
@@ -186,7 +214,7 @@ def _store_inner(
         added_at = added + pair * 2 * width + column
         gate += tl.load(added_at).to(tl.float32)
         up += tl.load(added_at + width).to(tl.float32)
-    product = gated(gate, up, ALPHA, LIMIT, OFFSET)
+    product = gated(gate, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
     tl.store(inner + pair * width + column, product.to(inner.dtype.element_ty))
 
 

@@ -30,8 +30,14 @@ class ExpertParts(NamedTuple):
 
     def gating_arguments(self) -> dict[str, Any]:
         """Arguments of a kernel that calls `gated`."""
-        alpha, limit, offset = self.gating
-        return {"ALPHA": alpha, "LIMIT": 0.0 if limit is None else limit, "OFFSET": offset}
+        gating = self.gating
+        return {
+            "ALPHA": gating.alpha,
+            "LIMIT": gating.limit or 0.0,
+            "OFFSET": gating.offset,
+            "GATE_LIMIT": gating.largest_gate or 0.0,
+            "CUBIC": gating.cubic,
+        }
 
 
 PLAIN_EXPERTS = ExpertParts()
@@ -45,13 +51,18 @@ def gated(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
 ) -> tl.tensor:
     """`weft.kernels.activation.Gating` of float32; a limit of 0 is none."""
+    if GATE_LIMIT > 0.0:
+        gate = tl.minimum(gate, GATE_LIMIT)
     if LIMIT > 0.0:
-        gate = tl.minimum(gate, LIMIT)
         up = tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
     if OFFSET != 0.0:
         up += OFFSET
+    if CUBIC != 0.0:
+        return gate / (1.0 + tl.exp(-gate * (ALPHA + CUBIC * gate * gate))) * up
     if ALPHA == 1.0:
         return gate / (1.0 + tl.exp(-gate)) * up
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * up

@@ -105,6 +105,8 @@ def _sorted_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -131,13 +133,15 @@ def _sorted_kernel(
     if HALF_ROWS > 0 and end - begin <= HALF_ROWS:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, K, TOP_K, IS_GATED, IS_RAW,
+            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC, K, TOP_K,
+            IS_GATED, IS_RAW,
             HALF_ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
     else:
         _multiply_block(
             out, x, weight, weight_tiles, shares, order, added, bias, columns, expert, begin, end,
-            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, K, TOP_K, IS_GATED, IS_RAW,
+            scales, IS_NATIVE, SCALE_ROWS, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC, K, TOP_K,
+            IS_GATED, IS_RAW,
             ROWS, COLUMNS, TILE, IS_EXACT,
         )  # fmt: skip
 
@@ -162,6 +166,8 @@ def _multiply_block(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    CUBIC: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -244,7 +250,7 @@ def _multiply_block(
             added_at = added + (pair * 2 * columns)[:, None] + column[None, :]
             product += tl.load(added_at, mask=mask, other=0.0).to(tl.float32)
             up += tl.load(added_at + columns, mask=mask, other=0.0).to(tl.float32)
-        product = gated(product, up, ALPHA, LIMIT, OFFSET)
+        product = gated(product, up, ALPHA, LIMIT, OFFSET, GATE_LIMIT, CUBIC)
     else:
         product *= tl.load(shares + pair, mask=is_pair, other=0.0)[:, None]
     at = pair[:, None] * out_width + column[None, :]

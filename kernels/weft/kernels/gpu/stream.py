@@ -215,6 +215,9 @@ def _gated(pending: GatedSum) -> tuple[torch.Tensor, Folded | None]:
 
 def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
     """The sum of each row's experts, or, where a norm follows, its result."""
+    if pending.w.form.scales_input:
+        total = pending.partial()
+        return total if after is None else add_rms_norm(total, *after)[0]
     x, w, to_experts = pending.x.value, pending.w, experts_addition(pending.lora, pending.layer)
     experts = w.experts
     assert experts.stacked is not None

@@ -128,6 +128,39 @@ def ernie_experts(config: Fields) -> MoEConfig:
     )
 
 
+def llama4_experts(config: Fields) -> MoEConfig:
+    """Llama 4's: an expert's input is scaled by the sigmoid of its logit."""
+    layers, inner = config.positive("num_hidden_layers"), config.positive("intermediate_size")
+    step = config.positive("interleave_moe_layer_step", 1)
+    listed = config.get("moe_layers")
+    sparse = range(step - 1, layers, step) if listed is None else config.indices("moe_layers")
+    return MoEConfig(
+        **counts(config, "num_local_experts"),
+        intermediate_size=inner,
+        norm_topk_prob=False,
+        mlp_only_layers=tuple(layer for layer in range(layers) if layer not in sparse),
+        router=RouterConfig(scores="sigmoid", scales_input=True),
+        shared_size=inner,
+    )
+
+
+def hy3_experts(config: Fields) -> MoEConfig:
+    """Hy3's: sigmoids with a correction, and a shared expert."""
+    inner = config.positive("moe_intermediate_size")
+    return MoEConfig(
+        **counts(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        intermediate_size=inner,
+        norm_topk_prob=True,
+        mlp_only_layers=_dense_layers(config, 1),
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=True,
+            scale=config.number("router_scaling_factor", 1.0),
+        ),
+        shared_size=inner * config.count("num_shared_experts", 1),
+    )
+
+
 def deepseek_v2_experts(config: Fields) -> MoEConfig:
     """DeepSeek V2's: a softmax; the choice may be limited to the groups of the best experts."""
     method = config.text("topk_method", "greedy")

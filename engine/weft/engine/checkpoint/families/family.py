@@ -16,7 +16,7 @@ from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, NamesCo
 from weft.engine.checkpoint.quantization import read_quantization
 from weft.engine.checkpoint.rope import RopeConfig, rope_config
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _TOWERS = ("vision_tower", "multi_modal_projector")
 VISION = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
 """Prefixes of tensors that are left out of models that also take images."""
@@ -104,18 +104,19 @@ class Family:
         """The rotation, of one kind of layers if there are several; see `rope_config`."""
         return rope_config(self.fields, kind=kind, **options)
 
-    def kinds(self, default: Callable[[int], str]) -> tuple[str, ...]:
+    def kinds(self, default: Callable[[int], str], windowed: str = SLIDING) -> tuple[str, ...]:
         """Whether each layer's attention is full or has a window.
 
         Args:
             default: Returns the kind of a layer, from 0, if the file has no list.
+            windowed: The kind of window that this family has.
         """
         listed, count = self.fields.get("layer_types"), self.num_layers
         if listed is None:
             return tuple(default(layer) for layer in range(count))
         if not isinstance(listed, list) or len(listed) != count:
             raise self.fields.error("layer_types", f"expected a list of {count} kinds of attention")
-        other = next((kind for kind in listed if kind not in (FULL, SLIDING)), None)
+        other = next((kind for kind in listed if kind not in (FULL, windowed)), None)
         if other is not None:
             raise self.fields.error("layer_types", f"{other!r} is not supported")
         return tuple(listed)
@@ -139,15 +140,31 @@ class Family:
             raise self.fields.error(name, f"expected a list of kinds of layers ({known})")
         return tuple(kinds[word] for word in words)
 
-    def window(self, kinds: Sequence[str], default: int | None = None) -> SlidingWindow | None:
-        """The window of the layers that have one; None also where no context is longer."""
-        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+    def rotated_layers(self, interval: int = 4) -> tuple[bool, ...]:
+        """Which layers rotate: those that the file lists, or all but every fourth."""
+        fields, count = self.fields, self.num_layers
+        listed = fields.get("no_rope_layers")
+        interval = fields.positive("no_rope_layer_interval", interval)
+        if not listed:
+            return tuple((layer + 1) % interval != 0 for layer in range(count))
+        if not isinstance(listed, list) or len(listed) != count or set(listed) - {0, 1}:
+            raise fields.error("no_rope_layers", f"expected {count} times 0 or 1")
+        return tuple(map(bool, listed))
+
+    def window(
+        self, kinds: Sequence[str], default: int | None = None, *, length: int | None = None
+    ) -> SlidingWindow | None:
+        """The window of the layers that have one; None also where no context is longer. Its length
+        is that of the file unless it is given.
+        """
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind in (SLIDING, CHUNKED))
         if not layers:
             return None
-        length = self.fields.positive("sliding_window", default)
+        if length is None:
+            length = self.fields.positive("sliding_window", default)
         if length >= self.fields.positive("max_position_embeddings"):
             return None
-        return SlidingWindow(length=length, layers=layers)
+        return SlidingWindow(length=length, layers=layers, is_chunked=CHUNKED in kinds)
 
     def config(
         self,
@@ -182,7 +199,7 @@ class Family:
             mtp: The MTP head that the checkpoint may bring.
         """
         fields, whole = self.fields, self.whole
-        if moe is not None and moe.is_gated and decoder.mlp.activation != "silu":
+        if moe is not None and moe.is_gated and decoder.mlp.activation != moe.activation:
             raise fields.error("hidden_act", "experts are supported with silu alone")
         if is_bidirectional(self._raw) and not is_encoder:
             raise fields.error("is_causal", "only causal attention is supported")

@@ -1,4 +1,4 @@
-"""Hunyuan: heads are normalised after the rotation."""
+"""Hunyuan, whose heads are normalised after the rotation, and Hy3."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.families.experts import hunyuan_experts
-from weft.engine.checkpoint.families.family import Family, same
+from weft.engine.checkpoint.families.experts import hunyuan_experts, hy3_experts
+from weft.engine.checkpoint.families.family import Family, behind, same
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
@@ -32,6 +32,30 @@ def read_hunyuan_moe(
     family = Family(raw, generation, where)
     names = MoENamesConfig(router="gate.wg", shared="shared_mlp")
     return _config(family, hunyuan_experts(family.fields), NamesConfig(moe=names))
+
+
+def read_hy3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Hy3: norms before the rotation, sigmoids that choose experts."""
+    family = Family(raw, generation, where)
+    fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
+    bias = fields.flag("attention_bias", False)
+    layer = AttentionConfig(
+        rope=family.rope(theta=11_158_840.0),
+        scale=dim**-0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+        head_norm=HeadNormConfig(norm=norm),
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation(), bias=fields.flag("mlp_bias", False)),
+    )
+    names = NamesConfig(
+        left_out=behind(family.num_layers),
+        moe=MoENamesConfig(router="router.gate", correction="expert_bias", shared="shared_mlp"),
+    )
+    return family.config(decoder, head_dim=dim, names=names, moe=hy3_experts(fields), kv_heads=8)
 
 
 def _config(

@@ -56,13 +56,7 @@ def read_internlm3(
 def read_smollm3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """SmolLM3: every fourth layer does not rotate."""
     family = Family(raw, generation, where)
-    fields, count = family.fields, family.num_layers
-    interval = fields.positive("no_rope_layer_interval", 4)
-    rotates = fields.get("no_rope_layers")
-    if rotates is None:
-        rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
-    if not isinstance(rotates, list) or len(rotates) != count or set(rotates) - {0, 1}:
-        raise fields.error("no_rope_layers", f"expected {count} times 0 or 1")
+    fields, rotates = family.fields, family.rotated_layers()
     has_window = fields.flag("use_sliding_window", False) and "sliding_window" in fields
     kinds = family.kinds(lambda layer: SLIDING if has_window and not rotates[layer] else FULL)
     bias, dim = fields.flag("attention_bias", False), family.head_dim()

@@ -12,6 +12,7 @@ from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig, qwen_ex
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
+    GateConfig,
     HeadNormConfig,
     MlpConfig,
     NamesConfig,
@@ -77,7 +78,7 @@ def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelCo
         qkv_bias=bias,
         o_bias=bias,
         head_norm=HeadNormConfig(norm=norm),
-        has_gate=True,
+        gate=GateConfig(),
     )
     linear = GatedDeltaConfig(
         key_heads=fields.positive("linear_num_key_heads", 16),

@@ -19,6 +19,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.encoder_attention import encoder_attention
 from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import rotated
 from weft.kernels.stream import Normed, Sum
 
@@ -36,7 +37,12 @@ class BidirectionalAttention:
         assert causal.spec.softcap is None, "configurations with both are refused"
         self._causal = causal
 
-    def move(self, group: int, in_pool: int) -> None:
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """Nothing: there are no pages."""
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
@@ -47,8 +53,8 @@ class BidirectionalAttention:
         """Writes nothing; the query has all heads, [T, Hq + 2 * Hkv, D]."""
         own, spec = self._causal, self._causal.spec
         qkv = x.linear(own.qkv_proj, addition_to(step.lora, "qkv", own.layer))
-        if own.change is not None:
-            qkv = own.change(qkv, step.positions, spec.heads * spec.dim)
+        for change in own.changes:
+            qkv = change(qkv, step.positions, spec.heads * spec.dim)
         heads = [spec.heads, spec.kv_heads, spec.kv_heads]
         q, k, v = torch.split(qkv.view(len(qkv), -1, spec.dim), heads, dim=1)
         if own.q_norm is not None:

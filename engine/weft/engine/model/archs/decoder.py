@@ -9,6 +9,7 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
+    GateConfig,
     HeadNormConfig,
     NormConfig,
     ParallelConfig,
@@ -21,23 +22,35 @@ from weft.engine.checkpoint.recurrent_config import (
 )
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
-from weft.engine.model.layers.attention import Attention, attention_spec, o_spec, qkv_spec
+from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec
 from weft.engine.model.layers.delta_attention import DeltaAttention
 from weft.engine.model.layers.gated_conv import GatedConv
 from weft.engine.model.layers.gated_delta import GatedDelta
-from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
+from weft.engine.model.layers.heads import (
+    HeadChange,
+    LayerNorms,
+    PlainNorms,
+    Rotation,
+    Values,
+    WidthNorms,
+)
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.per_layer import PerLayerEmbedding, PerLayerPart
 from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import Rotaries
+from weft.engine.model.layers.shared_attention import SharedAttention
 from weft.engine.model.layers.side_by_side import SideBySide
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.activation import limited_silu
+from weft.kernels.attention import AttentionSpec
 from weft.kernels.norm import AnyNorm, LayerNorm, Norm
 
 
@@ -112,7 +125,8 @@ def _build_stack(
     layers = [layer(index) for index in range(config.num_layers)]
     place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
-    return Stack(embed_tokens, layers, last, parts.embedding_multiplier)
+    per_layer = _per_layer_embedding(config, parts, weights)
+    return Stack(embed_tokens, layers, last, parts.embedding_multiplier, per_layer=per_layer)
 
 
 def _layer(
@@ -134,13 +148,50 @@ def _layer(
         return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
     between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
     is_behind = order in ("after", "around")
+    last, last_post = _per_layer_part(config, parts, index, own)
     form = Form(
         norm(names.mixer_post) if is_behind else None,
         norm(names.feed_post) if is_behind else None,
         parts.residual_multiplier,
         order == "parallel",
+        last,
+        last_post,
+        own.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
     )
     return Layer(index, before, mixer, between, _feed(config, parts, index, of_feed), form)
+
+
+def _per_layer_part(
+    config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
+) -> tuple[PerLayerPart | None, AnyNorm | None]:
+    if parts.per_layer is None:
+        return None, None
+    hidden, dim = config.hidden_size, parts.per_layer.dim
+    gate, proj, norm = config.names.per_layer
+    part = PerLayerPart(
+        index,
+        weights.linear(LinearSpec(names=(gate,), in_features=hidden, rows=(dim,))),
+        weights.linear(LinearSpec(names=(proj,), in_features=dim, rows=(hidden,))),
+        parts.mlp.activation,
+    )
+    return part, read_norm(parts.norm, weights, norm, hidden)
+
+
+def _per_layer_embedding(
+    config: ModelConfig, parts: DecoderConfig, weights: Weights
+) -> PerLayerEmbedding | None:
+    if parts.per_layer is None:
+        return None
+    dim, count = parts.per_layer.dim, config.num_layers
+    table, proj, norm = config.names.per_layer_embedding
+    spec = LinearSpec(names=(proj,), in_features=config.hidden_size, rows=(count * dim,))
+    return PerLayerEmbedding(
+        weights.vocabulary(table, parts.per_layer.vocab_size, count * dim),
+        weights.linear(spec),
+        _rms(parts.norm, weights, norm, dim),
+        count,
+        dim,
+    )
 
 
 def _mixer(
@@ -157,8 +208,10 @@ def _mixer(
     if not isinstance(layer, AttentionConfig):
         return _recurrent(config, parts, layer, index, recurrent)
     if config.latent is not None:
-        rotary = rotaries.of(layer.rope)
-        return LatentAttention.read(config, config.latent, layer, index, attention, rotary)
+        rotary, scales = rotaries.of(layer.rope), q_scales(config, layer, attention)
+        return LatentAttention.read(config, config.latent, layer, index, attention, rotary, scales)
+    if layer.kv_from is not None:
+        return _shared_attention(config, layer, index, attention, rotaries)
     return _attention(config, layer, index, attention, rotaries)
 
 
@@ -178,45 +231,102 @@ def _recurrent(
 def _attention(
     config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Attention:
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    rotary, change = rotaries.of(layer.rope), None
+    heads = (layer.heads or config.num_heads, *config.kv_shape(index))
+    dim, hidden, names = heads[2], config.hidden_size, config.names
+    rotary, changes = rotaries.of(layer.rope, dim), list[HeadChange]()
     norms: tuple[Norm | None, Norm | None] = (None, None)
+    value_dim, value_norm = layer.value_dim or dim, layer.value_norm
+    if value_dim != dim or layer.value_factor != 1.0 or value_norm is not None:
+        eps = None if value_norm is None else value_norm.eps
+        changes.append(Values(dim, value_dim, layer.value_factor, eps))
     if layer.head_norm is not None:
-        norms, change = _head_norms(config, layer.head_norm, weights)
+        norms, change = _head_norms(heads, layer.head_norm, weights)
         if layer.head_norm.is_after_rotation:
-            change, rotary = Rotation(rotary), rotaries.of(None)
-    spec = attention_spec(config, index)._replace(
-        scale=layer.scale, softcap=layer.softcap, first_position=layer.first_position
-    )
-    if layer.has_sinks:
-        sinks = weights.read([TensorSlice("sinks", heads[:1])], dtype=torch.float32)
-        spec = spec._replace(sinks=sinks)
-    hidden, names = config.hidden_size, config.names
+            changes.append(Rotation(rotary))
+            rotary = rotaries.of(None, dim)
+        changes += [] if change is None else [change]
+    spec = _spec(config, index, layer, weights)
+    gate = None if layer.gate is None else _gate(layer.gate, heads[0], value_dim, hidden, weights)
     return Attention(
         spec,
         index,
         rotary.cos_sin,
         qkv_proj=weights.linear(
-            qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv, has_gate=layer.has_gate)
+            qkv_spec(
+                hidden,
+                *heads,
+                bias=layer.qkv_bias,
+                fused=names.qkv,
+                value_dim=value_dim,
+                v_name="k_proj" if layer.is_value_key else "v_proj",
+                has_gate=gate is not None and gate.proj is None,
+            )
         ),
-        o_proj=weights.linear(
-            o_spec(hidden, config.num_heads, config.head_dim, bias=layer.o_bias, name=names.o)
-        ),
+        o_proj=weights.linear(o_spec(hidden, heads[0], value_dim, bias=layer.o_bias, name=names.o)),
         q_norm=norms[0],
         k_norm=norms[1],
         num_adjacent=rotary.num_adjacent,
-        change=change,
-        q_scales=None if layer.q_growth is None else _q_scales(config, *layer.q_growth, weights),
-        has_gate=layer.has_gate,
+        changes=changes,
+        q_scales=q_scales(config, layer, weights),
+        value_dim=value_dim,
+        gate=gate,
+    )
+
+
+def _spec(
+    config: ModelConfig, index: int, layer: AttentionConfig, weights: Weights
+) -> AttentionSpec:
+    heads, (kv_heads, dim) = layer.heads or config.num_heads, config.kv_shape(index)
+    window = config.sliding_window
+    spec = attention_spec(config, index)._replace(
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        scale=layer.scale,
+        softcap=layer.softcap,
+        is_chunked=window is not None and window.is_chunked and index in window.layers,
+        first_position=layer.first_position,
+    )
+    if not layer.has_sinks:
+        return spec
+    name = config.names.sinks
+    return spec._replace(sinks=weights.read([TensorSlice(name, (heads,))], dtype=torch.float32))
+
+
+def _gate(gate: GateConfig, heads: int, dim: int, hidden: int, weights: Weights) -> Gate:
+    if gate.name is None:
+        return Gate(activation=gate.activation)
+    rows = heads if gate.is_by_head else heads * dim
+    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,))
+    return Gate(weights.linear(spec), gate.activation)
+
+
+def _shared_attention(
+    config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
+) -> SharedAttention:
+    heads, (_, dim) = layer.heads or config.num_heads, config.kv_shape(index)
+    hidden, head_norm, norm = config.hidden_size, layer.head_norm, None
+    if head_norm is not None:
+        norm = _rms(head_norm.norm, weights, head_norm.q_name, dim)
+    q = LinearSpec(names=("q_proj",), in_features=hidden, rows=(heads * dim,), bias=layer.qkv_bias)
+    return SharedAttention(
+        _spec(config, index, layer, weights),
+        index,
+        rotaries.of(layer.rope, dim),
+        q_proj=weights.linear(q),
+        q_norm=norm,
+        o_proj=weights.linear(o_spec(hidden, heads, dim, bias=layer.o_bias, name=config.names.o)),
     )
 
 
 def _head_norms(
-    config: ModelConfig, head_norm: HeadNormConfig, weights: Weights
+    heads: tuple[int, int, int], head_norm: HeadNormConfig, weights: Weights
 ) -> tuple[tuple[Norm | None, Norm | None], HeadChange | None]:
     """Norms that the kernel of the rotation can apply, or else a separate change of the heads."""
-    norm, dim = head_norm.norm, config.head_dim
-    of_heads = [(head_norm.q_name, config.num_heads), (head_norm.k_name, config.num_kv_heads)]
+    norm, dim = head_norm.norm, heads[2]
+    if not head_norm.has_weight:
+        return (None, None), PlainNorms(dim, norm.eps)
+    of_heads = [(head_norm.q_name, heads[0]), (head_norm.k_name, heads[1])]
     if head_norm.over == "head":
         q, k = (_rms(norm, weights, name, dim) for name, _ in of_heads)
         return (q, k), None
@@ -235,10 +345,14 @@ def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSl
     return [whole._replace(slices=(head,)) for head in range(heads)]
 
 
-def _q_scales(config: ModelConfig, growth: float, original: int, weights: Weights) -> torch.Tensor:
+def q_scales(config: ModelConfig, layer: AttentionConfig, weights: Weights) -> torch.Tensor | None:
+    """Factors on q by its position, [max_positions] float32; None: there are none."""
+    if layer.q_growth is None:
+        return None
+    growth, original = layer.q_growth
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    scales = 1.0 + growth * torch.log1p(torch.floor(positions / original))
-    return scales.to(weights.device)
+    turns = torch.floor((positions + layer.growth_counts_from) / original)
+    return (1.0 + growth * torch.log1p(turns)).to(weights.device)
 
 
 def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
@@ -257,12 +371,14 @@ def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weight
 
 def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
     mlp, names = parts.mlp, config.names
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
+    inner = mlp.sizes[index] if mlp.sizes else config.intermediate_size
+    limit = mlp.limits[index] if mlp.limits else 0.0
     down = weights.linear(down_spec(hidden, inner, bias=mlp.bias, name=names.down))
     if not mlp.is_gated:
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
         return PlainMLP(index, up, down, mlp.activation, is_gated=False)
-    has_silu = mlp.activation == "silu" and mlp.factors == (1.0, 1.0)
+    has_silu = mlp.activation == "silu" and mlp.factors == (1.0, 1.0) and not limit
     spec = gate_up_spec(
         hidden,
         inner,
@@ -274,7 +390,8 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     both = weights.linear(spec)
     if has_silu:
         return GatedMLP(index, both, down)
-    return PlainMLP(index, both, down, mlp.activation, is_gated=True, factors=mlp.factors)
+    made = limited_silu(limit) if limit else mlp.activation
+    return PlainMLP(index, both, down, made, is_gated=True, factors=mlp.factors)
 
 
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:

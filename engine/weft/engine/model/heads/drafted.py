@@ -31,10 +31,11 @@ def load_drafted(
     Raises:
         ModelError: The head cannot be used, or does not fit this model.
     """
-    if not isinstance(loaded.model, DecoderOnlyLM) or loaded.config.latent is not None:
+    config = loaded.config
+    has_others = config.latent is not None or len(config.page_planes[0][1]) > 1
+    if not isinstance(loaded.model, DecoderOnlyLM) or has_others:
         raise ModelError(
-            f"draft_dir = {draft_dir}: models of {loaded.config.architecture} do not "
-            "support draft heads",
+            f"draft_dir = {draft_dir}: models of {config.architecture} do not support draft heads",
             param="draft_dir",
         )
     head = load_draft_head(draft_dir, loaded.model)

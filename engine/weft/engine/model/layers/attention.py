@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.layers.heads import HeadChange
 from weft.engine.model.layers.layer import Query, shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
-from weft.kernels.attention import AttentionSpec, own_kv, paged_attention, settled
+from weft.kernels.attention import AttentionSpec, GroupStep, own_kv, paged_attention, settled
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import check_rope, rope_and_cache
 from weft.kernels.stream import Normed, Sum, can_fold
 
@@ -26,18 +31,22 @@ def qkv_spec(
     *,
     bias: bool = False,
     fused: str | None = None,
+    value_dim: int | None = None,
+    v_name: str = "v_proj",
     has_gate: bool = False,
 ) -> LinearSpec:
     """The projections of q, k and v of all heads; `has_gate`: each head's q is followed by a gate
     of its result.
     """
-    of_q = (2 if has_gate else 1) * num_heads * head_dim
+    widths = ((2 if has_gate else 1) * head_dim, head_dim, value_dim or head_dim)
+    counts = (num_heads, num_kv_heads, num_kv_heads)
     return LinearSpec(
-        names=("q_proj", "k_proj", "v_proj"),
+        names=("q_proj", "k_proj", v_name),
         in_features=in_features,
-        rows=(of_q, num_kv_heads * head_dim, num_kv_heads * head_dim),
+        rows=tuple(count * width for count, width in zip(counts, widths, strict=True)),
         split="out",
-        unit=head_dim,
+        # Models whose V is narrower are not divided among ranks.
+        unit=math.gcd(head_dim, widths[2]),
         bias=bias,
         fused=fused,
     )
@@ -63,6 +72,29 @@ def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
     return AttentionSpec(*heads, dim, dim**-0.5, config.window_of(layer))
 
 
+class Gate(NamedTuple):
+    """A factor on attention's result, from a projection of the layer's input."""
+
+    proj: LinearWeight | None = None
+    """[hidden] -> one factor a head, or one an element of the heads' values. None: `qkv_proj` has
+    those of each head behind its q.
+    """
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+
+    def of(self, mixed: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """[T, Hq * D] times the factors, of which `found` has those before the activation."""
+        act = torch.sigmoid if self.activation == "sigmoid" else F.softplus
+        factors = act(found.float()).to(mixed.dtype)
+        heads = mixed.view(mixed.shape[0], found.shape[1], -1)
+        return (heads * factors.unsqueeze(2)).flatten(1)
+
+
+def plane_of(group: GroupStep, pool: torch.Tensor, plane: PlaneInPage | None) -> torch.Tensor:
+    """A layer's plane of its group's pool."""
+    whole = group.pool_of(pool)
+    return whole if plane is None else plane.of(whole)
+
+
 class Attention:
     """Grouped-query attention of one layer with rotary positions: a `Mixer`."""
 
@@ -77,9 +109,10 @@ class Attention:
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         num_adjacent: int = 0,
-        change: HeadChange | None = None,
+        changes: Sequence[HeadChange] = (),
         q_scales: torch.Tensor | None = None,
-        has_gate: bool = False,
+        value_dim: int | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """Assembles the layer from its parts.
 
@@ -93,9 +126,11 @@ class Attention:
             q_norm: Norm of each head of q before the rotation, or None.
             k_norm: The same for k; both have one epsilon.
             num_adjacent: See `rope_and_cache`.
-            change: Another change of q and k before the rotation, or None.
+            changes: Other changes of q, k and v before the rotation, in their order.
             q_scales: [max_positions] float32: factors on q by its position, or None.
-            has_gate: Whether `qkv_proj` has a gate of each head's result behind its q.
+            value_dim: Elements of a head of V as `qkv_proj` makes it and `o_proj` takes it, if less
+                than D; the changes widen it.
+            gate: A factor on attention's result, or None.
         """
         self.layer = self.in_pool = layer
         self.group = 0
@@ -106,20 +141,22 @@ class Attention:
         self.o_proj = o_proj
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.change = change
+        self.changes = tuple(changes)
         self.q_scales = q_scales
-        self.has_gate = has_gate
+        self.value_dim, self.gate = value_dim or spec.dim, gate
+        self._has_gate_in_q = gate is not None and gate.proj is None
+        self._plane: PlaneInPage | None = None
         # With several ranks, the share of the heads of this rank.
-        heads = o_proj.in_features // spec.dim
-        of_q = 2 * heads if has_gate else heads
-        kv_heads = (qkv_proj.out_features // spec.dim - of_q) // 2
+        heads = o_proj.in_features // self.value_dim
+        of_q = (2 if self._has_gate_in_q else 1) * heads * spec.dim
+        kv_heads = (qkv_proj.out_features - of_q) // (spec.dim + self.value_dim)
         self.spec = spec._replace(heads=heads, kv_heads=kv_heads, is_fixed=qkv_proj.is_fixed)
 
     @property
     def is_usual(self) -> bool:
         """Whether `DenseRun` supports all operations of this layer on heads."""
-        has_extras = self.change is not None or self.q_scales is not None or self.has_gate
-        has_extras = has_extras or self.spec.first_position > 0
+        has_extras = bool(self.changes) or self.q_scales is not None or self.gate is not None
+        has_extras |= self._plane is not None or self.spec.first_position > 0
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         are_typed = all(norm.weight.dtype == self.qkv_proj.dtype for norm in norms)
         return self._is_rotated and not self.num_adjacent and not has_extras and are_typed
@@ -128,14 +165,19 @@ class Attention:
     def _is_rotated(self) -> bool:
         return self.cos_sin.shape[0] > 1
 
-    def move(self, group: int, in_pool: int) -> None:
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """See `Mixer.move`."""
-        self.group, self.in_pool = group, in_pool
+        self.group, self.in_pool, self._plane = group, in_pool, plane
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`: on a GPU the layer's page group is settled."""
         group = step.groups[self.group]
-        pool = group.pool_of(pool)
+        pool = plane_of(group, pool, self._plane)
         if not pool.is_cuda or group.is_settled:
             return step
         spec, dtype = self.spec, self.qkv_proj.dtype
@@ -149,12 +191,15 @@ class Attention:
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Writes K and V of all rows."""
         group, spec = step.groups[self.group], self.spec
-        qkv, gate = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer)), None
-        if self.has_gate:
+        qkv = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer))
+        gate = None
+        if self._has_gate_in_q:
             qkv, gate = self._apart(qkv)
+        elif self.gate is not None and self.gate.proj is not None:
+            gate = x.linear(self.gate.proj, None)
         positions = step.positions
-        if self.change is not None:
-            qkv = self.change(qkv, positions, spec.heads * spec.dim)
+        for change in self.changes:
+            qkv = change(qkv, positions, spec.heads * spec.dim)
         is_settled = group.is_settled
         if not self._is_rotated:
             # These were just created, so kernels must not read them early.
@@ -164,7 +209,7 @@ class Attention:
             qkv,
             positions,
             self.cos_sin,
-            group.pool_of(pool),
+            plane_of(group, pool, self._plane),
             self.in_pool,
             group.places,
             spec.heads,
@@ -190,12 +235,13 @@ class Attention:
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the requests' pages and projects the result."""
-        group = step.groups[self.group]
-        mixed = paged_attention(
-            query.q, group.pool_of(pool), self.in_pool, self.spec, group, query.own
-        )
-        if query.gate is not None:
-            mixed = mixed * query.gate.sigmoid()
+        group, spec = step.groups[self.group], self.spec
+        plane = plane_of(group, pool, self._plane)
+        mixed = paged_attention(query.q, plane, self.in_pool, spec, group, query.own)
+        if self.value_dim < spec.dim:
+            mixed = mixed.view(-1, spec.heads, spec.dim)[..., : self.value_dim].flatten(1)
+        if self.gate is not None and query.gate is not None:
+            mixed = self.gate.of(mixed, query.gate)
         return Sum(mixed, self.o_proj, addition_to(step.lora, "o", self.layer))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
@@ -206,4 +252,5 @@ class Attention:
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
         products = shape_of(self.qkv_proj), shape_of(self.o_proj)
-        return Attention, products, id(self.cos_sin), self.is_usual, self.spec.scale
+        own = id(self.cos_sin), self.is_usual, self.spec.scale, self.spec.is_chunked, self._plane
+        return Attention, products, own

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from weft.engine.model.layers.rotary import Rotary
 from weft.kernels.norm import Norm
 from weft.kernels.rope import rotated
@@ -63,6 +64,51 @@ class LayerNorms:
         variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
         normed = (wide - mean) * torch.rsqrt(variance + self.eps) * self.weight.float()
         return torch.cat((normed.flatten(1).to(qkv.dtype), v), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNorms:
+    """RMS norms of each head of q and k, without weights."""
+
+    dim: int
+    eps: float
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """See `HeadChange`."""
+        kv_size = (qkv.shape[1] - q_size) // 2
+        both, v = qkv[:, : q_size + kv_size], qkv[:, q_size + kv_size :]
+        return torch.cat((_plain_rms(both, self.dim, self.eps), v), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A factor on V, a norm of its heads without weight, and zeros up to the width of K's heads."""
+
+    dim: int
+    """Elements of a head of q and K."""
+    value_dim: int
+    factor: float = 1.0
+    eps: float | None = None
+    """Of the norm; None: there is none."""
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, q_size: int) -> torch.Tensor:
+        """See `HeadChange`; the V that is given may be narrower."""
+        kv_heads = (qkv.shape[1] - q_size) // (self.dim + self.value_dim)
+        begin = q_size + kv_heads * self.dim
+        before, v = qkv[:, :begin], qkv[:, begin:]
+        if self.eps is not None:
+            v = _plain_rms(v, self.value_dim, self.eps)
+        if self.factor != 1.0:
+            v = v * self.factor
+        rest = self.dim - self.value_dim
+        if rest:
+            v = F.pad(v.reshape(-1, kv_heads, self.value_dim), (0, rest)).flatten(1)
+        return torch.cat((before, v), dim=1)
+
+
+def _plain_rms(x: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
+    heads = x.reshape(x.shape[0], -1, dim).float()
+    return F.rms_norm(heads, (dim,), eps=eps).flatten(1).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

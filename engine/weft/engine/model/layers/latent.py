@@ -19,6 +19,7 @@ from weft.kernels.latent_attention import LatentSpec, latent_attention, write_la
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.rope import rotated
 from weft.kernels.stream import Normed, Sum
 
@@ -56,6 +57,7 @@ class LatentAttention:
         kv_norm: Norm,
         absorbed: tuple[torch.Tensor, torch.Tensor],
         o_proj: LinearWeight,
+        q_scales: torch.Tensor | None = None,
     ) -> None:
         """Assembles the layer from its parts.
 
@@ -72,6 +74,7 @@ class LatentAttention:
             absorbed: Matrices from latents to keys, [H, nope, rank], and to values,
                 [H, rank, value].
             o_proj: Values of all heads -> [hidden].
+            q_scales: See `Attention`.
         """
         self.config = config
         self.layer = self.in_pool = layer
@@ -83,6 +86,7 @@ class LatentAttention:
         self.q_proj = q_proj
         self.kv_norm = kv_norm
         self.o_proj = o_proj
+        self.q_scales = q_scales
         self._absorbed = _Absorbed(*absorbed)
         heads = self._absorbed.to_keys.shape[0]
         self.spec = LatentSpec(heads, config.kv_rank, scale, first_position)
@@ -96,6 +100,7 @@ class LatentAttention:
         layer: int,
         weights: Weights,
         rotary: Rotary,
+        q_scales: torch.Tensor | None = None,
     ) -> LatentAttention:
         """Reads the parameters below one prefix of the names; other arguments as above."""
         head_dim, of_head = sizes.nope_dim + sizes.rope_dim, sizes.nope_dim + sizes.value_dim
@@ -140,9 +145,15 @@ class LatentAttention:
             o_proj=weights.linear(
                 o_spec(config.hidden_size, config.num_heads, sizes.value_dim, bias=False)
             ),
+            q_scales=q_scales,
         )
 
-    def move(self, group: int, in_pool: int) -> None:
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """See `Mixer.move`."""
         self.group, self.in_pool = group, in_pool
 
@@ -168,8 +179,10 @@ class LatentAttention:
         of_heads = low.reshape(len(low), heads, -1)
         own, turned = torch.split(of_heads, [sizes.nope_dim, sizes.rope_dim], dim=2)
         absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
-        turned = rotated(turned, turns, adjacent)
-        return Query(torch.cat((absorbed, turned), dim=2))
+        q = torch.cat((absorbed, rotated(turned, turns, adjacent)), dim=2)
+        if self.q_scales is not None:
+            q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
+        return Query(q)
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the latents and projects the result."""

@@ -9,6 +9,7 @@ from weft.engine.model.step import Step
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.norm import AnyNorm, Norm
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Computed, Normed, Pending, Stream
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Query(NamedTuple):
     own: OwnKv | None = None
     """See `weft.kernels.attention.own_kv`."""
     gate: torch.Tensor | None = None
-    """[T, Hq * D]: what the result is weighed by, before the sigmoid; None: it is not."""
+    """[T, Hq], or an element each: factors on the result, before their activation; None: 1."""
     beside: torch.Tensor | None = None
     """[T, ...]: the result of a recurrent layer beside attention, or None."""
 
@@ -40,8 +41,14 @@ class Query(NamedTuple):
 class Mixer(Protocol):
     """The block of a layer in which rows exchange information: attention."""
 
-    def move(self, group: int, in_pool: int) -> None:
-        """Assigns the layer's data to a page group, as the layer with this index in the group."""
+    @property
+    def has_own_kv(self) -> bool:
+        """Whether `write` stores anything; else the layer reads what an earlier one has stored."""
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
+        """Assigns the layer's data to a page group, as the layer with this index in its plane;
+        None: the group has one plane.
+        """
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """Prepares a step for consecutive layers of this kind, all of whose rows attend.
@@ -94,6 +101,12 @@ class Form(NamedTuple):
     """Factor on the additions of both blocks."""
     is_parallel: bool = False
     """Whether both blocks read the layer's input, through the same norm."""
+    last: FeedForward | None = None
+    """A third block, which reads the stream as it is, or None."""
+    last_post: AnyNorm | None = None
+    """Norm of its result before its addition."""
+    factor: torch.Tensor | None = None
+    """[1]: a factor on the stream at the layer's end, or None."""
 
 
 class Layer(NamedTuple):
@@ -128,6 +141,10 @@ class Layer(NamedTuple):
         stream.add(self._made(stream, mixed, form.mixer_post))
         fed = self.feed(stream.normed(self.post_norm), step)
         stream.add(self._made(stream, fed, form.feed_post))
+        if form.last is not None:
+            stream.add(self._made(stream, form.last(stream.normed(None), step), form.last_post))
+        if form.factor is not None:
+            stream.scale(form.factor)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """Whether a step of this many rows needs no launches for norms and additions."""
@@ -141,9 +158,12 @@ class Layer(NamedTuple):
     def shape_key(self) -> object:
         """A key that is equal for layers that can be in one run."""
         form = self.form
-        kinds = [type(norm) for norm in (self.input_norm, self.post_norm, *form[:2])]
+        norms = (self.input_norm, self.post_norm, form.mixer_post, form.feed_post, form.last_post)
+        last = None if form.last is None else form.last.shape_key()
+        rest = form.multiplier, form.is_parallel, last, form.factor is None
         feed = None if self.feed is None else self.feed.shape_key()
-        return self.mixer.shape_key(), feed, kinds, form[2:]
+        kinds = [type(norm) for norm in norms]
+        return self.mixer.shape_key(), feed, kinds, rest
 
     def _made(self, stream: Stream, pending: Pending, norm: AnyNorm | None) -> Pending:
         """A block's addition, after the norm of its result and the factor."""

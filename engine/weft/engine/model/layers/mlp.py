@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import Activation, activate
+from weft.kernels.activation import Activation, Gating, activate
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.stream import Computed, GatedSum, Normed, Sum, can_fold
@@ -110,7 +111,7 @@ class PlainMLP:
         layer: int,
         up_proj: LinearWeight,
         down_proj: LinearWeight,
-        activation: Activation,
+        activation: Activation | Gating,
         *,
         is_gated: bool,
         factors: tuple[float, float] = (1.0, 1.0),
@@ -128,14 +129,21 @@ class PlainMLP:
     def __call__(self, x: Normed, step: Step) -> Sum | Computed:
         """See `FeedForward`."""
         inner = x.linear(self.up_proj, addition_to(step.lora, "gate_up", self.layer))
-        on_gate, on_result = self.factors
-        if on_gate != 1.0:
-            inner[:, : inner.shape[1] // 2] *= on_gate
-        inner = activate(inner, self.activation, is_gated=self.is_gated)
-        added = Sum(inner, self.down_proj, addition_to(step.lora, "down", self.layer))
-        if on_result == 1.0:
+        added = Sum(self._made(inner), self.down_proj, addition_to(step.lora, "down", self.layer))
+        if self.factors[1] == 1.0:
             return added
-        return Computed(linear(added.x, added.w, lora=added.lora) * on_result)
+        return Computed(linear(added.x, added.w, lora=added.lora) * self.factors[1])
+
+    def unchanged(self, x: Normed) -> Sum:
+        """Like a call, without adapters and the factor on the result."""
+        return Sum(self._made(x.linear(self.up_proj, None)), self.down_proj, None)
+
+    def _made(self, inner: torch.Tensor) -> torch.Tensor:
+        if self.factors[0] != 1.0:
+            inner[:, : inner.shape[1] // 2] *= self.factors[0]
+        if isinstance(self.activation, Gating):
+            return self.activation.of(inner)
+        return activate(inner, self.activation, is_gated=self.is_gated)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

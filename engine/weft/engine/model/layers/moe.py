@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
 from weft.engine.model.layers.layer import shape_of
-from weft.engine.model.layers.mlp import GatedMLP, down_spec, gate_up_spec
+from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec
 from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.activation import SILU, Gating
+from weft.kernels.activation import GELU_TANH, SILU, Gating, limited_silu
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import RouterForm, SparseMlpWeight
@@ -24,7 +24,7 @@ class SparseMLP:
         self,
         layer: int,
         weight: SparseMlpWeight,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | PlainMLP | None = None,
         shared_gate: LinearWeight | None = None,
     ) -> None:
         """Assembles the block of a layer (its index) from its parts.
@@ -66,7 +66,6 @@ class SparseMLP:
             bias=config.router.has_bias,
         )
         gate_up = gate_up_spec(hidden, config.intermediate_size, names=names.gate_up)
-        given = config.gating
         experts = ExpertSpec(
             num_experts=config.num_experts,
             gate_up=gate_up,
@@ -75,7 +74,7 @@ class SparseMLP:
             is_transposed=names.is_transposed,
             is_interleaved=names.is_interleaved,
             bias=config.has_expert_bias,
-            gating=SILU if given is None else Gating(given.alpha, given.limit, given.offset),
+            gating=_gating(config, layer),
         )
         weight = SparseMlpWeight(
             weights.linear(router),
@@ -86,14 +85,7 @@ class SparseMLP:
         )
         if not config.shared_size:
             return cls(layer, weight)
-        shared = GatedMLP.of_size(
-            layer,
-            hidden,
-            config.shared_size,
-            weights.at(names.shared),
-            fused=names.shared_gate_up,
-            down=names.shared_down,
-        )
+        shared = _shared(config, layer, hidden, weights.at(names.shared), names)
         if not config.has_shared_gate:
             return cls(layer, weight, shared)
         gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,))
@@ -117,6 +109,28 @@ class SparseMLP:
         return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared
 
 
+def _gating(config: MoEConfig, layer: int) -> Gating:
+    given, limit = config.gating, config.limits[layer] if config.limits else 0.0
+    if given is not None:
+        return Gating(given.alpha, given.limit, given.offset)
+    if limit:
+        return limited_silu(limit)
+    return SILU if config.activation == "silu" else GELU_TANH
+
+
+def _shared(
+    config: MoEConfig, layer: int, hidden: int, weights: Weights, names: MoENamesConfig
+) -> GatedMLP | PlainMLP:
+    limit = config.shared_limits[layer] if config.shared_limits else 0.0
+    fused, size = names.shared_gate_up, config.shared_size
+    if not limit:
+        down_name = names.shared_down
+        return GatedMLP.of_size(layer, hidden, size, weights, fused=fused, down=down_name)
+    gate_up = weights.linear(gate_up_spec(hidden, size, fused=fused, is_gated=False))
+    down = weights.linear(down_spec(hidden, size, name=names.shared_down))
+    return PlainMLP(layer, gate_up, down, limited_silu(limit), is_gated=True)
+
+
 def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
     """Reads how a router's logits become shares."""
     router, correction = config.router, None
@@ -132,4 +146,5 @@ def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> R
         summed=router.summed,
         least_sum=router.least_sum,
         scale=router.scale,
+        scales_input=router.scales_input,
     )

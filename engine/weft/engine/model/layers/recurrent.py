@@ -14,6 +14,7 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Normed, Sum
 
 
@@ -80,7 +81,12 @@ class RecurrentMixer(ABC):
         """The plane of this many layers of this shape."""
         return StatePlane(name=self.kind, layers=layers, parts=self.parts, ring=self.ring)
 
-    def move(self, group: int, in_pool: int) -> None:
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """See `Mixer.move`: there are no pages."""
         return
 

@@ -25,18 +25,22 @@ class Rotaries:
     def __init__(self, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._size = (head_dim, max_positions)
         self._device = device
-        self._made: dict[RopeConfig | None, Rotary] = {}
+        self._made: dict[tuple[RopeConfig | None, int], Rotary] = {}
 
-    def of(self, rope: RopeConfig | None) -> Rotary:
-        """The rotation that a configuration describes; None: heads are not rotated."""
-        if rope not in self._made:
-            dim, positions = self._size
+    def of(self, rope: RopeConfig | None, head_dim: int | None = None) -> Rotary:
+        """The rotation that a configuration describes; None: heads are not rotated.
+
+        `head_dim` is for heads of another width.
+        """
+        dim, positions = head_dim or self._size[0], self._size[1]
+        key = rope, dim
+        if key not in self._made:
             if rope is None:
                 rotary = Rotary(cos_sin_table(RopeConfig(theta=1.0), dim, 1))
             else:
                 rotary = Rotary(cos_sin_table(rope, dim, positions), rope.num_adjacent(dim))
-            self._made[rope] = rotary._replace(cos_sin=rotary.cos_sin.to(self._device))
-        return self._made[rope]
+            self._made[key] = rotary._replace(cos_sin=rotary.cos_sin.to(self._device))
+        return self._made[key]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.step import Step
 from weft.kernels.linear import linear
 from weft.kernels.lora import LoraStep
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Computed, Normed, Sum
 
 
@@ -23,9 +24,14 @@ class SideBySide:
         self.recurrent = recurrent
         self.factors = factors
 
-    def move(self, group: int, in_pool: int) -> None:
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """See `Mixer.move`."""
-        self.attention.move(group, in_pool)
+        self.attention.move(group, in_pool, plane)
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
         """See `Mixer.prepare`."""

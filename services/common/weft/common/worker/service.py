@@ -159,13 +159,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GetInfoResponse:
         """See worker.proto."""
         info = self._info
-        parts = [
-            kv_pb2.PlanePart(name=name, dim=info.head_dim, dtype=info.dtype)
-            for name in info.kv_parts
-        ]
+        first = {"target": (info.layers, info.kv_heads, info.head_dim)}
         planes = [
-            kv_pb2.Plane(name=name, layers=layers, heads=info.kv_heads, parts=parts)
-            for name, layers in {"target": info.layers, **info.window_planes}.items()
+            kv_pb2.Plane(
+                name=name,
+                layers=layers,
+                heads=heads,
+                parts=[
+                    kv_pb2.PlanePart(name=part, dim=dim, dtype=info.dtype) for part in info.kv_parts
+                ],
+            )
+            for name, (layers, heads, dim) in {**first, **info.further_planes}.items()
         ]
         planes[0].draft_digest = bytes.fromhex(info.draft)
         response = worker_pb2.GetInfoResponse(

@@ -33,11 +33,12 @@ def in_parts(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         sinks: torch.Tensor | None = None,
         softcap: float | None = None,
         first_position: int = 0,
+        is_chunked: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        heads, softmax = (q.shape[1], pool.shape[1]), (sinks, softcap)
-        dim = q.shape[2]
-        spec = AttentionSpec(*heads, dim, scale, window, is_fixed, *softmax, first_position)
+        heads = (q.shape[1], pool.shape[1], q.shape[2])
+        softmax = (sinks, softcap, first_position, is_chunked)
+        spec = AttentionSpec(*heads, scale, window, is_fixed, *softmax)
         step = GroupStep(
             page_table=page_table,
             places=torch.empty(0, dtype=torch.int64),
@@ -148,17 +149,26 @@ def hide_first(case: Case, first_position: int) -> None:
         case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
 
 
-def hide_before_window(case: Case, window: int) -> None:
+def hide_before_window(case: Case, window: int, *, is_chunked: bool = False) -> None:
     """NaN in the pool for positions that are before the window of a request's first row."""
     page_size = case.pool.shape[4]
     for request, kv_len in enumerate(case.kv_lens.tolist()):
         q_len = int(case.cu_q_lens[request + 1] - case.cu_q_lens[request])
-        hidden = torch.arange(max(0, kv_len - q_len + 1 - window), device=case.pool.device)
+        first = kv_len - q_len + 1 - window
+        if is_chunked:
+            first = (kv_len - q_len) // window * window
+        hidden = torch.arange(max(0, first), device=case.pool.device)
         pages = case.page_table[request, hidden // page_size].long()
         case.pool[pages, :, LAYER, :, hidden % page_size] = float("nan")
 
 
-def eager_attention(case: Case, first_position: int = 0, window: int | None = None) -> torch.Tensor:
+def eager_attention(
+    case: Case,
+    first_position: int = 0,
+    window: int | None = None,
+    *,
+    is_chunked: bool = False,
+) -> torch.Tensor:
     """Torch's own result in the dtype of the case."""
     return in_parts(paged_attention_reference)(
         case.q,
@@ -172,6 +182,7 @@ def eager_attention(case: Case, first_position: int = 0, window: int | None = No
         case.max_kv_len,
         first_position=first_position,
         window=window,
+        is_chunked=is_chunked,
     )
 
 
@@ -181,6 +192,8 @@ def exact_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    *,
+    is_chunked: bool = False,
 ) -> torch.Tensor:
     """The definition in float64: [T, Hq * D]; a row that sees nothing is zero."""
     heads = case.q.shape[1]
@@ -195,7 +208,9 @@ def exact_attention(
         positions = torch.arange(k.shape[1], device=k.device)
         last_seen = torch.arange(k.shape[1] - (end - first), k.shape[1], device=k.device)
         is_hidden = (positions > last_seen.unsqueeze(1)) | (positions < first_position)
-        if window is not None:
+        if window is not None and is_chunked:
+            is_hidden |= positions // window != last_seen.unsqueeze(1) // window
+        elif window is not None:
             is_hidden |= positions <= last_seen.unsqueeze(1) - window
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()

@@ -111,6 +111,7 @@ def make_run(
     layers: int = 2,
     experts: int = 0,
     is_fixed: bool = False,
+    chunk: int | None = None,
 ) -> Run:
     """Layers with twice as many heads as KV heads, and a norm of each head."""
 
@@ -119,7 +120,7 @@ def make_run(
 
     def layer(index: int) -> Layer:
         attention = Attention(
-            AttentionSpec(heads, heads // 2, dim, 1.0),
+            AttentionSpec(heads, heads // 2, dim, 1.0, chunk, is_chunked=chunk is not None),
             index,
             torch.zeros(MAX_CONTEXT, dim),
             qkv_proj=weight(2 * heads * dim, hidden, is_fixed=is_fixed),
@@ -167,14 +168,14 @@ def run_layers(
     lora: LoraStep | None = None,
     **options: Any,
 ) -> None:
-    """Two layers, or `layers`; what enters the second one is wanted."""
+    """Two layers, or `layers`; what enters the last one is wanted."""
     hidden, _, heads, dim = sizes
     run, step = make_run(*sizes, **options), make_step(q_lens, has_trees=has_trees, lora=lora)
     pages = len(q_lens) * MAX_CONTEXT // PAGE_SIZE
     pool = torch.zeros(pages, heads // 2, 2, 2, PAGE_SIZE, dim, dtype=BF16)
     stream = torch.zeros(sum(q_lens), hidden, dtype=BF16)
     with as_on_gpu():
-        run_all([run], stream, step, pool, Taps([1], torch.empty_like(stream)))
+        run_all([run], stream, step, pool, Taps([len(run.layers) - 1], torch.empty_like(stream)))
 
 
 SMALL, WIDE = (576, 1536, 8, 64), (1024, 3072, 16, 128)
@@ -201,6 +202,12 @@ def compile_experts() -> None:
     for rows in (1, 12, 2000):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
+
+
+def compile_chunks() -> None:
+    """Attention within chunks, of few rows and of prompts."""
+    for is_fixed in (False, True):
+        run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
 
 
 def compile_latents() -> None:
@@ -403,6 +410,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "layers": partial(compile_layers, is_full),
         "experts": compile_experts,
         "fixed": compile_fixed,
+        "chunks": compile_chunks,
         "latents": compile_latents,
         "fp8": partial(compile_fp8, is_full),
         "adapters": partial(compile_adapters, is_full),

@@ -1,0 +1,70 @@
+"""A second embedding, of which each layer adds a part of its own."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.model.layers.layer import shape_of
+from weft.engine.model.step import Step
+from weft.kernels.activation import Activation, activate
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep
+from weft.kernels.norm import Norm
+from weft.kernels.stream import Normed, Sum
+
+
+class PerLayerEmbedding:
+    """What layers add by token: a row of a table and a projection of the usual embedding, half and
+    half (Gemma 3n's per-layer embeddings).
+    """
+
+    def __init__(
+        self, table: torch.Tensor, proj: LinearWeight, norm: Norm, num_layers: int, dim: int
+    ) -> None:
+        """Assembles it.
+
+        Args:
+            table: [vocab, layers * P].
+            proj: [hidden] -> [layers * P].
+            norm: Of the projection, each layer's part by itself.
+            num_layers: Number of layers.
+            dim: P, elements of a layer's part.
+        """
+        self._table, self._proj, self._norm = table, proj, norm
+        self._shape = num_layers, dim
+        self._factors = table.new_tensor([dim**0.5, proj.in_features**-0.5, 2**-0.5])
+
+    def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[T] int64 and the embeddings, [T, hidden], as they enter the stream -> [T, layers, P]."""
+        of_table, of_projection, of_both = self._factors
+        by_token = self._table.index_select(0, token_ids) * of_table
+        projected = (linear(hidden, self._proj) * of_projection).view(-1, self._shape[1])
+        both: torch.Tensor = self._norm(projected).view(by_token.shape) + by_token
+        both = both * of_both
+        return both.view(-1, *self._shape)
+
+
+class PerLayerPart:
+    """proj(activation(gate(x)) * part), where the layer's part comes with the step: a
+    `FeedForward`.
+    """
+
+    def __init__(
+        self, layer: int, gate: LinearWeight, proj: LinearWeight, activation: Activation
+    ) -> None:
+        """Assembles the block of a layer (its index) from its projections."""
+        self._layer, self._gate, self._proj = layer, gate, proj
+        self._activation: Activation = activation
+
+    def __call__(self, x: Normed, step: Step) -> Sum:
+        """See `FeedForward`."""
+        assert step.per_layer is not None, "the stack computes the parts of all layers"
+        gate = activate(x.linear(self._gate, None), self._activation, is_gated=False)
+        return Sum(gate * step.per_layer[:, self._layer], self._proj, None)
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return PerLayerPart, shape_of(self._gate), shape_of(self._proj)
