@@ -86,8 +86,12 @@ class Engine:
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
-        parts.memory.on_published.append(lambda _, key, parent: self._kv_events.stored(key, parent))
-        parts.memory.on_evicted.append(self._kv_events.removed)
+        stored, removed = self._kv_events.stored, self._kv_events.removed
+        if parts.states is not None:
+            parts.states.watch(stored, removed)
+        else:
+            parts.memory.on_published.append(lambda _, key, parent: stored(key, parent))
+            parts.memory.on_evicted.append(removed)
         self.costs = FillCosts(config.local_prefill_max_tokens, config.page_size)
         self.fills = OwnerFills(
             config,

@@ -62,6 +62,14 @@ class StateIndex:
         """See `PageIndex.num_unused_pages`."""
         self.on_lost: Callable[[int], None] = lambda block: None
         """Called with each unused block whose node has left the tree."""
+        self.on_reached: Callable[[bytes, bytes], None] = lambda key, parent: None
+        """Called with the keys of each page that now has a block behind it or a later page, and of
+        the page before it. Only such pages save a request anything.
+        """
+        self.on_unreached: Callable[[bytes], None] = lambda key: None
+        """Called with the key of each page behind which the last block is gone."""
+        self._num_reaching: dict[Node, int] = {}
+        """By node: its own block, and its children that are in this dictionary."""
         tree.on_removed.append(self._removed)
 
     @property
@@ -85,6 +93,7 @@ class StateIndex:
         if node in self._of_node:
             return False
         self._of_node[node] = self._of_block[block] = _Kept(node, block)
+        self._reach(node)
         return True
 
     def note_hit(self, block: int) -> None:
@@ -131,6 +140,12 @@ class StateIndex:
         unused = {kept.block for kept in self._of_block.values() if kept.ticket}
         assert waiting == unused
         assert len(unused) == self.num_unused_pages
+        reaching: set[Node] = set()
+        for node in self._of_node:
+            while node.parent is not None and node not in reaching:
+                reaching.add(node)
+                node = node.parent
+        assert reaching == self._num_reaching.keys()
 
     def _worth(self, kept: _Kept) -> _Worth:
         num_saved, node = 1, kept.node.parent
@@ -156,5 +171,28 @@ class StateIndex:
 
     def _forget(self, kept: _Kept) -> None:
         del self._of_node[kept.node], self._of_block[kept.block]
+        self._unreach(kept.node)
         self.num_unused_pages -= kept.ticket > 0
         kept.ticket = 0
+
+    def _reach(self, node: Node) -> None:
+        """Counts a new block of a node."""
+        path: list[tuple[bytes, bytes]] = []
+        while node.parent is not None:
+            count = self._num_reaching[node] = self._num_reaching.get(node, 0) + 1
+            if count > 1:
+                break
+            path.append((node.key, node.parent.key))
+            node = node.parent
+        for key, parent in reversed(path):
+            self.on_reached(key, parent)
+
+    def _unreach(self, node: Node) -> None:
+        """Counts a block of a node that is gone."""
+        while node.parent is not None:
+            count = self._num_reaching[node] = self._num_reaching[node] - 1
+            if count:
+                return
+            del self._num_reaching[node]
+            self.on_unreached(node.key)
+            node = node.parent

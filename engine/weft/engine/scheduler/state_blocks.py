@@ -19,7 +19,7 @@ or was preempted. A request without room for a block that it does not need itsel
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,6 +100,13 @@ class StateBlocks:
         """By slot: position of the newest block's border, and the block."""
         if index is not None:
             index.on_lost = memory.forget
+
+    def watch(
+        self, on_reached: Callable[[bytes, bytes], None], on_unreached: Callable[[bytes], None]
+    ) -> None:
+        """See `StateIndex.on_reached` and `StateIndex.on_unreached`."""
+        if self._index is not None:
+            self._index.on_reached, self._index.on_unreached = on_reached, on_unreached
 
     def __len__(self) -> int:
         """Number of requests that have blocks or a reservation."""

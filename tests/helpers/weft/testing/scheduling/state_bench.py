@@ -19,6 +19,7 @@ from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
+from weft.engine.memory.keys import ROOT_KEY
 from weft.engine.memory.layout import StatePart, StatePlane, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
 from weft.engine.memory.page_table import PageTable
@@ -169,9 +170,12 @@ class StateBench:
         self.cache = PrefixTree(PAGE) if has_cache else None
         self.memory = PageMemory(num_pages, self.cache, tracks_freed=True)
         self.index = None if self.cache is None else StateIndex(self.cache)
+        self.told: set[bytes] = set()
+        """Keys of pages of which gateways are told."""
         self.blocks = PageMemory(num_blocks, self.index, tracks_freed=True)
         slots = limits.max_running_requests
         self.states = StateBlocks(self.blocks, self.index, PAGE, checkpoint_tokens, slots)
+        self.states.watch(self._reached, self.told.remove)
         rows = num_ring_rows(PAGE, MAX_DRAFTS)
         self.device = StateMemory(_PLANE, num_blocks, slots, rows, torch.device("cpu"))
         self.device.poison(range(1, num_blocks))
@@ -195,6 +199,11 @@ class StateBench:
         """Rows that were computed for their states alone."""
         self.now = 0.0
         self._siblings: dict[Request, int] = {}
+
+    def _reached(self, key: bytes, parent: bytes) -> None:
+        assert key not in self.told
+        assert parent in self.told or parent == ROOT_KEY, "pages are told in order"
+        self.told.add(key)
 
     def _free_slot(self, slot: int) -> None:
         self.table.clear(slot)
@@ -319,6 +328,7 @@ class StateBench:
             tokens = _tokens_to(node)
             found = [pool[kept.block, 0].item() for pool in self.device.pools.blocks]
             assert found == [sums(tokens)[-1], len(tokens)], "a cached state is of other tokens"
+        assert self.told == {node.key for node in self.index._num_reaching}
 
     def run_out(self, max_steps: int = 20_000) -> None:
         """Steps until nothing is left, and checks that nothing is."""
