@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -34,7 +35,7 @@ class Case(NamedTuple):
         after = self.states.clone()
         made = []
         bounds = self.cu_lens.tolist()
-        for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (begin, end) in enumerate(pairwise(bounds)):
             for at in range(begin, end):
                 parts = [each[at] for each in self.rows]
                 out, after[number] = row(*parts, *self.shared, after[number])

@@ -86,6 +86,10 @@ class MoEConfig:
     gating: GatingConfig | None = None
     """Of each expert; None: silu(gate) * up."""
     has_expert_bias: bool = False
+    is_gated: bool = True
+    """Whether experts have a gate; else they are MLPs with squared ReLU."""
+    latent_size: int | None = None
+    """Width that the stream is projected to for the experts; None: it is not."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

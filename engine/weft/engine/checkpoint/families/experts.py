@@ -182,6 +182,34 @@ def lfm2_experts(config: Fields) -> MoEConfig:
     )
 
 
+def nemotron_experts(config: Fields, dense: tuple[int, ...]) -> MoEConfig:
+    """Nemotron 3's: DeepSeek V3's router, experts without gates, some of them of a narrower stream.
+
+    Args:
+        config: The configuration.
+        dense: Layers without experts.
+    """
+    if config.flag("mlp_bias", False):
+        raise config.error("mlp_bias", "is not supported with experts")
+    shared = config.positive("moe_shared_expert_intermediate_size", 7688)
+    return MoEConfig(
+        **counts(config, "n_routed_experts"),
+        intermediate_size=config.positive("moe_intermediate_size", 7688),
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        mlp_only_layers=dense,
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=True,
+            summed=2,
+            scale=config.number("routed_scaling_factor", 1.0),
+            **_groups(config),
+        ),
+        shared_size=shared if config.count("n_shared_experts", 1) else 0,
+        is_gated=False,
+        latent_size=config.positive("moe_latent_size") if "moe_latent_size" in config else None,
+    )
+
+
 def kimi_experts(config: Fields) -> MoEConfig:
     """Kimi Linear's: DeepSeek V3's, by names of its own."""
     inner = config.positive("moe_intermediate_size", 1024)

@@ -176,7 +176,7 @@ class Family:
             longest: Field of the longest context.
         """
         fields, whole = self.fields, self.whole
-        if moe is not None and decoder.mlp.activation != "silu":
+        if moe is not None and moe.is_gated and decoder.mlp.activation != "silu":
             raise fields.error("hidden_act", "experts are supported with silu alone")
         attention = decoder.attention
         layers = [layer for layer in decoder.layers if isinstance(layer, AttentionConfig)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.families.experts import mixtral_experts
+from weft.engine.checkpoint.families.experts import mixtral_experts, nemotron_experts
 from weft.engine.checkpoint.families.family import FULL, Family
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
@@ -146,7 +146,7 @@ def read_falcon_h1(
 def read_nemotron_h(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """Nemotron-H and Nemotron Nano 2, dense (arXiv 2504.03624).
+    """Nemotron-H and Nemotron Nano 2 (arXiv 2504.03624), and Nemotron 3 with experts.
 
     Checkpoints number blocks. A layer here is a mixer and the MLP behind it, if there is one.
     """
@@ -171,16 +171,18 @@ def read_nemotron_h(
     )
     _check_mamba(family, mamba, inner)
     attention = AttentionConfig(rope=None, scale=dim**-0.5)
-    kinds, blocks = _paired(family)
+    kinds, blocks, feeds = _paired(family)
+    if fields.text("mlp_hidden_act", "relu2") != "relu2":
+        raise fields.error("mlp_hidden_act", "only relu2 is supported")
+    moe = None
+    if _MOE in feeds:
+        dense = tuple(n for n, feed in enumerate(feeds) if feed != _MOE)
+        moe = nemotron_experts(fields, dense)
     decoder = DecoderConfig(
         norm=norm,
         layers=_mixers(family, kinds, attention, mamba),
-        mlp=MlpConfig(
-            activation=family.activation("relu2", "mlp_hidden_act"),
-            is_gated=False,
-            bias=fields.flag("mlp_bias", False),
-        ),
-        without_feed=tuple(n for n, (_, feed) in enumerate(blocks) if feed is None),
+        mlp=MlpConfig(activation="relu2", is_gated=False, bias=fields.flag("mlp_bias", False)),
+        without_feed=tuple(n for n, feed in enumerate(feeds) if not feed),
     )
     names = NamesConfig(
         bodies=("backbone", "model"),
@@ -194,11 +196,13 @@ def read_nemotron_h(
         feeds=("mixer",),
         blocks=blocks,
     )
-    return family.config(decoder, head_dim=dim, names=names, kv_heads=8)
+    return family.config(decoder, head_dim=dim, names=names, kv_heads=8, moe=moe)
 
 
-def _paired(family: Family) -> tuple[list[str], tuple[tuple[int, int | None], ...]]:
-    """The kind of each layer's mixer, and the numbers of its blocks."""
+def _paired(family: Family) -> tuple[list[str], tuple[tuple[int, int | None], ...], list[str]]:
+    """The kind of each layer's mixer, the numbers of its blocks, and the kind of the feed-forward
+    block, empty where there is none.
+    """
     fields, pattern = family.fields, family.fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= set(_LETTERS):
         listed: Sequence[str] = [_LETTERS[letter] for letter in pattern]
@@ -208,17 +212,18 @@ def _paired(family: Family) -> tuple[list[str], tuple[tuple[int, int | None], ..
         raise fields.error("hybrid_override_pattern", "expected the letters M, *, - and E")
     kinds: list[str] = []
     blocks: list[tuple[int, int | None]] = []
+    feeds: list[str] = []
     for number, kind in enumerate(listed):
-        if kind == _MOE:
-            raise fields.error("layers_block_type", "experts without gates are not supported")
-        if kind != _MLP:
+        if kind not in (_MLP, _MOE):
             kinds.append(kind)
             blocks.append((number, None))
-        elif not blocks or blocks[-1][1] is not None:
+            feeds.append("")
+        elif not blocks or feeds[-1]:
             raise fields.error("layers_block_type", "an MLP without a mixer is not supported")
         else:
             blocks[-1] = (blocks[-1][0], number)
-    return kinds, tuple(blocks)
+            feeds[-1] = kind
+    return kinds, tuple(blocks), feeds
 
 
 def _mixers(

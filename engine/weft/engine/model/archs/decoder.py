@@ -31,6 +31,7 @@ from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.plain_moe import PlainSparseMLP
 from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import Rotaries
 from weft.engine.model.layers.side_by_side import SideBySide
@@ -219,6 +220,8 @@ def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weight
         return _mlp(config, parts, index, found)
     router = f"{names.moe.router}.weight"
     found = next((feed for feed in feeds if feed.has(router)), feeds[0])
+    if not moe.is_gated:
+        return PlainSparseMLP.read(moe, config.hidden_size, found, names.moe)
     return SparseMLP.read(moe, index, config.hidden_size, found, names.moe)
 
 

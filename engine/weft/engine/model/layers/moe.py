@@ -82,7 +82,7 @@ class SparseMLP:
             (weights.at(names.experts) if names.experts else weights).experts(experts),
             config.num_experts_per_tok,
             config.norm_topk_prob,
-            _router_form(config, weights, names),
+            router_form(config, weights, names),
         )
         if not config.shared_size:
             return cls(layer, weight)
@@ -117,7 +117,8 @@ class SparseMLP:
         return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared
 
 
-def _router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
+def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
+    """Reads how a router's logits become shares."""
     router, correction = config.router, None
     if router.has_correction:
         axes = (1,) * names.correction_axes

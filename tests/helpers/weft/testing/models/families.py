@@ -190,6 +190,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("qwen3_5_text", _GATED_DELTA),
+    "qwen3_5-images": (
+        "qwen3_5",
+        {
+            "text_config": {**SIZES, **_GATED_DELTA},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+        },
+    ),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
         {
@@ -295,12 +302,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_state_size": 12,
         },
     ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "MEM*EM-",
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "moe_shared_expert_intermediate_size": 36,
+            "moe_latent_size": 20,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }
 """Model types of transformers, and fields of their configurations."""
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
+    "nemotron_h-experts",
 )
 """Those with recurrent layers."""
 
