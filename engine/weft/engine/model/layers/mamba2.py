@@ -47,7 +47,7 @@ class Mamba2(RecurrentMixer):
             layer: The layer's number.
             in_plane: Its index among the layers of the state plane.
             in_proj: [hidden] -> z, x, B, C and dt.
-            conv: [channels, taps], the factors of x, B and C among them.
+            conv: [taps, channels], the factors of x, B and C among them.
             conv_bias: [channels], or None.
             rates: [H] float32: negative rates of the decay.
             dt_bias: [H] float32.
@@ -99,7 +99,7 @@ class Mamba2(RecurrentMixer):
             layer,
             in_plane,
             in_proj=weights.linear(spec),
-            conv=conv,
+            conv=conv.t().contiguous(),
             conv_bias=vector("conv1d.bias", channels) if config.conv_bias else None,
             rates=-vector("A_log", config.heads).exp(),
             dt_bias=vector("dt_bias", config.heads),
@@ -114,21 +114,21 @@ class Mamba2(RecurrentMixer):
         """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (config.heads, config.state_size, config.head_dim)
-        tail = (self.conv.shape[0], config.taps - 1)
+        tail = (self.conv.shape[1], config.taps - 1)
         return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`: inputs of the convolution, and time steps."""
         return (
-            StatePart("xbc", (self.conv.shape[0],), self.dtype),
+            StatePart("xbc", (self.conv.shape[1],), self.dtype),
             StatePart("dt", (self.config.heads,), "float32"),
         )
 
     def project(self, x: Normed) -> Projected:
         """See `RecurrentMixer.project`."""
         config = self.config
-        widths = [self._inner, self.conv.shape[0], config.heads]
+        widths = [self._inner, self.conv.shape[1], config.heads]
         z, xbc, dt = torch.split(x.linear(self.in_proj, None), widths, dim=1)
         if config.factors[0] != 1.0:
             z = z * config.factors[0]
