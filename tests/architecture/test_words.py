@@ -30,7 +30,15 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(r"(?i).*blocks?", (*NUMBERS, f"{ENGINE}/transfer"), "page"),
+    Rule(
+        r"(?i).*blocks?",
+        (*NUMBERS, f"{ENGINE}/transfer"),
+        "page; a block is of recurrent layers",
+        except_in=(
+            *(f"{ENGINE}/memory/state_index.py", f"{ENGINE}/scheduler/state_blocks.py"),
+            *(f"{ENGINE}/loop/recurrent.py", f"{ENGINE}/loop/build.py"),
+        ),
+    ),
     Rule(
         r"(?i)_?(sequence|seq|seqs)",
         NUMBERS,

@@ -250,6 +250,36 @@ class DraftChainStruct(ctypes.Structure):
     )
 
 
+class RecurrenceStruct(ctypes.Structure):
+    """`Recurrence` of csrc/recurrent.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((name, ctypes.c_int64) for name in ("q_row", "k_row", "v_row")),
+        *((name, ctypes.c_int64) for name in ("q_head", "k_head", "v_head")),
+        *((name, ctypes.c_void_p) for name in ("decay", "beta", "steps", "skips")),
+        *((name, ctypes.c_void_p) for name in ("states", "out", "cu_lens")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "shared", "keys", "values")),
+        ("decays", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+        ("is_unit", ctypes.c_int32),
+    )
+
+
+class ConvolutionStruct(ctypes.Structure):
+    """`Convolution` of csrc/recurrent.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("row", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "tails", "out", "cu_lens")),
+        *((name, ctypes.c_int64) for name in ("sequences", "channels", "taps")),
+        ("is_bf16", ctypes.c_int32),
+        ("has_silu", ctypes.c_int32),
+    )
+
+
 class NativeCpu:
     """The functions of csrc/cpu.c. Pointers are passed as integers (`Tensor.data_ptr()`).
 
@@ -261,6 +291,7 @@ class NativeCpu:
         "announce",
         "await_count",
         "check_batch",
+        "convolution",
         "decoder_layers",
         "draft_chain",
         "draft_chain_width",
@@ -273,6 +304,8 @@ class NativeCpu:
         "linear",
         "max_dim",
         "max_group",
+        "max_keys",
+        "max_taps_of_conv",
         "moe",
         "native_bf16",
         "pack",
@@ -282,6 +315,7 @@ class NativeCpu:
         "paged_attention",
         "prepare_lora",
         "quantise_rows",
+        "recurrence",
         "rms_norm",
         "rope_and_cache",
         "round_groups",
@@ -335,6 +369,8 @@ class NativeCpu:
         self.draft_entries = declare("weft_draft_entries", integer, pointer, pointer)
         self.draft_chain_width = declare("weft_draft_chain_width", long, pointer, long)
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
+        self.recurrence = declare("weft_recurrence", None, pointer)
+        self.convolution = declare("weft_convolution", None, pointer)
         self.announce = declare("weft_announce", None, pointer, ctypes.c_uint32)
         self.await_count = declare("weft_await", integer, pointer, ctypes.c_uint32, pointer, long)
         self.add_sum = declare(
@@ -351,6 +387,10 @@ class NativeCpu:
         """Largest head_dim of attention."""
         self.max_group = int(declare("weft_max_group", integer)())
         """Largest number of query heads a KV head."""
+        self.max_keys = int(declare("weft_max_keys", integer)())
+        """Most rows of a state of `recurrence`."""
+        self.max_taps_of_conv = int(declare("weft_max_taps_of_conv", integer)())
+        """Most taps of `convolution`."""
 
 
 def _declare(

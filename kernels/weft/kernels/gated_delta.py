@@ -6,13 +6,15 @@ key finds towards its value, then reads it:
     S = a * S;  S = S + k (beta * (v - k^T S))^T;  o = scale * q^T S
 
 Gated DeltaNet (arXiv 2412.06464) has one decay a head, Kimi Delta Attention (arXiv 2510.26692) one
-for each element of a key. Pieces of many rows are computed by matrix products: the updates u of a
-piece solve a triangular system (section 3.3 of the first paper, there the UT transform).
+for each element of a key. The native form takes rows one after another. In torch, pieces of many
+rows are computed by matrix products: the updates u of a piece solve a triangular system (section
+3.3 of the first paper, there the UT transform).
 """
 
 from __future__ import annotations
 
 import torch
+from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
 from weft.kernels.segments import LONGEST, Segments, Wave
 
 _LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
@@ -47,8 +49,30 @@ def gated_delta(
     Raises:
         ValueError: Shapes do not fit.
     """
+    _check(q, k, v, decay, beta, states, cu_lens)
+    native = native_recurrence_for(v, states, q, k)
+    if native is None:
+        return gated_delta_reference(q, k, v, decay, beta, states, cu_lens)
+    return native_recurrence(
+        native,
+        *(q, k, v, decay, states, cu_lens),
+        beta=beta,
+        scale=q.shape[2] ** -0.5,
+        is_unit=True,
+    )
+
+
+def gated_delta_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    cu_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gated_delta` in eager torch, any device, by pieces."""
     segments = Segments.of(cu_lens, _LONGEST if decay.dim() == 2 else _LONGEST_BY_ELEMENT)
-    _check(q, k, v, decay, beta, states, segments)
     dtype, shared = states.dtype, v.shape[1] // k.shape[1]
 
     def of_heads(wave: Wave, rows: torch.Tensor) -> torch.Tensor:
@@ -121,21 +145,22 @@ def _check(
     decay: torch.Tensor,
     beta: torch.Tensor,
     states: torch.Tensor,
-    segments: Segments,
+    cu_lens: torch.Tensor,
 ) -> None:
     rows, heads, value = v.shape
     shared, dim = k.shape[1:]
+    num_rows, sequences = int(cu_lens[-1]), len(cu_lens) - 1
     fits = (
         q.shape == k.shape == (rows, shared, dim)
         and heads % shared == 0
         and decay.shape in ((rows, heads), (rows, heads, dim))
         and beta.shape == (rows, heads)
-        and states.shape == (len(segments.ends), heads, dim, value)
-        and rows == segments.num_rows
+        and states.shape == (sequences, heads, dim, value)
+        and rows == num_rows
     )
     if not fits:
         shapes = [tuple(t.shape) for t in (q, k, v, decay, beta, states)]
         raise ValueError(
-            f"q, k, v, decay, beta, states {shapes} do not fit {segments.num_rows} rows of "
-            f"{len(segments.ends)} sequences"
+            f"q, k, v, decay, beta, states {shapes} do not fit {num_rows} rows of {sequences} "
+            "sequences"
         )

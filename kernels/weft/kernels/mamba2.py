@@ -5,12 +5,14 @@ and its x, times the time step dt, the value (arXiv 2405.21060):
 
     S = exp(dt * A) * S + B (dt * x)^T;  y = C^T S + D * x
 
-Pieces of many rows are computed by matrix products (section 6 of the paper, there SSD).
+The native form takes rows one after another. In torch, pieces of many rows are computed by matrix
+products (section 6 of the paper, there SSD).
 """
 
 from __future__ import annotations
 
 import torch
+from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
 from weft.kernels.segments import Segments, Wave
 
 
@@ -45,22 +47,42 @@ def mamba2(
     """
     rows, heads, width = x.shape
     groups, size = b.shape[1:]
-    segments = Segments.of(cu_lens)
+    num_rows, sequences = int(cu_lens[-1]), len(cu_lens) - 1
     fits = (
         dt.shape == (rows, heads)
         and b.shape == c.shape == (rows, groups, size)
         and heads % groups == 0
         and a.shape == d.shape == (heads,)
-        and states.shape == (len(segments.ends), heads, size, width)
-        and rows == segments.num_rows
+        and states.shape == (sequences, heads, size, width)
+        and rows == num_rows
     )
     if not fits:
         shapes = [tuple(t.shape) for t in (x, dt, a, b, c, d, states)]
         raise ValueError(
-            f"x, dt, a, b, c, d, states {shapes} do not fit {segments.num_rows} rows of "
-            f"{len(segments.ends)} sequences"
+            f"x, dt, a, b, c, d, states {shapes} do not fit {num_rows} rows of {sequences} "
+            "sequences"
         )
-    dtype, shared = states.dtype, heads // groups
+    native = native_recurrence_for(x, states, b, c)
+    if native is None:
+        return mamba2_reference(x, dt, a, b, c, d, states, cu_lens)
+    return native_recurrence(
+        native, c, b, x, dt.float() * a.float(), states, cu_lens, steps=dt, skips=d
+    )
+
+
+def mamba2_reference(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    states: torch.Tensor,
+    cu_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mamba2` in eager torch, any device, by pieces."""
+    segments = Segments.of(cu_lens)
+    dtype, shared = states.dtype, x.shape[1] // b.shape[1]
     rates, skips = a.to(dtype), d.to(dtype)[:, None, None]
 
     def piece(wave: Wave, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
+from weft.kernels import cpu
 from weft.kernels.segments import Segments
 
 
@@ -20,7 +23,7 @@ def short_conv(
 
     Args:
         x: [T, C].
-        weight: [C, K], K at least 2, the weight of a row's own value last.
+        weight: [K, C], K at least 2, the weight of a row's own value last.
         bias: [C], or None.
         tails: [S, C, K - 1]: each sequence's values before its first row, the latest last; zeros
             at the beginning of a context. Not changed.
@@ -34,14 +37,45 @@ def short_conv(
     Raises:
         ValueError: Shapes do not fit.
     """
-    channels, taps = weight.shape
-    segments, before = Segments.of(cu_lens), taps - 1
-    count = len(segments.ends)
-    if x.shape != (segments.num_rows, channels) or tails.shape != (count, channels, before):
+    taps, channels = weight.shape
+    rows, count = int(cu_lens[-1]), len(cu_lens) - 1
+    if x.shape != (rows, channels) or tails.shape != (count, channels, taps - 1):
         raise ValueError(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and tails {tuple(tails.shape)} do "
-            f"not fit {segments.num_rows} rows of {count} sequences"
+            f"not fit {rows} rows of {count} sequences"
         )
+    native = cpu.native_cpu_for(x)
+    is_native = native is not None and taps <= native.max_taps_of_conv and tails.dtype == x.dtype
+    if native is None or not is_native:
+        return short_conv_reference(x, weight, bias, tails, cu_lens, has_silu=has_silu)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    factors = [None if w is None else w.to(torch.float32).contiguous() for w in (weight, bias)]
+    left = tails.clone(memory_format=torch.contiguous_format)
+    out, bounds = torch.empty(x.shape, dtype=x.dtype), cu_lens.contiguous()
+    described = cpu.ConvolutionStruct(
+        *(x.data_ptr(), x.stride(0)),
+        *(None if each is None else each.data_ptr() for each in factors),
+        *(each.data_ptr() for each in (left, out, bounds)),
+        *(count, channels, taps),
+        *(x.dtype == torch.bfloat16, has_silu),
+    )
+    native.convolution(ctypes.byref(described))
+    return out, left
+
+
+def short_conv_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tails: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    has_silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`short_conv` in eager torch, any device."""
+    taps, channels = weight.shape
+    segments, before = Segments.of(cu_lens), taps - 1
+    count = len(segments.ends)
     # Each sequence's tail lies before its rows.
     places = torch.arange(segments.num_rows, device=x.device)
     places += (segments.sequences + 1) * before
@@ -52,9 +86,9 @@ def short_conv(
     joined[places] = x
     wide = joined if x.dtype == torch.float64 else joined.float()
     factors = weight.to(wide.dtype)
-    out = wide[places] * factors[:, -1]
+    out = wide[places] * factors[-1]
     for back in range(1, taps):
-        out += wide[places - back] * factors[:, -1 - back]
+        out += wide[places - back] * factors[-1 - back]
     if bias is not None:
         out += bias.to(wide.dtype)
     if has_silu:

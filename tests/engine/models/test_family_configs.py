@@ -10,6 +10,12 @@ from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.rope import RopeConfig
 from weft.testing.models.families import SIZES
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -37,6 +43,23 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("SeedOss", "alpha", {"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0}}),
         ("Nemotron", "num_key_value_heads", {"num_key_value_heads": 4}),
         ("Mistral3", "architectures", {}),
+        ("Qwen3Next", "layer_types", {**EXPERTS, "layer_types": ["linear_attention"] * 3 + ["x"]}),
+        ("Qwen3Next", "num_hidden_layers", {**EXPERTS, "layer_types": ["full_attention"]}),
+        ("Qwen3Next", "linear_num_value_heads", {**EXPERTS, "linear_num_value_heads": 5}),
+        ("Qwen3_5Moe", "norm_topk_prob", {**EXPERTS, "norm_topk_prob": True}),
+        ("Bamba", "layer_types", {"mamba_n_heads": 6}),
+        ("Bamba", "mamba_n_heads", {"mamba_n_heads": 7}),
+        ("GraniteMoeHybrid", "position_embedding_type",
+         {"mamba_n_heads": 6, "position_embedding_type": "alibi"}),
+        ("FalconH1", "mamba_proj_bias", {"mamba_proj_bias": True}),
+        ("FalconH1", "ssm_multipliers", {"ssm_multipliers": [1.0]}),
+        ("FalconH1", "time_step_limit", {"mamba_d_ssm": 72, "mamba_n_heads": 6,
+                                         "time_step_limit": [1.0, 0.5]}),
+        ("NemotronH", "layers_block_type", {"hybrid_override_pattern": "-M*"}),
+        ("NemotronH", "hybrid_override_pattern", {"hybrid_override_pattern": "MX"}),
+        ("Lfm2", "layer_types", {"layer_types": ["conv"] * 4}),
+        ("Lfm2", "conv_L_cache", {"conv_L_cache": 1, "full_attn_idxs": [1]}),
+        ("KimiLinear", "mla_use_nope", {"mla_use_nope": False}),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
@@ -60,6 +83,8 @@ def test_what_is_not_supported_is_refused_by_name(
         ("Glm4", {"partial_rotary_factor": 0.25}),
         ("Exaone4", {"sliding_window": None}),
         ("StableLm", {"use_parallel_residual": True}),
+        ("Qwen3_5", {"linear_value_head_dim": 64}),
+        ("Qwen3_5", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}),
     ],
 )
 def test_what_changes_hidden_states_changes_the_fingerprint(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 PAGE = 8
 VOCAB = 259
 STOP = StopCriteria(max_tokens=10, ignore_eos=True)
-NO_TEXT = ("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl")
+NO_TEXT = ("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl", "qwen3_5-images")
 TEXT = [name for name in FAMILIES if name not in (*NO_TEXT, *HYBRIDS)]
 """What AutoModelForCausalLM builds, without recurrent layers."""
 FUSED, GATED, PLAIN = "phi3", "gemma2", "starcoder2"

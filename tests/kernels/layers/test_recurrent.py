@@ -10,10 +10,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels import cpu
 from weft.kernels.gated_delta import gated_delta, unit_length
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.short_conv import short_conv
+from weft.testing.kernels.kernel_checks import DTYPES
 
 WIDE = torch.float64
 Operation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -29,6 +31,17 @@ class Case(NamedTuple):
 
     def run(self, operation: Operation) -> tuple[torch.Tensor, torch.Tensor]:
         return operation(*self.rows, *self.shared, self.states, self.cu_lens)
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """With rows of a dtype; what there is one of for each row, and states, in float32."""
+        wide = [each.to(dtype if each.dim() > 2 else torch.float32) for each in self.rows]
+        shared = [each.float() for each in self.shared]
+        return Case(tuple(wide), tuple(shared), self.states.float(), self.cu_lens)
+
+    def double(self) -> Case:
+        """The same numbers in float64."""
+        parts = (tuple(each.double() for each in part) for part in (self.rows, self.shared))
+        return Case(*parts, self.states.double(), self.cu_lens)
 
     def by_row(self, row: Operation) -> tuple[torch.Tensor, torch.Tensor]:
         """A loop over rows by a function of one row of one sequence."""
@@ -66,14 +79,14 @@ class Case(NamedTuple):
 
 def lengths() -> torch.Tensor:
     """Sequences of one row, of a few, and of more than a piece."""
-    counts = [1, *(random.randint(1, 20) for _ in range(3)), random.randint(65, 150)]
+    counts = [1, random.randint(2, 20), random.randint(65, 80)]
     random.shuffle(counts)
     return torch.tensor([0, *counts]).cumsum(0)
 
 
 def delta_case(*, by_element: bool = False, most_beta: float = 1.0) -> Case:
     cu_lens = lengths()
-    count, heads, shared, dim, value = int(cu_lens[-1]), 2, 3, 6, 5
+    count, heads, shared, dim, value = int(cu_lens[-1]), 2, 3, 6, random.choice((5, 70))
     q, k = torch.randn(2, count, heads, dim, dtype=WIDE)
     v = torch.randn(count, heads * shared, value, dtype=WIDE)
     if by_element:
@@ -104,7 +117,7 @@ def delta_row(
 
 def mamba_case() -> Case:
     cu_lens = lengths()
-    count, groups, shared, width, size = int(cu_lens[-1]), 2, 3, 5, 6
+    count, groups, shared, width, size = int(cu_lens[-1]), 2, 3, 35, 6
     heads = groups * shared
     x = torch.randn(count, heads, width, dtype=WIDE)
     dt = F.softplus(torch.randn(count, heads, dtype=WIDE))
@@ -143,23 +156,25 @@ def mamba_row(
 
 def conv_case(taps: int) -> Case:
     cu_lens = lengths()
-    count, channels = int(cu_lens[-1]), 7
-    weight = torch.randn(channels, taps, dtype=WIDE)
-    tails = torch.randn(len(cu_lens) - 1, channels, taps - 1, dtype=WIDE)
-    rows = torch.randn(count, channels, dtype=WIDE)
+    count, channels = int(cu_lens[-1]), 23
+    weight = torch.randn(taps, channels, dtype=WIDE)
+    # Tails have the rows' dtype, so that they must be numbers of bfloat16 too.
+    tails = torch.randn(len(cu_lens) - 1, channels, taps - 1).bfloat16().to(WIDE)
+    rows = torch.randn(count, channels, 1, dtype=WIDE)
     return Case((rows,), (weight, torch.randn(channels, dtype=WIDE)), tails, cu_lens)
 
 
 def conv(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, weight, bias, tails, cu_lens = arguments
-    return short_conv(x, weight, bias, tails, cu_lens, has_silu=True)
+    out, left = short_conv(x[..., 0], weight, bias, tails.to(x.dtype), cu_lens, has_silu=True)
+    return out, left.to(tails.dtype)
 
 
 def conv_row(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, tail: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    seen = torch.cat((tail, x[:, None]), dim=1)
-    return F.silu((seen * weight).sum(1) + bias), seen[:, 1:]
+    seen = torch.cat((tail, x), dim=1)
+    return F.silu((seen * weight.t()).sum(1) + bias), seen[:, 1:]
 
 
 CASES: dict[str, tuple[Callable[[], Case], Operation, Operation]] = {
@@ -184,17 +199,23 @@ def test_pieces_compute_what_rows_do_one_after_another(name: str) -> None:
     assert torch.equal(case.states, before)
 
 
-def test_float32_states_of_bfloat16_rows_are_within_their_rounding() -> None:
-    wide = delta_case()
-    rows = tuple(each.bfloat16() for each in wide.rows[:3])
-    gates = tuple(each.float() for each in wide.rows[3:])
-    exact = Case((*(each.double() for each in rows), *(g.double() for g in gates)), *wide[1:])
-    expected, after = exact.by_row(delta_row)
-    made, states = gated_delta(*rows, *gates, wide.states.float(), wide.cu_lens)
-    assert made.dtype == torch.bfloat16
-    assert states.dtype == torch.float32
-    torch.testing.assert_close(made.double(), expected, rtol=2**-8, atol=1e-4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_native_forms_and_where_they_are_cut(name: str, dtype: torch.dtype) -> None:
+    """Near a loop in float64; a row's bits are the same however its sequence is cut."""
+    if cpu.native_cpu() is None:
+        pytest.fail(f"no native operations: {cpu.native_cpu_missing()}")
+    make, operation, row = CASES[name]
+    case = make().to(dtype)
+    made, states = case.run(operation)
+    expected, after = case.double().by_row(row)
+    assert made.dtype == dtype
+    bound = 1e-4 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(made.double(), expected, rtol=bound, atol=bound)
     torch.testing.assert_close(states.double(), after, rtol=1e-4, atol=1e-4)
+    again, left = case.in_two(operation)
+    assert torch.equal(again, made)
+    assert torch.equal(left, states)
 
 
 def test_gated_delta_of_one_sequence_is_transformers() -> None:

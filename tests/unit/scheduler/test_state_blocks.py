@@ -33,8 +33,8 @@ def ride(rng: random.Random, num_operations: int) -> StateBench:
         limits,
         checkpoint_tokens=rng.choice([PAGE, 4 * PAGE, 16 * PAGE]),
         has_cache=rng.random() < 0.9,
-        drafts=rng.random() < 0.6,
-        is_overlapped=rng.random() < 0.5,
+        drafts=rng.random() < 0.7,
+        is_overlapped=rng.random() < 0.6,
         stop_chance=rng.choice([0.0, 0.05]),
     )
     added: list[Request] = []
@@ -46,11 +46,10 @@ def ride(rng: random.Random, num_operations: int) -> StateBench:
                 prompt = rng.choice(added[-8:]).tokens[:110]
             prompt = prompt + random_tokens(rng, rng.randint(1, 20))
             added.append(bench.add(prompt, rng.randint(1, 40), rng.choice([0, 0, 0, 1, 3])))
-        elif chance < 0.18 and added:
-            request = rng.choice(added[-12:])
-            if request.state is not State.FINISHED:
-                bench.cancel(request)
-        elif chance < 0.181:
+        elif chance < 0.2 and (open_ones := [r for r in added if r.state is not State.FINISHED]):
+            bench.cancel(rng.choice(open_ones))
+            bench.check_cached()
+        elif chance < 0.201:
             bench.memory.flush_cache()
         else:
             bench.step()
@@ -77,3 +76,22 @@ def test_states_are_right_whatever_the_load(num_operations: int) -> None:
         seen["hits"] += bench.scheduler.num_prefix_hit_tokens
         seen["rerun"] += bench.num_rerun
     assert all(seen.values()), seen
+
+
+def test_a_state_that_is_still_to_be_written_is_not_kept() -> None:
+    """A border that drafts crossed: the next step writes its block, and the request ends first."""
+    rng, num_seen = random.Random(), 0
+    while num_seen < 3:
+        limits = SchedulerLimits(PAGE, 32, 16, 2)
+        bench = StateBench(rng, 40, 20, limits, drafts=True, is_overlapped=True)
+        request = bench.add(random_tokens(rng, 9), 60)
+        while request.state is not State.FINISHED:
+            bench.step()
+            held = bench.states._held.get(request)
+            newest = held.newest if held is not None else 0
+            is_passed = 0 < newest * PAGE <= request.num_computed
+            if held is not None and is_passed and held.blocks[newest].end > request.num_computed:
+                bench.cancel(request)
+                bench.check_cached()
+                num_seen += 1
+        bench.run_out()

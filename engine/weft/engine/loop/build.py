@@ -308,7 +308,7 @@ def _load_parts(
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
         prefixes=prefixes,
         windows=_windows(config, layout, pools.window_pages, prefixes),
-        states=make_states(config, layout.states, pools.num_blocks, prefixes),
+        states=make_states(config, layout, pools.num_blocks, prefixes),
         intake=intake,
         constraints=constraints,
         transport=plane,

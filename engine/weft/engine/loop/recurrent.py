@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
-from weft.engine.memory.layout import CacheLayout, StatePlane
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import PrefixTree
@@ -59,13 +59,13 @@ def check_recurrent(config: EngineConfig, layout: CacheLayout, device: torch.dev
 
 def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> list[str]:
     """Describes the memory of recurrent layers, and what their model goes without here."""
-    plane = layout.states
-    if plane is None:
+    states = layout.states
+    if states is None:
         return []
     told = [
-        f"{plane.layers} recurrent layers ({plane.name}): {num_blocks:,} blocks of "
-        f"{plane.block_bytes:,} bytes, as much as the KV of "
-        f"{plane.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
+        f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
+        f"{states.block_bytes:,} bytes, as much as the KV of "
+        f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
     ]
     without = (
         (config.role == "prefill", "fills no pages of other workers"),
@@ -84,10 +84,10 @@ def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: in
 
 
 def make_states(
-    config: EngineConfig, plane: StatePlane | None, num_blocks: int, prefixes: PrefixTree | None
+    config: EngineConfig, layout: CacheLayout, num_blocks: int, prefixes: PrefixTree | None
 ) -> StateBlocks | None:
     """The owner of blocks; None: the model has none."""
-    if plane is None:
+    if layout.states is None:
         return None
     index = None if prefixes is None else StateIndex(prefixes)
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)

@@ -262,7 +262,7 @@ class StateBlocks:
 
     def _keep(self, request: Request, border: int, block: _Block) -> None:
         """Enters a written block into the index, unless there is another one in its place."""
-        if self._index is None or block is _ZEROS or self._index.has_page(block.number):
+        if self._index is None or block is _ZEROS:
             return
         node = self._node_at(request, border)
         if node is not None:

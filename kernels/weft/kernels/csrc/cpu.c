@@ -12,6 +12,7 @@
 #include "lora.h"
 #include "moe.h"
 #include "peers.h"
+#include "recurrent.h"
 #include "rows.h"
 #include "team.h"
 
@@ -329,6 +330,34 @@ int weft_draft_chain(const DraftHead *head, const DraftChain *chain, const Pool 
   for (long step = 0; step < chain->depth; step++) free_plan(&plans[step]);
   return status;
 }
+
+void weft_recurrence(const Recurrence *r) {
+  const int64_t rows = r->cu_lens[r->sequences];
+  const int parallel = rows * r->heads * r->keys * r->values > PARALLEL_WORK;
+  const int threads = parallel ? team_limit() : 1;
+  Range ranges[MAX_THREADS];
+  divide_work(ranges, threads, r->sequences * r->heads);
+#pragma omp parallel num_threads(threads) if (parallel)
+  {
+    Member me = join_team(NULL);
+    recurrence_share(r, ranges, threads, &me);
+  }
+}
+
+void weft_convolution(const Convolution *c) {
+  const int parallel = c->cu_lens[c->sequences] * c->channels * c->taps > PARALLEL_WORK;
+  const int threads = parallel ? team_limit() : 1;
+  Range ranges[MAX_THREADS];
+  divide_work(ranges, threads, c->sequences * ((c->channels + VL - 1) / VL));
+#pragma omp parallel num_threads(threads) if (parallel)
+  {
+    Member me = join_team(NULL);
+    convolution_share(c, ranges, threads, &me);
+  }
+}
+
+int weft_max_keys(void) { return MAX_KEYS; }
+int weft_max_taps_of_conv(void) { return MAX_TAPS_OF_CONV; }
 
 /* See `announce` and `await_count`. */
 void weft_announce(Counter *counter, uint32_t count) { announce(counter, count); }

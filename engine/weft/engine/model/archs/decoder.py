@@ -143,7 +143,7 @@ def _layer(
         return read_norm(parts.norm, below, name, config.hidden_size)
 
     before = None if order == "after" else norm(names.input_norm)
-    mixer = _mixer(config, parts, index, own, rotaries)
+    mixer = read_mixer(config, parts, index, own, rotaries)
     if of_feed is None:
         return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
     between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
@@ -194,9 +194,10 @@ def _per_layer_embedding(
     )
 
 
-def _mixer(
+def read_mixer(
     config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Mixer:
+    """Reads the mixer of a layer (its index); `weights` are below the layer's prefix."""
     layer, names = parts.layers[index], config.names
     attention, recurrent = weights.at(names.attention), weights.at(names.recurrent)
     if isinstance(layer, ParallelConfig):

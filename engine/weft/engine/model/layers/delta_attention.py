@@ -60,7 +60,7 @@ class DeltaAttention(RecurrentMixer):
             layer: The layer's number.
             in_plane: Its index among the layers of the state plane.
             projections: Of the layer's input.
-            conv: [channels, taps], in the order of rows of inputs.
+            conv: [taps, channels], in the order of rows of inputs.
             rates: [H, 1] float32: negative rates of the decay.
             dt_bias: [H, D] float32.
             norm: [D]: weight of the norm of each head's result.
@@ -111,7 +111,7 @@ class DeltaAttention(RecurrentMixer):
                 decay=product(dim, "f_b_proj"),
                 gate=product(dim, "g_b_proj"),
             ),
-            conv=conv[own].flatten(0, 2).contiguous(),
+            conv=conv[own].flatten(0, 2).t().contiguous(),
             rates=-rates.view(heads, 1)[own],
             dt_bias=dt_bias.view(heads, dim)[own],
             norm=weights.norm("o_norm", dim),
@@ -123,7 +123,7 @@ class DeltaAttention(RecurrentMixer):
     def parts(self) -> tuple[StatePart, ...]:
         """See `StatePlane.parts`: the state and the last inputs of the convolutions."""
         dim = self.config.dim
-        tail = (self.conv.shape[0], self.config.taps - 1)
+        tail = (self.conv.shape[1], self.config.taps - 1)
         return (
             StatePart("state", (self.heads, dim, dim), "float32"),
             StatePart("conv", tail, self.dtype),
@@ -133,7 +133,7 @@ class DeltaAttention(RecurrentMixer):
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`: inputs of the convolutions, decays and beta of each head."""
         return (
-            StatePart("qkv", (self.conv.shape[0],), self.dtype),
+            StatePart("qkv", (self.conv.shape[1],), self.dtype),
             StatePart("decay", (self.heads, self.config.dim), "float32"),
             StatePart("beta", (self.heads,), "float32"),
         )

@@ -38,7 +38,7 @@ class GatedConv(RecurrentMixer):
             layer: The layer's number.
             in_plane: Its index among the layers of the state plane.
             in_proj: [hidden] -> B, C and x.
-            conv: [channels, taps].
+            conv: [taps, channels].
             conv_bias: [channels], or None.
             out_proj: All channels -> [hidden].
             dtype: The model's.
@@ -71,7 +71,7 @@ class GatedConv(RecurrentMixer):
             layer,
             in_plane,
             in_proj=weights.linear(into),
-            conv=read_taps(weights, "conv", width, config.taps)[own].contiguous(),
+            conv=read_taps(weights, "conv", width, config.taps)[own].t().contiguous(),
             conv_bias=weights.tensor(part, torch.float32) if bias else None,
             out_proj=weights.linear(out),
             dtype=weights.dtype,
@@ -80,13 +80,13 @@ class GatedConv(RecurrentMixer):
     @property
     def parts(self) -> tuple[StatePart, ...]:
         """See `StatePlane.parts`: the last inputs of the convolution."""
-        channels, taps = self.conv.shape
+        taps, channels = self.conv.shape
         return (StatePart("conv", (channels, taps - 1), self.dtype),)
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`: inputs of the convolution."""
-        return (StatePart("bx", (self.conv.shape[0],), self.dtype),)
+        return (StatePart("bx", (self.conv.shape[1],), self.dtype),)
 
     def project(self, x: Normed) -> Projected:
         """See `RecurrentMixer.project`."""

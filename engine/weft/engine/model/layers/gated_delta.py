@@ -49,7 +49,7 @@ class GatedDelta(RecurrentMixer):
             layer: The layer's number.
             in_plane: Its index among the layers of the state plane.
             projections: To qkvz and ba of each key head, or to q, k and v, to z, and to b and a.
-            conv: [channels, taps], in the order of rows of inputs.
+            conv: [taps, channels], in the order of rows of inputs.
             rates: [Hv] float32: negative rates of the decay.
             dt_bias: [Hv] float32.
             norm: [Dv]: weight of the norm of each head's result.
@@ -108,7 +108,7 @@ class GatedDelta(RecurrentMixer):
             layer,
             in_plane,
             projections=projections,
-            conv=conv[own].flatten(0, 1).contiguous(),
+            conv=conv[own].flatten(0, 1).t().contiguous(),
             rates=-of_heads("A_log").exp(),
             dt_bias=of_heads("dt_bias"),
             norm=weights.norm("norm", config.value_dim),
@@ -121,14 +121,14 @@ class GatedDelta(RecurrentMixer):
         """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (self.value_heads, config.key_dim, config.value_dim)
-        tail = (self.conv.shape[0], config.taps - 1)
+        tail = (self.conv.shape[1], config.taps - 1)
         return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
 
     @property
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`: inputs of the convolution, decay and beta of each value head."""
         return (
-            StatePart("qkv", (self.conv.shape[0],), self.dtype),
+            StatePart("qkv", (self.conv.shape[1],), self.dtype),
             StatePart("decay", (self.value_heads,), "float32"),
             StatePart("beta", (self.value_heads,), "float32"),
         )

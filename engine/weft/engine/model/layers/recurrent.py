@@ -128,6 +128,6 @@ def by_head(whole: torch.Tensor, heads: int, widths: Sequence[int]) -> torch.Ten
 
 
 def read_taps(weights: Weights, name: str, channels: int, taps: int) -> torch.Tensor:
-    """The weight [channels, taps] of a short convolution, float32."""
+    """The weight of a short convolution, [channels, taps] float32."""
     part = TensorSlice(f"{name}.weight", (channels, 1, taps))
     return weights.tensor(part, torch.float32)[:, 0]

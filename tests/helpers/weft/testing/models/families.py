@@ -190,6 +190,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("qwen3_5_text", _GATED_DELTA),
+    "qwen3_5-images": (
+        "qwen3_5",
+        {
+            "text_config": {**SIZES, **_GATED_DELTA},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+        },
+    ),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
         {

@@ -28,7 +28,7 @@ class PagedRequest:
     def begin_with(self, other: PagedRequest, num_pages: int, page_size: int) -> None:
         """Begins with the first pages of another request."""
         self.pages, self.num_cached = other.pages[:num_pages], num_pages * page_size
-        self.blocks = {self.num_cached: other.blocks[self.num_cached]}
+        self.blocks = {at: block for at, block in other.blocks.items() if at == self.num_cached}
 
 
 class PlainStates:

@@ -172,7 +172,14 @@ class StateBench:
         self.index = None if self.cache is None else StateIndex(self.cache)
         self.told: set[bytes] = set()
         """Keys of pages of which gateways are told."""
-        self.blocks = PageMemory(num_blocks, self.index, tracks_freed=True)
+        self.blocks = PageMemory(num_blocks, self.index)
+        set_free = self.blocks._set_free
+
+        def poison(block: int) -> None:
+            set_free(block)
+            self.device.poison([block])
+
+        self.blocks._set_free = poison  # type: ignore[method-assign]
         slots = limits.max_running_requests
         self.states = StateBlocks(self.blocks, self.index, PAGE, checkpoint_tokens, slots)
         self.states.watch(self._reached, self.told.remove)
@@ -247,7 +254,8 @@ class StateBench:
             self._end(step)
         for page in self.memory.take_freed():
             self.content[page] = [POISON] * PAGE
-        self.device.poison(self.blocks.take_freed())
+        for pool in self.device.pools.blocks:
+            assert pool[self.blocks._free].isnan().all(), "a step wrote to a free block"
         self.memory.check_integrity()
         self.blocks.check_integrity()
 

@@ -1,0 +1,76 @@
+"""A model with recurrent layers behind the whole mesh, beside services that exchange pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from weft.cli.chaos.tiny import write_tokenizer
+from weft.testing.meshes.local_mesh import LocalMesh
+from weft.testing.meshes.tiny_mesh import Greedy
+from weft.testing.models.families import make_family
+
+pytestmark = pytest.mark.needs("go")
+
+VOCAB, PAGE, NUM_NEW = 517, 16, 24
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid") / "hybrid"
+    seed = random.randrange(2**31)
+    make_family("qwen3_next", folder, seed, vocab_size=VOCAB, max_position_embeddings=1024)
+    write_tokenizer(folder, VOCAB, max_context_tokens=1024)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
+) -> Iterator[LocalMesh]:
+    flags = ("--model", str(model_dir), "--dtype", "float32", "--kvstore", "1")
+    flags += ("--local-prefill-max-tokens", "0", "--decode-args", "--drafter ngram")
+    mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
+    try:
+        mesh.wait_ready()
+        yield mesh
+        assert mesh.stop() == 0, mesh.text
+    finally:
+        mesh.process.kill()
+        mesh.process.wait()
+
+
+def complete(mesh: LocalMesh, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"model": "hybrid", "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0}
+    answer = httpx.post(
+        f"{mesh.url}/v1/completions",
+        json={**body, "ignore_eos": True, **fields},
+        timeout=60,
+        trust_env=False,
+    )
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model_dir: Path) -> None:
+    greedy = Greedy(model_dir)
+    prompt = [random.randrange(3, VOCAB) for _ in range(200)]
+    others = [prompt[:150] + [random.randrange(3, VOCAB) for _ in range(9)] for _ in range(2)]
+    cached = []
+    for each in (prompt, prompt, *others):
+        answer = complete(mesh, each)
+        ids = greedy.ids(each, NUM_NEW)
+        assert answer["choices"][0]["text"] == greedy.text(ids)
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    # The second branch continues where the first one left the prompt.
+    assert cached == [0, 199 // PAGE * PAGE, 0, 150 // PAGE * PAGE]
+
+
+def test_workers_say_that_they_exchange_no_pages(mesh: LocalMesh) -> None:
+    for name in ("decode-0", "prefill-0"):
+        assert "recurrent layers: this worker" in mesh.log(name)
