@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command("weft.cli.serve", "run one service: gateway, prefill, decode, kvstore, rest"),
     "chat": Command("weft.cli.chat", "talk to a model in the terminal"),
     "status": Command("weft.cli.status", "show workers, load, pages and transports"),
+    "top": Command("weft.cli.top.command", "members, flows and requests of a mesh, live"),
     "drain": Command("weft.cli.drain", "take a worker out of service; what runs on it goes on"),
     "undrain": Command("weft.cli.undrain", "put a drained worker back into service"),
     "trace": Command("weft.cli.trace", "show what happened to one request, as a tree"),

@@ -162,8 +162,8 @@ def load_parts(
     Args:
         config: settings.
         wake: called from other threads when the engine should turn.
-        progress: called with (done, in all, what in words): of bytes while weights load, then of
-            graphs while they are captured.
+        progress: called with (done, in all, what in words) as each phase begins and proceeds: of
+            bytes while weights load, of graphs while they are captured; in all 0: not known.
 
     Raises:
         ModelError, ConfigError: the directory or the settings cannot be used.
@@ -211,7 +211,7 @@ def _sizing_turn(
         return nullcontext()
     name = f"gpu-{torch.cuda.get_device_properties(device).uuid}"
     told = "waiting for another worker that starts on this GPU"
-    return machine_lock(name, SIZING_TIMEOUT_S, lambda: progress(0, 1, told))
+    return machine_lock(name, SIZING_TIMEOUT_S, lambda: progress(0, 0, told))
 
 
 def _load_parts(
@@ -229,15 +229,19 @@ def _load_parts(
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     lora = _lora_pool(config, models, device)
+    progress(0, 0, "measuring memory")
     pools = _size_pools(config, models, device, lora, ranks)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
+    progress(0, 0, "allocating the KV pool")
     executor = _make_executor(config, models, pools, max_tokens, device, lora, ranks, progress)
+    progress(0, 0, "timing steps")
     token_s = time_token(
         executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
     )
     if ranks is not None:
         ranks.ready()
         executor.lead(ranks)
+    progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(vocab_size, device)
     # Graphs are captured here, so no other thread may use the device yet.
     drafter: Drafter | None
@@ -254,6 +258,7 @@ def _load_parts(
         max_masked_rows=max_drafts_of_a_step(config),
     )
     executor.capture_draws(sampler.plain_tables)
+    progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
         exchange = staged_exchange(config, executor.pool, staging, lanes)

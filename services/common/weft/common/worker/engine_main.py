@@ -147,7 +147,7 @@ def load(link: ServerLink) -> Engine:
     def progress(done: int, total: int, what: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if done == total or now - last > 0.1:
+        if done in (0, total) or now - last > 0.1:
             last = now
             link.write(FromEngine(progress=(done, total, what)))
 
