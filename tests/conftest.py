@@ -68,6 +68,12 @@ def _missing_kube_apiserver() -> str | None:
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
+def _missing_chromium() -> str | None:
+    if not importlib.util.find_spec("playwright"):
+        return "the package `playwright` is not installed"
+    return None if shutil.which("chromium") else "no `chromium` on the PATH; Debian has it"
+
+
 def _missing_valkey() -> str | None:
     if not importlib.util.find_spec("valkey"):
         return "the package `valkey` is not installed"
@@ -97,6 +103,7 @@ def _missing_node_clients() -> str | None:
 
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cc": _missing_cc,
+    "chromium": _missing_chromium,
     "cuda": _missing_cuda,
     "fa3": _missing_fa3,
     "go": _missing_go,

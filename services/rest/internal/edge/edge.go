@@ -19,6 +19,7 @@ import (
 
 	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
 	"weft.dev/weft/services/rest/internal/apierror"
+	"weft.dev/weft/services/rest/internal/console"
 	"weft.dev/weft/services/rest/internal/forward"
 	"weft.dev/weft/services/rest/internal/halfclose"
 	"weft.dev/weft/services/rest/internal/reqinfo"
@@ -85,6 +86,9 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 		if err := e.mux.HandlePath(http.MethodGet, path, alive); err != nil {
 			return nil, fmt.Errorf("registering %s: %w", path, err)
 		}
+	}
+	if err := console.Register(e.mux); err != nil {
+		return nil, err
 	}
 	return e.origins.allow(e), nil
 }
