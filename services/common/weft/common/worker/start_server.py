@@ -85,7 +85,7 @@ class _Refusing(grpc.GenericRpcHandler):
     """Handles every method by one coroutine."""
 
     def __init__(self, refuse: Any) -> None:
-        self._handler = grpc.stream_stream_rpc_method_handler(refuse)
+        self._handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The same handler, whatever the method."""
