@@ -353,7 +353,7 @@ async def test_every_action_is_one_call(rest_binary: Path, tmp_path: Path) -> No
         models = await shown.view("Models")
         await models.get_by_role("button", name="Load an adapter").click()
         form = page.get_by_role("dialog", name="Load an adapter")
-        await form.get_by_label("Name").fill("pirate")
+        await form.get_by_label("Name", exact=True).fill("pirate")
         await form.get_by_label("Folder").fill("adapters/pirate")
         await form.get_by_label("keep it on every device").check()
         await shown.shoot("load-adapter")

@@ -12,14 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from weft.cli.up.ports import free_ports
 from weft.common.rpc.server import QUARANTINE_STATUS
 from weft.common.worker import host
 from weft.common.worker.settings import WorkerSettings
 from weft.engine.base.errors import PeerUnavailable
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.reports import EngineInfo
+from weft.gateway.app import GatewayApp
+from weft.gateway.settings import GatewaySettings
 from weft.prefill.service import PrefillService
+from weft.testing.models.tiny_tokenizers import write_model_dir
+from weft.v1 import mesh_pb2, mesh_pb2_grpc
 
 INFO = EngineInfo(
     epoch=7,
@@ -45,14 +52,23 @@ INFO = EngineInfo(
 class FakeEngine:
     """An engine client without an engine."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(
+        self, config: object, on_outbox: object, on_progress: Any, *_: object, **__: object
+    ) -> None:
+        self.on_progress = on_progress
+        self.is_loaded = asyncio.Event()
+        self.is_loaded.set()
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.load: Any = None
         self.loop_age_s = 0.0
         self.info = INFO
         self.is_stopped = False
 
-    async def start(self) -> EngineInfo:
+    async def spawn(self) -> None:
+        """There is nothing to spawn."""
+
+    async def wait_ready(self) -> EngineInfo:
+        await self.is_loaded.wait()
         return INFO
 
     async def stop(self) -> None:
@@ -216,9 +232,61 @@ async def test_a_worker_ends_with_its_engine(
 async def test_an_engine_that_does_not_start_is_stopped(
     worker: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def start(_: FakeEngine) -> EngineInfo:
+    async def wait_ready(_: FakeEngine) -> EngineInfo:
         raise PeerUnavailable("no memory")
 
-    monkeypatch.setattr(FakeEngine, "start", start)
+    monkeypatch.setattr(FakeEngine, "wait_ready", wait_ready)
     assert await asyncio.wait_for(worker.run(), 60) == 1
     worker.check_ended()
+
+
+async def test_a_worker_tells_how_far_its_start_is(worker: Host, tmp_path: Path) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    running = worker.run(port=port, worker_id="prefill-7")
+    (engine,) = await _first_engine(worker)
+    engine.is_loaded.clear()
+    settings = GatewaySettings(
+        port=0,
+        model_dir=write_model_dir(tmp_path / "tiny"),
+        decode=["127.0.0.1:1"],
+        prefill=[f"127.0.0.1:{port}"],
+        metrics_port=None,
+    )
+    gateway = GatewayApp(settings)
+    await gateway.start()
+    async with grpc.aio.insecure_channel(gateway.server.address) as channel:
+        stub = mesh_pb2_grpc.MeshServiceStub(channel)
+        interval = Duration(nanos=500_000_000)
+
+        async def member(is_wanted: Callable[[mesh_pb2.MeshMember], bool]) -> mesh_pb2.MeshMember:
+            watch = stub.WatchMesh(mesh_pb2.WatchMeshRequest(interval=interval), timeout=60)
+            async for message in watch:
+                role = mesh_pb2.MEMBER_ROLE_PREFILL
+                (found,) = (one for one in message.members if one.role == role)
+                if is_wanted(found):
+                    watch.cancel()
+                    return found
+            raise AssertionError
+
+        engine.on_progress(0, 0, "measuring memory")
+        found = await member(lambda one: one.start.phase == "measuring memory")
+        assert (found.member_id, found.healthy) == ("prefill-7", False)
+        assert not found.start.HasField("fraction")
+        engine.on_progress(3, 4, "capturing graphs")
+        found = await member(lambda one: one.start.HasField("fraction"))
+        assert (found.start.phase, found.start.fraction) == ("capturing graphs", 0.75)
+        assert found.problem.startswith("starting: capturing graphs, 75%, for ")
+        engine.is_loaded.set()
+        found = await member(lambda one: not one.HasField("start"))
+        assert "serves model" in found.problem  # The gateway has another one.
+    await gateway.stop()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    worker.check_ended()
+
+
+async def _first_engine(worker: Host) -> list[FakeEngine]:
+    async with asyncio.timeout(60):
+        while not worker.engines:
+            await asyncio.sleep(0)
+    return worker.engines

@@ -164,6 +164,12 @@ class Draining(PeerUnavailable):
     reason = "DRAINING"
 
 
+class Starting(PeerUnavailable):
+    """The worker loads its model and takes no work yet."""
+
+    reason = "STARTING"
+
+
 class DeadlineExceeded(WeftError):
     """The request's deadline has passed."""
 
@@ -230,6 +236,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
         SlowClient,
         PeerUnavailable,
         Draining,
+        Starting,
         DeadlineExceeded,
         Cancelled,
         Internal,

@@ -42,7 +42,8 @@ class EngineClient:
     Args:
         config: configuration of the engine.
         on_outbox: called on the loop for every outbox.
-        on_progress: called with (done, in all, what in words) while the engine loads.
+        on_progress: called with (done, in all, what in words) while the engine loads; in all 0:
+            not known.
         black_box: folder for the process's traces after a stall or crash; None: it leaves none.
         log_level: least level that it logs.
         log_format: format of its logs.
@@ -70,6 +71,9 @@ class EngineClient:
         self._reading: asyncio.Task[None] | None = None
         self._reading_orders: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        # An engine that nobody waits for any more may fail.
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self.info: EngineInfo | None = None
         self.load: LoadReport | None = None
         self.last_turn_at = 0.0
@@ -83,6 +87,11 @@ class EngineClient:
         Raises:
             WeftError: it could not start; the message says why.
         """
+        await self.spawn()
+        return await self.wait_ready()
+
+    async def spawn(self) -> None:
+        """Spawns the engine."""
         ours, theirs = socket.socketpair()
         our_orders, their_orders = socket.socketpair()
         environment = dict(os.environ)
@@ -113,9 +122,15 @@ class EngineClient:
         reader = await self.connect(ours)
         assert self._writer is not None
         self._writer.write(frame(self._config))
-        ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._reading = asyncio.create_task(self._read(reader, ready))
-        return await ready
+        self._reading = asyncio.create_task(self._read(reader, self._ready))
+
+    async def wait_ready(self) -> EngineInfo:
+        """Waits until the spawned engine is ready.
+
+        Raises:
+            WeftError: it could not start; the message says why.
+        """
+        return await self._ready
 
     async def connect(self, end: socket.socket) -> asyncio.StreamReader:
         """Uses a connection for sending from now on; returns the reader of the other direction."""

@@ -29,6 +29,7 @@ from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.metrics import EngineCollector
 from weft.common.worker.service import HAND_BACK_S, Queries, WorkerServicer
 from weft.common.worker.settings import WorkerSettings
+from weft.common.worker.start_server import StartServer
 from weft.common.worker.store_client import StoreClient
 from weft.common.worker.store_replica import StoreReplica
 from weft.common.worker.watchdog import CrashDumps, Watchdog
@@ -121,11 +122,12 @@ class WorkerHost:
         self._engine = EngineClient(
             config,
             self._on_outbox,
-            _progress_writer(settings),
+            self._on_progress,
             self._dumps.live if self._dumps else None,
             log_level=settings.log_level,
             log_format=settings.log_format,
         )
+        self._starting = StartServer(settings, self._identity, self._worker_id)
         self._queries = Queries(self._engine)
         self._tracer = make_tracer(settings, self._worker_id)
         self._fills = FillClient(self._engine, self._identity)
@@ -148,7 +150,10 @@ class WorkerHost:
             self._closing.callback(self._dumps.close)
         self._closing.push_async_callback(self._engine.stop)
         self._closing.push_async_callback(self._fills.close)
-        info = await self._engine.start()
+        await self._engine.spawn()
+        # gRPC's threads may exist once the engine was spawned.
+        async with self._starting:
+            info = await self._engine.wait_ready()
         self._kv_feed = KvFeed(self._worker_id, info.epoch)
         for notice in info.notices:
             logger.warning(notice)
@@ -158,8 +163,6 @@ class WorkerHost:
         if self._settings.kvstore:
             self._store = self._store_client(info)
             self._closing.push_async_callback(self._store.close)
-        # The server is made after the engine was spawned, which must happen before gRPC's threads
-        # exist.
         registry = self._metrics(info)
         server = ServiceServer(
             self._settings,
@@ -219,6 +222,14 @@ class WorkerHost:
     async def close(self) -> None:
         """Closes everything that `start` began, however far it came."""
         await self._closing.aclose()
+
+    def _on_progress(self, done: int, total: int, what: str) -> None:
+        """Tells callers and a supervisor how far the start is; the latter by a line `done total
+        what` in a file beside the ready file.
+        """
+        self._starting.take(done, total, what)
+        if (ready_file := self._settings.ready_file) is not None:
+            ready_file.with_suffix(".progress").write_text(f"{done} {total} {what}\n")
 
     def _on_outbox(self, outbox: Outbox) -> None:
         """Dispatches the results of an engine turn."""
@@ -404,16 +415,3 @@ async def _end_by_quarantine(
             server.request_stop()
             return
         await asyncio.sleep(LIVENESS_INTERVAL_S)
-
-
-def _progress_writer(settings: WorkerSettings) -> Callable[[int, int, str], None]:
-    """Writes the progress of the start for a supervisor: a line `done total what` in a file beside
-    the ready file.
-    """
-    ready_file = settings.ready_file
-
-    def write(done: int, total: int, what: str) -> None:
-        if ready_file is not None:
-            ready_file.with_suffix(".progress").write_text(f"{done} {total} {what}\n")
-
-    return write

@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from weft.common.rpc.breaker import Breaker
 from weft.common.rpc.channel import open_channel
 from weft.common.rpc.errors import from_rpc_error
+from weft.common.rpc.start import StartProgress, progress_of
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
 from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
@@ -79,6 +80,8 @@ class FleetWorker:
         self._models = models
         self._settings = settings
         self._channel = open_channel(endpoint.address, endpoint.role, identity)
+        self.start: StartProgress | None = None
+        """How far its start is; None: it does not start, or does not tell."""
         self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         """The worker's own calls, on the connection that its load is followed on."""
         self._failure = "not reached yet"
@@ -127,7 +130,9 @@ class FleetWorker:
             try:
                 await self._follow(backoff)
             except grpc.aio.AioRpcError as error:
-                self._failure = f"not reachable: {from_rpc_error(error)}"
+                self.start = progress_of(error)
+                known = from_rpc_error(error)
+                self._failure = str(known) if self.start else f"not reachable: {known}"
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                     self._dial_anew()
             except PeerUnavailable as error:
@@ -159,6 +164,7 @@ class FleetWorker:
 
     async def _follow(self, backoff: ReconnectBackoff) -> None:
         info = await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+        self.start = None
         self._check(info)
         self._worker_ids.take(self, info)
         self.info, self.member = info, _member(self.endpoint, info)

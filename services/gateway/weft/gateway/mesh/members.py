@@ -34,6 +34,12 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
         member.epoch = f"{info.epoch:016x}"
         member.transports.extend(_TRANSPORTS[one] for one in info.transports if one in _TRANSPORTS)
         member.notices.extend(info.notices)
+    if (start := worker.start) is not None:
+        member.member_id = start.worker_id or member.member_id
+        member.start.phase = start.phase
+        member.start.elapsed.FromNanoseconds(int(start.elapsed_s * 1e9))
+        if start.fraction is not None:
+            member.start.fraction = start.fraction
     report = worker.report
     if report is None:
         return member

@@ -70,11 +70,11 @@ export function freshId(prefix) {
 
 /** A label around a control. */
 export function field(label, control, hint) {
-  if (!hint) return h("label", { class: "field" }, h("span", {}, label), control);
+  const labelled = h("label", {}, h("span", {}, label), control);
+  if (!hint) return h("div", { class: "field" }, labelled);
   const id = freshId("hint");
   control.setAttribute("aria-describedby", id);
-  return h("label", { class: "field" }, h("span", {}, label), control,
-    h("small", { id, class: "muted" }, hint));
+  return h("div", { class: "field" }, labelled, h("small", { id, class: "muted" }, hint));
 }
 
 const toasts = document.getElementById("toasts");

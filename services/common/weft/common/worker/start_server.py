@@ -1,0 +1,92 @@
+"""Answers at a worker's address while its engine loads."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+import grpc
+from weft.common.rpc.authorize import AuthorizeInterceptor
+from weft.common.rpc.errors import abort
+from weft.common.rpc.listen import add_port
+from weft.common.rpc.start import StartProgress
+from weft.common.rpc.tls import Identity
+from weft.common.settings import ServiceSettings
+
+_GRACE_S = 1.0
+
+
+class StartServer:
+    """Refuses every call with the progress of the start; an async context manager.
+
+    It listens where the worker will: nothing is lost, since until then nothing would answer. With
+    port 0 it does not, since nobody knows the port.
+
+    Args:
+        settings: Of the worker.
+        identity: Of the worker; None: without TLS.
+        worker_id: Its id.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, identity: Identity | None, worker_id: str
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._worker_id = worker_id
+        self._began_s = time.monotonic()
+        self._phase, self._done, self._total = "starting the engine", 0, 0
+        self._server: grpc.aio.Server | None = None
+
+    def take(self, done: int, total: int, what: str) -> None:
+        """Notes the progress of a phase; total 0: not known."""
+        self._phase, self._done, self._total = what, done, total
+
+    async def __aenter__(self) -> StartServer:
+        """Begins to listen.
+
+        Raises:
+            ConfigError: The port is taken, or the address is not this machine's.
+        """
+        settings, identity = self._settings, self._identity
+        if settings.port:
+            checks = () if identity is None else (AuthorizeInterceptor(),)
+            server = grpc.aio.server(interceptors=checks, options=(("grpc.so_reuseport", 0),))
+            server.add_generic_rpc_handlers((_Refusing(self._refuse),))
+            credentials = None if identity is None else identity.server_credentials(True)
+            add_port(server, settings.host, settings.port, ("--port", "--host"), credentials)
+            await server.start()
+            self._server = server
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Frees the port."""
+        if self._server is not None:
+            # Calls are answered at once, so this hardly waits; without a grace period peers would
+            # log that their connections broke.
+            await self._server.stop(_GRACE_S)
+            self._server = None
+
+    async def _refuse(self, requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        fraction = min(1.0, self._done / self._total) if self._total else None
+        elapsed_s = time.monotonic() - self._began_s
+        await abort(
+            context, StartProgress(self._phase, fraction, elapsed_s, self._worker_id).error()
+        )
+
+
+class _Refusing(grpc.GenericRpcHandler):
+    """Handles every method by one coroutine."""
+
+    def __init__(self, refuse: Any) -> None:
+        self._handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The same handler, whatever the method."""
+        return self._handler
