@@ -19,7 +19,12 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from weft.common.admin import read_token
 from weft.common.rpc.errors import from_rpc_error
-from weft.engine.base.errors import ConfigError, InvalidApiKey, Unauthenticated
+from weft.engine.base.errors import (
+    ConfigError,
+    InvalidApiKey,
+    PermissionDenied,
+    Unauthenticated,
+)
 from weft.gateway.admission.authenticate import ApiKeys
 from weft.gateway.admission.keys import KeySet, Tenant, new_key, parse_hash, read_keys, write_keys
 from weft.testing.services.fake_decode import Script
@@ -103,6 +108,10 @@ async def test_calls_without_a_good_key_are_refused(
         await mesh.openai.Ready(Empty())
         await mesh.openai.OpenApi(Empty())
         await mesh.typed.GetFleet(gateway_pb2.GetFleetRequest())
+        for metadata in ((), bearer(key)):
+            order = gateway_pb2.DrainWorkerRequest(worker_id="decode-0")
+            refused = await refusal(mesh.typed.DrainWorker(order, metadata=metadata))
+            assert isinstance(refused, PermissionDenied)
         assert (await mesh.typed.ListModels(FACE_CALLS[4][1], metadata=bearer(key))).models
         assert await salt_of(mesh, key)
     assert "a call had no valid API key" in caplog.text

@@ -14,6 +14,8 @@ from weft.common.rpc.start import StartProgress
 from weft.common.rpc.tls import Identity
 from weft.common.settings import ServiceSettings
 
+_GRACE_S = 1.0
+
 
 class StartServer:
     """Refuses every call with the progress of the start; an async context manager.
@@ -66,7 +68,9 @@ class StartServer:
     ) -> None:
         """Frees the port."""
         if self._server is not None:
-            await self._server.stop(0)
+            # Calls are answered at once, so this hardly waits; without a grace period peers would
+            # log that their connections broke.
+            await self._server.stop(_GRACE_S)
             self._server = None
 
     async def _refuse(self, requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -81,7 +85,7 @@ class _Refusing(grpc.GenericRpcHandler):
     """Handles every method by one coroutine."""
 
     def __init__(self, refuse: Any) -> None:
-        self._handler = grpc.stream_stream_rpc_method_handler(refuse)
+        self._handler: Any = grpc.stream_stream_rpc_method_handler(refuse)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The same handler, whatever the method."""
