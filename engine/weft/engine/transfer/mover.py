@@ -86,7 +86,7 @@ class DeviceMove:
         """See `StagingMove.digest_s`."""
         if self._copied is None or self._event is None:
             return 0.0
-        took_ms: float = self._copied.elapsed_time(self._event)  # type: ignore[no-untyped-call]
+        took_ms: float = self._copied.elapsed_time(self._event)
         return took_ms / 1e3
 
 
