@@ -27,6 +27,7 @@ class SharedPages:
 
     path = ""
     """Path of the memory created last."""
+    is_of_device = False
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
         size = num_pages * page_bytes

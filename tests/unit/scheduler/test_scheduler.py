@@ -342,6 +342,41 @@ def test_drafts_leave_prompts_a_page() -> None:
     assert min(plan.most_accepted) == 3
 
 
+def test_the_last_step_of_a_long_fill_is_small_while_nobody_waits() -> None:
+    limits = SchedulerLimits(PAGE, 64 * PAGE, 32 * PAGE, 8, last_piece_tokens=4 * PAGE)
+    bench = Bench(random.Random(4), 400, limits)
+    scheduler = bench.scheduler
+
+    def step() -> dict[Request, int]:
+        """Prompt tokens of one step, by request."""
+        plan = scheduler.plan(0.0)
+        scheduler.commit(scheduler.launch(plan), plan)
+        return {item.request: item.num_tokens for item in plan.chunks}
+
+    def steps_of(request: Request) -> list[int]:
+        """Tokens of this request in each step, until all of it is computed."""
+        taken: list[int] = []
+        while sum(taken) < request.num_tokens:
+            taken.append(step()[request])
+        scheduler.finish(request)
+        return taken
+
+    def fill(num_pages: int) -> Request:
+        request = bench.add(num_pages * PAGE, 1)
+        request.is_fill = True
+        return request
+
+    assert steps_of(fill(60)) == [32 * PAGE, 24 * PAGE, 4 * PAGE]
+    assert steps_of(fill(40)) == [32 * PAGE, 8 * PAGE], "the rest is too short to be cut"
+    assert steps_of(fill(15)) == [15 * PAGE]
+    first, second = fill(30), fill(30)
+    assert step()[first] == 30 * PAGE, "another prompt waits"
+    scheduler.finish(first)
+    scheduler.finish(second)
+    own = bench.add(30 * PAGE, 1)
+    assert steps_of(own) == [30 * PAGE], "its first token needs all of it"
+
+
 def test_a_prompt_shares_its_step_only_up_to_a_number_of_tokens() -> None:
     """One that fills this number is computed alone, short ones together, and nothing is left."""
     limits = SchedulerLimits(PAGE, 256, 128, 8, shared_step_tokens=4 * PAGE)

@@ -70,6 +70,7 @@ BOUNDS: Mapping[str, Bound] = {
     "inter_token_target_s": Bound(gt=0),
     "step_lead_s": Bound(ge=0),
     "shared_step_tokens": Bound(ge=1),
+    "last_piece_tokens": Bound(ge=0),
     "first_token_weight": Bound(ge=0, le=1e6),
     "ageing_s": Bound(gt=0, le=1e6),
     "preemption_threshold": Bound(ge=1, le=2_000_000),
@@ -166,6 +167,11 @@ class EngineConfig:
     """Prompt tokens of a step up to which further prompts join the first one. In a larger step the
     first prompts would wait for later ones, although fewer tokens keep the device busy. None: as
     many as fit.
+    """
+    last_piece_tokens: int = 0
+    """Prompt tokens that a filler leaves for the last step of a long prompt while no other prompt
+    waits: only that step's pages are still to be shipped when all is computed. 0: as few steps as
+    possible.
     """
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds. The scheduler cuts prompt chunks so that a step that

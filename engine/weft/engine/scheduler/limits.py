@@ -26,6 +26,8 @@ class SchedulerLimits(NamedTuple):
     shared_step_tokens: int | None = None
     """Prompt tokens of a step up to which further prompts join the first one; None: as many as fit.
     """
+    last_piece_tokens: int = 0
+    """Tokens left for the last step of a long prompt that is computed for another worker."""
     step_sizes: Sequence[int] = ()
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_whole_prompts: bool = False
@@ -51,6 +53,7 @@ class SchedulerLimits(NamedTuple):
             preemption_threshold=config.preemption_threshold if by_priority else None,
             decodes_beside=config.decodes_beside,
             shared_step_tokens=config.shared_step_tokens,
+            last_piece_tokens=config.last_piece_tokens,
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
             has_draft=config.has_head,

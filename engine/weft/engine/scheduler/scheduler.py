@@ -35,6 +35,8 @@ from weft.engine.scheduler.state import LEGAL_EDGES, Request, State
 from weft.engine.scheduler.step_sizes import fitting_budget
 from weft.engine.scheduler.victims import Victims
 
+LAST_PIECES = 4
+"""Length from which the rest of a fill is worth one more step, in last pieces."""
 MAX_PASSED_OVER = 16
 """Candidates passed over because they wait for something other than pages and slots."""
 
@@ -476,6 +478,8 @@ class Scheduler:
         # The leading row is not counted in the budget, or a chunk of one page might never fit.
         has_lead = self._limits.has_draft and start > 0 and request.state_end != start
         num_tokens = min(pending, self._limits.chunk_tokens, budget)
+        if num_tokens == pending and request.is_fill and not items:
+            num_tokens -= self._last_piece(request, pending)
         if num_tokens < pending and self._limits.has_whole_prompts:
             return 0
         if num_tokens < pending:
@@ -491,6 +495,15 @@ class Scheduler:
         samples = is_last and request.draws
         items.append(PlanItem(request, start, num_tokens, samples, has_lead))
         return num_tokens
+
+    def _last_piece(self, request: Request, pending: int) -> int:
+        """Tokens of the rest of a fill that are left for one more step, so that few pages are still
+        to be shipped behind it. That step costs a little, so no other prompt must wait for it.
+        """
+        last = self._limits.last_piece_tokens
+        if self.waiting or pending < LAST_PIECES * last:
+            return 0
+        return 0 if any(r.num_pending and r is not request for r in self.prefilling) else last
 
     def _budget_behind(self, budget: int, taken: int, items: list[PlanItem]) -> int:
         """Prompt tokens that further prompts may bring after the first ones have taken theirs."""

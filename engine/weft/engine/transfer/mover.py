@@ -7,11 +7,12 @@ pieces:
     in     staging pages --copy--> buffer --scatter--> pool, and digests of the pool's pages
 
 Copies to and from the host run on the device's copy engines; gathering and scattering take a small
-share of the device's bandwidth. If staging pages are memory of the device, device copies replace
-those to and from the host. Pages go out after the step that computed them is committed, when the
-device has finished with them. Copies of incoming pages wait on the device for a mark, which the
-engine thread took after the last use of the destination (a wipe, or poison). The engine's own
-stream never waits: a page counts as present once the host has seen the event after its copy.
+share of the device's bandwidth. If staging pages are memory of the device, pages are gathered into
+them and scattered from them, without the buffer. Pages go out after the step that computed them is
+committed, when the device has finished with them. Copies of incoming pages wait on the device for a
+mark, which the engine thread took after the last use of the destination (a wipe, or poison). The
+engine's own stream never waits: a page counts as present once the host has seen the event after its
+copy.
 
 On a CPU, for tests, the same calls do everything at once.
 """
@@ -109,6 +110,7 @@ class PageMover:
         self._pool = pool
         self._memory = memory
         self._staged = memory.tensor
+        self._is_direct = memory.is_of_device
         self._lanes = lanes
         is_cuda = pool.device.type == "cuda"
         self._digests = torch.zeros(len(area.pages), dtype=torch.int64, pin_memory=is_cuda)
@@ -125,11 +127,12 @@ class PageMover:
         """See `StagingMover.move_out`."""
         with self._lanes.out.begin(None) as lane:
             numbers = lane.send(pages)
-            for begin, end in lane.pieces(len(pages)):
-                gather_pages(self._pool, numbers[begin:end], lane.buffer)
-                for at, page, count in _runs(staged, begin, end):
-                    piece = lane.buffer[at - begin : at - begin + count]
-                    self._staged[page : page + count].copy_(piece, non_blocking=True)
+            if self._is_direct:
+                for at, page, count in _runs(staged, 0, len(staged)):
+                    gathered = self._staged[page : page + count]
+                    gather_pages(self._pool, numbers[at : at + count], gathered)
+            else:
+                self._copy_out(lane, numbers, staged)
             return self._finish(lane, numbers, staged, with_digests)
 
     def move_in(
@@ -143,11 +146,12 @@ class PageMover:
         """See `StagingMover.move_in`."""
         with self._lanes.into.begin(after) as lane:
             numbers = lane.send(pages)
-            for begin, end in lane.pieces(len(pages)):
-                for at, page, count in _runs(staged, begin, end):
-                    piece = lane.buffer[at - begin : at - begin + count]
-                    piece.copy_(self._staged[page : page + count], non_blocking=True)
-                scatter_pages(lane.buffer, numbers[begin:end], self._pool)
+            if self._is_direct:
+                for at, page, count in _runs(staged, 0, len(staged)):
+                    arrived = self._staged[page : page + count]
+                    scatter_pages(arrived, numbers[at : at + count], self._pool)
+            else:
+                self._copy_in(lane, numbers, staged)
             return self._finish(lane, numbers, staged, with_digests)
 
     def close(self) -> None:
@@ -155,6 +159,20 @@ class PageMover:
         self._lanes.out.wait()
         self._lanes.into.wait()
         self._memory.close()
+
+    def _copy_out(self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int]) -> None:
+        for begin, end in lane.pieces(len(staged)):
+            gather_pages(self._pool, numbers[begin:end], lane.buffer)
+            for at, page, count in _runs(staged, begin, end):
+                piece = lane.buffer[at - begin : at - begin + count]
+                self._staged[page : page + count].copy_(piece, non_blocking=True)
+
+    def _copy_in(self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int]) -> None:
+        for begin, end in lane.pieces(len(staged)):
+            for at, page, count in _runs(staged, begin, end):
+                piece = lane.buffer[at - begin : at - begin + count]
+                piece.copy_(self._staged[page : page + count], non_blocking=True)
+            scatter_pages(lane.buffer, numbers[begin:end], self._pool)
 
     def _finish(
         self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int], with_digests: bool

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 STOP_BUDGET_S = 5.0
 """Seconds that a stopped lease's posted writes may take to end before their agent is destroyed."""
 MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3
+POLLED_SHARE = 1 / 8
+"""Time between two polls, as a share of the time waited so far."""
 STOPPED = "the lease was stopped"
 
 
@@ -130,11 +132,12 @@ class ShipThread:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        delay = MIN_POLL_S
+        moved_at = time.monotonic()
         while not self._is_closing:
             if not (self._queue or self._reading or self._posted or self._connects):
                 self._signal.wait()
                 self._signal.clear()
+                moved_at = time.monotonic()
             if self._connects:
                 self._connect(*self._connects.popleft())
             # The thread reads the next chunk from the pool while the previous one is written.
@@ -142,10 +145,10 @@ class ShipThread:
             is_moving |= bool(self._reading) and self._post_read(self._reading[0])
             is_moving |= bool(self._posted) and self._poll()
             if is_moving:
-                delay = MIN_POLL_S
+                moved_at = time.monotonic()
             elif self._queue or self._reading or self._posted:
-                time.sleep(delay)
-                delay = min(delay * 1.5, MAX_POLL_S)
+                waited_s = time.monotonic() - moved_at
+                time.sleep(min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S))
 
     def _connect(self, owner: PeerKey, target: NixlTargetInfo) -> None:
         """Connects ahead of the first write, while the first chunk is computed."""

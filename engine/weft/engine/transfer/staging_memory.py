@@ -35,6 +35,8 @@ class StagingMemory(Protocol):
     """The pages' bytes, as the host sees them."""
     tensor: torch.Tensor
     """The same memory as a tensor, uint8 `[num_pages, page_bytes]`, for the device's copies."""
+    is_of_device: bool
+    """Whether it is memory of the pool's device, so that its kernels reach it."""
 
     def region(self) -> PoolRegion:
         """The region registered with NIXL."""
@@ -65,6 +67,8 @@ class PinnedStagingPages:
     Raises:
         ConfigError: There is not enough memory, or the process may not pin it.
     """
+
+    is_of_device = False
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
         size = num_pages * page_bytes
@@ -134,6 +138,8 @@ class DeviceStagingPages:
     Raises:
         ConfigError: There is not that much memory.
     """
+
+    is_of_device = True
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
         size = num_pages * page_bytes
