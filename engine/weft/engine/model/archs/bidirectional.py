@@ -49,9 +49,8 @@ class BidirectionalAttention:
         qkv = x.linear(own.qkv_proj, addition_to(step.lora, "qkv", own.layer))
         if own.change is not None:
             qkv = own.change(qkv, step.positions, spec.heads * spec.dim)
-        q, k, v = qkv.view(len(qkv), -1, spec.dim).split(
-            [spec.heads, spec.kv_heads, spec.kv_heads], dim=1
-        )
+        heads = [spec.heads, spec.kv_heads, spec.kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), -1, spec.dim), heads, dim=1)
         if own.q_norm is not None:
             q = own.q_norm(q.reshape(-1, spec.dim)).view(q.shape)
         if own.k_norm is not None:
@@ -64,7 +63,7 @@ class BidirectionalAttention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """See `Mixer.attend`."""
         own, spec = self._causal, self._causal.spec
-        q, k, v = query.q.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        q, k, v = torch.split(query.q, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         reach = None if spec.window is None else spec.window - 1
         mixed = encoder_attention(q, k, v, step.bounds, reach, scale=spec.scale)
         return Sum(mixed.flatten(1), own.o_proj, addition_to(step.lora, "o", own.layer))

@@ -143,7 +143,9 @@ def _label(card: ModelCard, given: int | None, word: str) -> int:
 def _prompt_ahead(wants: Wants, card: ModelCard) -> str:
     pooling = card.pooling
     if wants.prompt_name is None:
-        return pooling.default_prompt
+        choices = (name for name in wants.prompt_choices if name in pooling.prompts)
+        chosen = next(choices, None)
+        return pooling.default_prompt if chosen is None else pooling.prompts[chosen]
     if wants.prompt_name not in pooling.prompts:
         known = ", ".join(f"`{name}`" for name in pooling.prompts) or "none"
         raise invalid("prompt_name", f"the model `{card.name}` has these prompts: {known}")
