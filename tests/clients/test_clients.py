@@ -10,15 +10,20 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from weft.common.settings import list_text
 from weft.engine.checkpoint.demo import DEMO_NAME
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.testing.meshes.local_mesh import MODEL, LocalMesh
+from weft.testing.models.tiny_embedders import make_classifier, make_embedder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+POOLING = ("cohere_sdk", "langchain_embeddings", "llama_index_embeddings")
+"""Scripts that ask for vectors: they get a mesh with small models for that."""
 LOAD_TOOLS = ("aiperf_profile", "guidellm_benchmark")
 """Scripts whose packages `make test` does not install."""
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
@@ -27,6 +32,26 @@ pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[LocalMesh]:
     mesh = LocalMesh(tmp_path_factory.mktemp("clients"), "--kv-memory-bytes", str(512 << 20))
+    mesh.wait_ready()
+    yield mesh
+    assert mesh.stop() == 0, mesh.text
+
+
+@pytest.fixture(scope="module")
+def pooling_mesh(
+    tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
+) -> Iterator[LocalMesh]:
+    folder = tmp_path_factory.mktemp("pooling")
+    shape: dict[str, Any] = {"vocab_size": 517, "max_position_embeddings": 1024}
+    prompts = {"query": "Given a query, find passages: "}
+    embedder = make_embedder("qwen3", folder / "embedder", tokenizer=True, prompts=prompts, **shape)
+    labels = {"id2label": {"0": "LABEL_0"}}
+    ranker = make_classifier("qwen3", folder / "ranker", **shape, **labels)
+    (ranker / "tokenizer.json").write_bytes((embedder / "tokenizer.json").read_bytes())
+    flags = ["--prefill", "0", "--kv-memory-bytes", str(16 << 20), "--dtype", "float32"]
+    for path in (embedder, ranker):
+        flags += ["--model", list_text([str(path)]), "--model-name", path.name]
+    mesh = LocalMesh(folder, *flags)
     mesh.wait_ready()
     yield mesh
     assert mesh.stop() == 0, mesh.text
@@ -65,7 +90,15 @@ def run(mesh: LocalMesh, *command: str) -> None:
 
 
 @pytest.mark.needs("python-clients")
-@pytest.mark.parametrize("name", [n for n in scripts("python", ".py") if n not in LOAD_TOOLS])
+@pytest.mark.parametrize("name", POOLING)
+def test_a_client_that_asks_for_vectors_works(pooling_mesh: LocalMesh, name: str) -> None:
+    run(pooling_mesh, str(PYTHON), f"python/{name}.py")
+
+
+@pytest.mark.needs("python-clients")
+@pytest.mark.parametrize(
+    "name", [n for n in scripts("python", ".py") if n not in (*LOAD_TOOLS, *POOLING)]
+)
 def test_a_python_client_works(mesh: LocalMesh, name: str) -> None:
     run(mesh, str(PYTHON), f"python/{name}.py")
 

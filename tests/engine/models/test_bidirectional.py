@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModel
 from weft.engine.base.errors import ModelError
@@ -81,3 +83,34 @@ def test_embedders_of_decoders(tmp_path: Path, seed: int, name: str) -> None:
     if "is_causal" in fields:
         with pytest.raises(ModelError, match="later ones"):
             LLM(model_dir, task="generate")
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@torch.no_grad()
+def test_adapters_of_embedders_are_those_of_peft(
+    tmp_path: Path, seed: int, *, is_causal: bool
+) -> None:
+    fields: dict[str, Any] = {} if is_causal else BOTH
+    model_dir = make_embedder("qwen2", tmp_path / "m", seed, **fields)
+    base = AutoModel.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    torch.manual_seed(seed)
+    wanted_of = get_peft_model(
+        base,
+        LoraConfig(
+            task_type="FEATURE_EXTRACTION",
+            r=4,
+            init_lora_weights=False,
+            target_modules=["q_proj", "o_proj", "up_proj", "down_proj"],
+        ),
+    )
+    wanted_of.save_pretrained(tmp_path / "adapter")
+    prompts = [[random.randrange(5, 256) for _ in range(n)] for n in (1, 30, 7)]
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "num_pages": 200}
+    with LLM(model_dir, dtype="float32", **settings) as llm:
+        digest = llm.load_adapter(tmp_path / "adapter")
+        chosen = [digest, b"", digest]
+        found = llm.pool(prompts, Pool(output="embedding"), adapters=chosen)
+    for one, ids, adapter in zip(found, prompts, chosen, strict=True):
+        with contextlib.nullcontext() if adapter else wanted_of.disable_adapter():
+            vector = wanted_of(torch.tensor([ids])).last_hidden_state[0, -1]
+        assert float(torch.from_numpy(one[0].copy()) @ vector / vector.norm()) > 0.99999

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 from weft.engine.base.errors import InvalidRequest
 from weft.engine.checkpoint.pooling import load_pooling
-from weft.gateway.request import GenerateRequest, PairPrompt, TextPrompt, Wants
+from weft.gateway.request import GenerateRequest, PairPrompt, TextPrompt, Wants, WrappedPrompt
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.pooled_prompts import for_model
 from weft.gateway.text.tokens import encode_cut, encode_pair, encode_parts
@@ -73,6 +75,32 @@ def test_a_document_is_cut_and_its_query_is_not() -> None:
     assert found == [*around[0], *text[:room], *around[1]]
     with pytest.raises(InvalidRequest, match=f"query takes {num_query} tokens"):
         encode_parts(*given, most - 4, len(query))
+
+
+def test_a_gemma_reranker_is_asked_as_its_model_card_says(tmp_path: Path) -> None:
+    folder = write_model_dir(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    (folder / "modules.json").write_text('[{"type": "x.LogitScore", "path": "1"}]')
+    (folder / "1").mkdir()
+    (folder / "1/config.json").write_text('{"true_token_id": 7, "false_token_id": null}')
+    card = load_model_card(folder)
+    request = GenerateRequest(
+        request_id="r",
+        model="m",
+        prompts=(PairPrompt(first="a {query}?", second="a mesh"),),
+        wants=Wants(output="classes"),
+    )
+    asked = for_model(request, card, "score")
+    (prompt,) = asked.prompts
+    assert isinstance(prompt, WrappedPrompt)
+    assert prompt.head + prompt.text == "<bos>A: a {query}?\nB: a mesh"
+    assert prompt.tail.startswith("\nGiven a query A and a passage B, ")
+    assert asked.wants is not None
+    assert (asked.wants.output, asked.wants.label_ids) == ("label_logits", (7,))
+    request = replace(request, wants=Wants(output="classes", instruction="x"))
+    with pytest.raises(InvalidRequest, match="takes none"):
+        for_model(request, card, "score")
 
 
 def test_damaged_pooling_files_stop_requests_for_vectors_only(tmp_path: Path) -> None:

@@ -183,9 +183,8 @@ def _of_modules(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[str, A
 def _of_logit_score(model_dir: Path, modules: list[tuple[str, Path]]) -> dict[str, Any]:
     folder = next(folder for kind, folder in modules if kind == "LogitScore")
     fields = Fields(_read_object(folder / "config.json"), str(folder / "config.json"))
-    if "false_token_id" not in fields:
-        raise ModelError(f"{folder}: false_token_id is missing; scores of one token have no scale")
-    return {name: fields.count(name, 0) for name in ("true_token_id", "false_token_id")}
+    names = ("true_token_id", "false_token_id")
+    return {name: fields.count(name, 0) if name in fields else None for name in names}
 
 
 def _modules(model_dir: Path) -> list[tuple[str, Path]]:

@@ -18,6 +18,7 @@ from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.encoder_config import EncoderConfig
 from weft.engine.checkpoint.pooling import load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
@@ -382,7 +383,7 @@ def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> L
     """Creates the memory for adapters; None if none are served."""
     if not config.enable_lora:
         return None
-    if models.loaded.config.is_encoder:
+    if isinstance(models.loaded.config, EncoderConfig):
         raise ConfigError("enable_lora: not supported for encoders", param="enable_lora")
     dtype: torch.dtype = getattr(torch, models.loaded.dtype)
     drafts = draft_adapters(config, models.drafted, device)

@@ -923,6 +923,11 @@ class PoolingServiceStub:
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.EmbedTexts = channel.unary_stream(
+                '/weft.v1.PoolingService/EmbedTexts',
+                request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.RerankDocuments = channel.unary_stream(
                 '/weft.v1.PoolingService/RerankDocuments',
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
@@ -952,6 +957,13 @@ class PoolingServiceServicer:
 
     def CreateEmbeddings(self, request, context):
         """Turns texts into vectors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EmbedTexts(self, request, context):
+        """Turns texts into vectors, as Cohere's API has it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -990,6 +1002,11 @@ def add_PoolingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'CreateEmbeddings': grpc.unary_stream_rpc_method_handler(
                     servicer.CreateEmbeddings,
+                    request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'EmbedTexts': grpc.unary_stream_rpc_method_handler(
+                    servicer.EmbedTexts,
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
@@ -1041,6 +1058,33 @@ class PoolingService:
             request,
             target,
             '/weft.v1.PoolingService/CreateEmbeddings',
+            google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbedTexts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weft.v1.PoolingService/EmbedTexts',
             google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
             options,

@@ -331,6 +331,8 @@ class PoolingServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PoolingServiceAsyncStub: ...
     CreateEmbeddings: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Turns texts into vectors."""
+    EmbedTexts: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """Turns texts into vectors, as Cohere's API has it."""
     RerankDocuments: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     """Orders documents by their relevance to a query."""
     ScorePairs: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -349,6 +351,8 @@ class PoolingServiceAsyncStub(PoolingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateEmbeddings: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Turns texts into vectors."""
+    EmbedTexts: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """Turns texts into vectors, as Cohere's API has it."""
     RerankDocuments: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     """Orders documents by their relevance to a query."""
     ScorePairs: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -370,6 +374,14 @@ class PoolingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
         """Turns texts into vectors."""
+
+    @_abc_1.abstractmethod
+    def EmbedTexts(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """Turns texts into vectors, as Cohere's API has it."""
 
     @_abc_1.abstractmethod
     def RerankDocuments(

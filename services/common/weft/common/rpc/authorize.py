@@ -61,6 +61,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Rerank": _FRONT,
     "/weft.v1.GatewayService/Score": _FRONT,
     "/weft.v1.PoolingService/CreateEmbeddings": _FRONT,
+    "/weft.v1.PoolingService/EmbedTexts": _FRONT,
     "/weft.v1.PoolingService/RerankDocuments": _FRONT,
     "/weft.v1.PoolingService/ScorePairs": _FRONT,
     "/weft.v1.PoolingService/ClassifyTexts": _FRONT,

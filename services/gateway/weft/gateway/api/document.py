@@ -17,6 +17,7 @@ from weft.gateway.api.openai.answers import ErrorAnswer
 from weft.gateway.api.pooling import answers as pooling
 from weft.gateway.api.pooling.bodies import (
     ClassifyBody,
+    CohereEmbedBody,
     EmbeddingsBody,
     PoolingBody,
     RerankBody,
@@ -144,6 +145,13 @@ _DIALECTS = (
                 "Turns texts into vectors.",
                 pooling.EmbeddingsAnswer,
                 EmbeddingsBody,
+            ),
+            Route(
+                "post",
+                "/v2/embed",
+                "Turns texts into vectors, as Cohere's API has it.",
+                pooling.CohereEmbedAnswer,
+                CohereEmbedBody,
             ),
             *(
                 Route(

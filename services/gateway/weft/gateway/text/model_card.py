@@ -69,6 +69,8 @@ class ModelCard:
     """What its files are for, and how they make vectors."""
     pooling_problem: str = ""
     """Why these files cannot be used, so that the model can only generate; empty: they can."""
+    model_type: str = ""
+    """Of config.json."""
     unweighted_ids: frozenset[int] = frozenset()
     """Special tokens that get no lexical weight."""
     labels: tuple[str, ...] = ()
@@ -156,6 +158,7 @@ def load_model_card(
         ),
         pooling=pooling,
         pooling_problem=problem,
+        model_type=str(config.get("model_type", "")),
         unweighted_ids=_ids_of(tokenizer, specials, _UNWEIGHTED),
         labels=_labels(config),
         created=int(time.time()),

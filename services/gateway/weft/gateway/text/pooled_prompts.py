@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from weft.engine.base.tasks import HEADED_OUTPUTS, Pool, Task
 from weft.gateway.request import (
@@ -17,14 +18,43 @@ from weft.gateway.text.model_card import ModelCard
 from weft.gateway.validate import invalid
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-_YES, _NO = "yes", "no"
-_HEAD = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
-    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n"
+
+
+class _Judge(NamedTuple):
+    """How a model that scores by the logits of tokens is asked."""
+
+    head: str
+    query: str
+    """Goes ahead of the document, with the query and the instruction."""
+    tail: str
+    labels: tuple[str, ...]
+    """The token that says that a document is relevant, and the one that says the contrary."""
+
+    @property
+    def takes_instruction(self) -> bool:
+        """Whether requests may have one."""
+        return "{instruction}" in self.query
+
+
+_QWEN3 = _Judge(
+    head="<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+    'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n",
+    query="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: ",
+    tail="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    labels=("yes", "no"),
 )
-_TAIL = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""The template of Qwen3-Reranker, from its model card."""
+"""Qwen3-Reranker's, from its model card."""
+_GEMMA = _Judge(
+    head="<bos>",
+    query="A: {query}\nB: ",
+    tail="\nGiven a query A and a passage B, determine whether the passage contains an answer to "
+    "the query by providing a prediction of either 'Yes' or 'No'.",
+    labels=("Yes",),
+)
+"""bge-reranker-v2-gemma's, from its model card."""
+_JUDGES = {"gemma": _GEMMA}
+"""By `model_type`; others are asked as Qwen3-Reranker."""
 _NEEDS: dict[Task, str] = {
     "generate": "text, chat or completions",
     "embed": "embeddings",
@@ -83,23 +113,24 @@ def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task)
         return replace(request, wants=replace(wants, output="classes"))
     if task != "score":
         raise _other_task(card, task, _NEEDS["score"])
-    labels = (
-        _label(card, card.pooling.true_token_id, _YES),
-        _label(card, card.pooling.false_token_id, _NO),
-    )
+    judge = _JUDGES.get(card.model_type, _QWEN3)
+    if wants.instruction and not judge.takes_instruction:
+        raise invalid("instruction", f"the model `{card.name}` takes none")
+    given = (card.pooling.true_token_id, card.pooling.false_token_id)
+    labels = tuple(_label(card, *one) for one in zip(given, judge.labels, strict=False))
     instruction = wants.instruction or DEFAULT_INSTRUCTION
     prompts = tuple(
-        _judged(prompt, instruction) if isinstance(prompt, PairPrompt) else prompt
+        _judged(judge, prompt, instruction) if isinstance(prompt, PairPrompt) else prompt
         for prompt in request.prompts
     )
     wants = replace(wants, output="label_logits", label_ids=labels)
     return replace(request, prompts=prompts, wants=wants)
 
 
-def _judged(prompt: PairPrompt, instruction: str) -> WrappedPrompt:
-    query = f"<Instruct>: {instruction}\n<Query>: {prompt.first}\n<Document>: "
+def _judged(judge: _Judge, prompt: PairPrompt, instruction: str) -> WrappedPrompt:
+    query = judge.query.format(instruction=instruction, query=prompt.first)
     text = query + prompt.second
-    return WrappedPrompt(head=_HEAD, text=text, tail=_TAIL, needed_chars=len(query))
+    return WrappedPrompt(head=judge.head, text=text, tail=judge.tail, needed_chars=len(query))
 
 
 def _label(card: ModelCard, given: int | None, word: str) -> int:
@@ -112,7 +143,9 @@ def _label(card: ModelCard, given: int | None, word: str) -> int:
 def _prompt_ahead(wants: Wants, card: ModelCard) -> str:
     pooling = card.pooling
     if wants.prompt_name is None:
-        return pooling.default_prompt
+        choices = (name for name in wants.prompt_choices if name in pooling.prompts)
+        chosen = next(choices, None)
+        return pooling.default_prompt if chosen is None else pooling.prompts[chosen]
     if wants.prompt_name not in pooling.prompts:
         known = ", ".join(f"`{name}`" for name in pooling.prompts) or "none"
         raise invalid("prompt_name", f"the model `{card.name}` has these prompts: {known}")

@@ -405,9 +405,11 @@ const file_weft_v1_dialects_proto_rawDesc = "" +
 	"\x0eHealthGenerate\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x18\x82\xd3\xe4\x93\x02\x12\x12\x10/health_generate\x12]\n" +
 	"\rTokenizerInfo\x12\x1d.weft.v1.TokenizerInfoRequest\x1a\x14.google.api.HttpBody\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/tokenizer_info\x12I\n" +
 	"\aMetrics\x12\x16.google.protobuf.Empty\x1a\x14.google.api.HttpBody\"\x10\x82\xd3\xe4\x93\x02\n" +
-	"\x12\b/metrics2\xfb\x03\n" +
+	"\x12\b/metrics2\xcd\x04\n" +
 	"\x0ePoolingService\x12[\n" +
-	"\x10CreateEmbeddings\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/v1/embeddings0\x01\x12u\n" +
+	"\x10CreateEmbeddings\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x19\x82\xd3\xe4\x93\x02\x13:\x01*\"\x0e/v1/embeddings0\x01\x12P\n" +
+	"\n" +
+	"EmbedTexts\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"\x14\x82\xd3\xe4\x93\x02\x0e:\x01*\"\t/v2/embed0\x01\x12u\n" +
 	"\x0fRerankDocuments\x12\x14.google.api.HttpBody\x1a\x14.google.api.HttpBody\"4\x82\xd3\xe4\x93\x02.:\x01*Z\f:\x01*\"\a/rerankZ\x0f:\x01*\"\n" +
 	"/v2/rerank\"\n" +
 	"/v1/rerank0\x01\x12]\n" +
@@ -464,34 +466,36 @@ var file_weft_v1_dialects_proto_depIdxs = []int32{
 	5,  // 18: weft.v1.ServerService.TokenizerInfo:input_type -> weft.v1.TokenizerInfoRequest
 	8,  // 19: weft.v1.ServerService.Metrics:input_type -> google.protobuf.Empty
 	7,  // 20: weft.v1.PoolingService.CreateEmbeddings:input_type -> google.api.HttpBody
-	7,  // 21: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
-	7,  // 22: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
-	7,  // 23: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
-	7,  // 24: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
-	7,  // 25: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
-	7,  // 26: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
-	7,  // 27: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
-	7,  // 28: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
-	7,  // 29: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
-	7,  // 30: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
-	7,  // 31: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
-	7,  // 32: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
-	7,  // 33: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
-	7,  // 34: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
-	7,  // 35: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
-	7,  // 36: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
-	7,  // 37: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
-	7,  // 38: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
-	7,  // 39: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
-	7,  // 40: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
-	7,  // 41: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
-	7,  // 42: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
-	7,  // 43: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
-	7,  // 44: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
-	7,  // 45: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
-	7,  // 46: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
-	25, // [25:47] is the sub-list for method output_type
-	3,  // [3:25] is the sub-list for method input_type
+	7,  // 21: weft.v1.PoolingService.EmbedTexts:input_type -> google.api.HttpBody
+	7,  // 22: weft.v1.PoolingService.RerankDocuments:input_type -> google.api.HttpBody
+	7,  // 23: weft.v1.PoolingService.ScorePairs:input_type -> google.api.HttpBody
+	7,  // 24: weft.v1.PoolingService.ClassifyTexts:input_type -> google.api.HttpBody
+	7,  // 25: weft.v1.PoolingService.PoolTexts:input_type -> google.api.HttpBody
+	7,  // 26: weft.v1.ResponsesService.CreateResponse:output_type -> google.api.HttpBody
+	7,  // 27: weft.v1.ResponsesService.RetrieveResponse:output_type -> google.api.HttpBody
+	7,  // 28: weft.v1.ResponsesService.DeleteResponse:output_type -> google.api.HttpBody
+	7,  // 29: weft.v1.ResponsesService.CancelResponse:output_type -> google.api.HttpBody
+	7,  // 30: weft.v1.AnthropicService.CreateMessage:output_type -> google.api.HttpBody
+	7,  // 31: weft.v1.AnthropicService.CountTokens:output_type -> google.api.HttpBody
+	7,  // 32: weft.v1.OllamaService.Chat:output_type -> google.api.HttpBody
+	7,  // 33: weft.v1.OllamaService.Generate:output_type -> google.api.HttpBody
+	7,  // 34: weft.v1.OllamaService.ListTags:output_type -> google.api.HttpBody
+	7,  // 35: weft.v1.OllamaService.ShowModel:output_type -> google.api.HttpBody
+	7,  // 36: weft.v1.OllamaService.ListRunning:output_type -> google.api.HttpBody
+	7,  // 37: weft.v1.OllamaService.GetVersion:output_type -> google.api.HttpBody
+	7,  // 38: weft.v1.ServerService.ShowVersion:output_type -> google.api.HttpBody
+	7,  // 39: weft.v1.ServerService.Ping:output_type -> google.api.HttpBody
+	7,  // 40: weft.v1.ServerService.HealthGenerate:output_type -> google.api.HttpBody
+	7,  // 41: weft.v1.ServerService.TokenizerInfo:output_type -> google.api.HttpBody
+	7,  // 42: weft.v1.ServerService.Metrics:output_type -> google.api.HttpBody
+	7,  // 43: weft.v1.PoolingService.CreateEmbeddings:output_type -> google.api.HttpBody
+	7,  // 44: weft.v1.PoolingService.EmbedTexts:output_type -> google.api.HttpBody
+	7,  // 45: weft.v1.PoolingService.RerankDocuments:output_type -> google.api.HttpBody
+	7,  // 46: weft.v1.PoolingService.ScorePairs:output_type -> google.api.HttpBody
+	7,  // 47: weft.v1.PoolingService.ClassifyTexts:output_type -> google.api.HttpBody
+	7,  // 48: weft.v1.PoolingService.PoolTexts:output_type -> google.api.HttpBody
+	26, // [26:49] is the sub-list for method output_type
+	3,  // [3:26] is the sub-list for method input_type
 	2,  // [2:3] is the sub-list for extension type_name
 	1,  // [1:2] is the sub-list for extension extendee
 	0,  // [0:1] is the sub-list for field type_name

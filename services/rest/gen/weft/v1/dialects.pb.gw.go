@@ -540,6 +540,29 @@ func request_PoolingService_CreateEmbeddings_0(ctx context.Context, marshaler ru
 	return stream, metadata, nil
 }
 
+func request_PoolingService_EmbedTexts_0(ctx context.Context, marshaler runtime.Marshaler, client PoolingServiceClient, req *http.Request, pathParams map[string]string) (PoolingService_EmbedTextsClient, runtime.ServerMetadata, error) {
+	var (
+		protoReq httpbody.HttpBody
+		metadata runtime.ServerMetadata
+	)
+	if err := marshaler.NewDecoder(req.Body).Decode(&protoReq); err != nil && !errors.Is(err, io.EOF) {
+		return nil, metadata, status.Errorf(codes.InvalidArgument, "%v", err)
+	}
+	if req.Body != nil {
+		_, _ = io.Copy(io.Discard, req.Body)
+	}
+	stream, err := client.EmbedTexts(ctx, &protoReq)
+	if err != nil {
+		return nil, metadata, err
+	}
+	header, err := stream.Header()
+	if err != nil {
+		return nil, metadata, err
+	}
+	metadata.HeaderMD = header
+	return stream, metadata, nil
+}
+
 func request_PoolingService_RerankDocuments_0(ctx context.Context, marshaler runtime.Marshaler, client PoolingServiceClient, req *http.Request, pathParams map[string]string) (PoolingService_RerankDocumentsClient, runtime.ServerMetadata, error) {
 	var (
 		protoReq httpbody.HttpBody
@@ -1076,6 +1099,13 @@ func RegisterServerServiceHandlerServer(ctx context.Context, mux *runtime.ServeM
 // GRPC interceptors will not work for this type of registration. To use interceptors, you must use the "runtime.WithMiddlewares" option in the "runtime.NewServeMux" call.
 func RegisterPoolingServiceHandlerServer(ctx context.Context, mux *runtime.ServeMux, server PoolingServiceServer) error {
 	mux.Handle(http.MethodPost, pattern_PoolingService_CreateEmbeddings_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		err := status.Error(codes.Unimplemented, "streaming calls are not yet supported in the in-process transport")
+		_, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+		return
+	})
+
+	mux.Handle(http.MethodPost, pattern_PoolingService_EmbedTexts_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		err := status.Error(codes.Unimplemented, "streaming calls are not yet supported in the in-process transport")
 		_, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
 		runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
@@ -1716,6 +1746,23 @@ func RegisterPoolingServiceHandlerClient(ctx context.Context, mux *runtime.Serve
 		}
 		forward_PoolingService_CreateEmbeddings_0(annotatedContext, mux, outboundMarshaler, w, req, func() (proto.Message, error) { return resp.Recv() }, mux.GetForwardResponseOptions()...)
 	})
+	mux.Handle(http.MethodPost, pattern_PoolingService_EmbedTexts_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
+		ctx, cancel := context.WithCancel(req.Context())
+		defer cancel()
+		inboundMarshaler, outboundMarshaler := runtime.MarshalerForRequest(mux, req)
+		annotatedContext, err := runtime.AnnotateContext(ctx, mux, req, "/weft.v1.PoolingService/EmbedTexts", runtime.WithHTTPPathPattern("/v2/embed"))
+		if err != nil {
+			runtime.HTTPError(ctx, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		resp, md, err := request_PoolingService_EmbedTexts_0(annotatedContext, inboundMarshaler, client, req, pathParams)
+		annotatedContext = runtime.NewServerMetadataContext(annotatedContext, md)
+		if err != nil {
+			runtime.HTTPError(annotatedContext, mux, outboundMarshaler, w, req, err)
+			return
+		}
+		forward_PoolingService_EmbedTexts_0(annotatedContext, mux, outboundMarshaler, w, req, func() (proto.Message, error) { return resp.Recv() }, mux.GetForwardResponseOptions()...)
+	})
 	mux.Handle(http.MethodPost, pattern_PoolingService_RerankDocuments_0, func(w http.ResponseWriter, req *http.Request, pathParams map[string]string) {
 		ctx, cancel := context.WithCancel(req.Context())
 		defer cancel()
@@ -1857,6 +1904,7 @@ func RegisterPoolingServiceHandlerClient(ctx context.Context, mux *runtime.Serve
 
 var (
 	pattern_PoolingService_CreateEmbeddings_0 = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v1", "embeddings"}, ""))
+	pattern_PoolingService_EmbedTexts_0       = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v2", "embed"}, ""))
 	pattern_PoolingService_RerankDocuments_0  = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v1", "rerank"}, ""))
 	pattern_PoolingService_RerankDocuments_1  = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0}, []string{"rerank"}, ""))
 	pattern_PoolingService_RerankDocuments_2  = runtime.MustPattern(runtime.NewPattern(1, []int{2, 0, 2, 1}, []string{"v2", "rerank"}, ""))
@@ -1869,6 +1917,7 @@ var (
 
 var (
 	forward_PoolingService_CreateEmbeddings_0 = runtime.ForwardResponseStream
+	forward_PoolingService_EmbedTexts_0       = runtime.ForwardResponseStream
 	forward_PoolingService_RerankDocuments_0  = runtime.ForwardResponseStream
 	forward_PoolingService_RerankDocuments_1  = runtime.ForwardResponseStream
 	forward_PoolingService_RerankDocuments_2  = runtime.ForwardResponseStream

@@ -993,6 +993,7 @@ var ServerService_ServiceDesc = grpc.ServiceDesc{
 
 const (
 	PoolingService_CreateEmbeddings_FullMethodName = "/weft.v1.PoolingService/CreateEmbeddings"
+	PoolingService_EmbedTexts_FullMethodName       = "/weft.v1.PoolingService/EmbedTexts"
 	PoolingService_RerankDocuments_FullMethodName  = "/weft.v1.PoolingService/RerankDocuments"
 	PoolingService_ScorePairs_FullMethodName       = "/weft.v1.PoolingService/ScorePairs"
 	PoolingService_ClassifyTexts_FullMethodName    = "/weft.v1.PoolingService/ClassifyTexts"
@@ -1008,6 +1009,8 @@ const (
 type PoolingServiceClient interface {
 	// Turns texts into vectors.
 	CreateEmbeddings(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
+	// Turns texts into vectors, as Cohere's API has it.
+	EmbedTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Orders documents by their relevance to a query.
 	RerankDocuments(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error)
 	// Scores pairs of texts.
@@ -1045,9 +1048,28 @@ func (c *poolingServiceClient) CreateEmbeddings(ctx context.Context, in *httpbod
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type PoolingService_CreateEmbeddingsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
 
+func (c *poolingServiceClient) EmbedTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[1], PoolingService_EmbedTexts_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[httpbody.HttpBody, httpbody.HttpBody]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_EmbedTextsClient = grpc.ServerStreamingClient[httpbody.HttpBody]
+
 func (c *poolingServiceClient) RerankDocuments(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[1], PoolingService_RerankDocuments_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[2], PoolingService_RerankDocuments_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1066,7 +1088,7 @@ type PoolingService_RerankDocumentsClient = grpc.ServerStreamingClient[httpbody.
 
 func (c *poolingServiceClient) ScorePairs(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[2], PoolingService_ScorePairs_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[3], PoolingService_ScorePairs_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1085,7 +1107,7 @@ type PoolingService_ScorePairsClient = grpc.ServerStreamingClient[httpbody.HttpB
 
 func (c *poolingServiceClient) ClassifyTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[3], PoolingService_ClassifyTexts_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[4], PoolingService_ClassifyTexts_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1104,7 +1126,7 @@ type PoolingService_ClassifyTextsClient = grpc.ServerStreamingClient[httpbody.Ht
 
 func (c *poolingServiceClient) PoolTexts(ctx context.Context, in *httpbody.HttpBody, opts ...grpc.CallOption) (grpc.ServerStreamingClient[httpbody.HttpBody], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[4], PoolingService_PoolTexts_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &PoolingService_ServiceDesc.Streams[5], PoolingService_PoolTexts_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -1130,6 +1152,8 @@ type PoolingService_PoolTextsClient = grpc.ServerStreamingClient[httpbody.HttpBo
 type PoolingServiceServer interface {
 	// Turns texts into vectors.
 	CreateEmbeddings(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
+	// Turns texts into vectors, as Cohere's API has it.
+	EmbedTexts(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Orders documents by their relevance to a query.
 	RerankDocuments(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error
 	// Scores pairs of texts.
@@ -1150,6 +1174,9 @@ type UnimplementedPoolingServiceServer struct{}
 
 func (UnimplementedPoolingServiceServer) CreateEmbeddings(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
 	return status.Error(codes.Unimplemented, "method CreateEmbeddings not implemented")
+}
+func (UnimplementedPoolingServiceServer) EmbedTexts(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
+	return status.Error(codes.Unimplemented, "method EmbedTexts not implemented")
 }
 func (UnimplementedPoolingServiceServer) RerankDocuments(*httpbody.HttpBody, grpc.ServerStreamingServer[httpbody.HttpBody]) error {
 	return status.Error(codes.Unimplemented, "method RerankDocuments not implemented")
@@ -1194,6 +1221,17 @@ func _PoolingService_CreateEmbeddings_Handler(srv interface{}, stream grpc.Serve
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type PoolingService_CreateEmbeddingsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
+
+func _PoolingService_EmbedTexts_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(httpbody.HttpBody)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PoolingServiceServer).EmbedTexts(m, &grpc.GenericServerStream[httpbody.HttpBody, httpbody.HttpBody]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PoolingService_EmbedTextsServer = grpc.ServerStreamingServer[httpbody.HttpBody]
 
 func _PoolingService_RerankDocuments_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(httpbody.HttpBody)
@@ -1250,6 +1288,11 @@ var PoolingService_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "CreateEmbeddings",
 			Handler:       _PoolingService_CreateEmbeddings_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "EmbedTexts",
+			Handler:       _PoolingService_EmbedTexts_Handler,
 			ServerStreams: true,
 		},
 		{

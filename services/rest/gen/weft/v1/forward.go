@@ -9,6 +9,7 @@ func init() {
 	forward_OpenAIService_Completions_0 = forward.Stream
 	forward_ResponsesService_CreateResponse_0 = forward.Stream
 	forward_PoolingService_CreateEmbeddings_0 = forward.Stream
+	forward_PoolingService_EmbedTexts_0 = forward.Stream
 	forward_PoolingService_RerankDocuments_0 = forward.Stream
 	forward_PoolingService_RerankDocuments_1 = forward.Stream
 	forward_PoolingService_RerankDocuments_2 = forward.Stream

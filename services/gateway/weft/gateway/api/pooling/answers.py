@@ -46,6 +46,35 @@ class EmbeddingsAnswer(Answer):
     usage: PoolUsage
 
 
+class CohereVectors(Answer):
+    """The vectors of all texts, by the form of their numbers."""
+
+    numbers: list[list[float]] | None = Field(None, alias="float")
+    base64: list[str] | None = Field(None, description="float32, little-endian")
+
+
+class BilledUnits(Answer):
+    """Token counts of a request."""
+
+    input_tokens: int
+
+
+class CohereMeta(Answer):
+    """Facts about an answer."""
+
+    billed_units: BilledUnits
+
+
+class CohereEmbedAnswer(Answer):
+    """Body of the answer to POST /v2/embed."""
+
+    id: str
+    response_type: Literal["embeddings_by_type"]
+    embeddings: CohereVectors
+    texts: list[str]
+    meta: CohereMeta
+
+
 class PooledAnswer(Answer):
     """The vectors of one input."""
 

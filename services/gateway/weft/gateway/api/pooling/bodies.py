@@ -43,7 +43,8 @@ class PoolBody(Body):
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
         """See `Body.check_given`."""
-        refuse_listed(value, _REFUSED)
+        own = cls.model_fields
+        refuse_listed(value, {name: why for name, why in _REFUSED.items() if name not in own})
 
     truncate_prompt_tokens: Int | None = Field(
         None,
@@ -103,6 +104,28 @@ class EmbeddingsBody(InputBody):
     embed_dtype: Literal["float32"] | None = Field(None, description="only float32")
     task: str | None = Field(None, description="not supported; see prompt_name")
     messages: Any = Field(None, description="not supported; see input")
+
+
+class CohereEmbedBody(PoolBody):
+    """Body of POST /v2/embed."""
+
+    texts: Inputs[str] | None = Field(None, description="1 to 2048 texts")
+    input_type: (
+        Literal["search_document", "search_query", "classification", "clustering", "image"] | None
+    ) = Field(
+        None,
+        description="the model's prompt of this name goes ahead of texts, or its prompts `query`, "
+        "and `document` or `passage`, where it has them",
+    )
+    embedding_types: list[Literal["float", "base64"]] | None = Field(
+        None, description="default float"
+    )
+    truncate: Literal["NONE", "END"] | None = Field(
+        None, description="END, the default, cuts longer texts to what the model takes"
+    )
+    max_tokens: Int | None = Field(None, description="tokens to which texts are cut")
+    output_dimension: Int | None = Field(None, description="leading entries that are wanted")
+    inputs: Any = Field(None, description="not supported; see texts")
 
 
 class PoolingBody(InputBody):

@@ -14,6 +14,7 @@ from weft.gateway.api.openai.chunks import to_json
 from weft.gateway.api.openai.parse import BodyParser
 from weft.gateway.api.pooling.bodies import (
     ClassifyBody,
+    CohereEmbedBody,
     EmbeddingsBody,
     PoolBody,
     PoolingBody,
@@ -24,13 +25,14 @@ from weft.gateway.api.pooling.translate import (
     NAMES,
     OUTPUTS,
     classify_request,
+    cohere_request,
     documents_of,
     embeddings_request,
     pooling_request,
     rerank_request,
     score_request,
 )
-from weft.gateway.api.pooling.vectors import probabilities, score_of, shown, vectors_of
+from weft.gateway.api.pooling.vectors import probabilities, score_of, shown, vectors_of, written
 from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.generation.stream import TokenStream
 from weft.gateway.request import GenerateRequest
@@ -64,6 +66,22 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
             return {**_head(stream, "list"), "data": data}
 
         await self._answer(EmbeddingsBody, request, embeddings_request, "embd", write, context)
+
+    async def EmbedTexts(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
+        """See dialects.proto."""
+
+        def write(body: CohereEmbedBody, stream: TokenStream) -> Mapping[str, object]:
+            vectors = [vectors_of(one)[0] for one in stream.generations]
+            kinds = body.embedding_types or ["float"]
+            return {
+                "id": stream.request_id,
+                "response_type": "embeddings_by_type",
+                "embeddings": {kind: [written(one, kind) for one in vectors] for kind in kinds},
+                "texts": body.texts,
+                "meta": {"billed_units": {"input_tokens": stream.usage().prompt_tokens}},
+            }
+
+        await self._answer(CohereEmbedBody, request, cohere_request, "embd", write, context)
 
     async def PoolTexts(self, request: HttpBody, context: Context) -> None:  # type: ignore[override]
         """See dialects.proto."""

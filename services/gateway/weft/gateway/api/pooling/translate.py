@@ -10,6 +10,7 @@ from weft.gateway.api.dialect_bodies import refuse
 from weft.gateway.api.edge import CallFacts, earliest
 from weft.gateway.api.pooling.bodies import (
     ClassifyBody,
+    CohereEmbedBody,
     EmbeddingsBody,
     InputBody,
     PoolBody,
@@ -39,6 +40,15 @@ OUTPUTS: Mapping[str, Output] = {
 }
 
 
+_CHOICES = {
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage"),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+"""Names of prompts for each of Cohere's types of input."""
+
+
 def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateRequest:
     """Translates a body for embeddings.
 
@@ -62,6 +72,28 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
         prompt_name=body.prompt_name or body.input_type,
     )
     return _request(body, facts, _inputs(body), wants)
+
+
+def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> GenerateRequest:
+    """Translates a body of Cohere's API for embeddings.
+
+    Raises:
+        InvalidRequest: There are no texts, or the body asks for something unsupported.
+    """
+    refuse(body, {"inputs": "inputs other than texts"})
+    if body.input_type == "image" or not body.texts:
+        raise invalid("texts", "give at least one text; images are not supported")
+    if body.max_tokens is not None:
+        check_range("max_tokens", body.max_tokens, 1, 2**31 - 1)
+    cut = None if body.truncate == "NONE" else body.max_tokens or 0
+    wants = Wants(
+        output="embedding",
+        dimensions=body.output_dimension,
+        truncate_tokens=cut,
+        prompt_choices=_CHOICES.get(body.input_type or "", ()),
+    )
+    prompts = tuple(TextPrompt(text=text) for text in body.texts)
+    return _request(body, facts, prompts, wants)
 
 
 def pooling_request(body: PoolingBody, facts: CallFacts) -> GenerateRequest:

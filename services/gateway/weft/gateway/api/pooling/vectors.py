@@ -43,7 +43,7 @@ def shown(
         vectors = vectors[1:]  # As in BGE-M3, whose first token stands for the whole text.
     elif output != "token_embeddings":
         vectors = vectors[0]
-    return Shown(_written(vectors, encoding), list(vectors.shape))
+    return Shown(written(vectors, encoding), list(vectors.shape))
 
 
 def lexical_weights(
@@ -66,7 +66,8 @@ def lexical_weights(
     return dict(sorted(found.items()))
 
 
-def _written(vectors: Float32Array, encoding: str | None) -> object:
+def written(vectors: Float32Array, encoding: str | None) -> object:
+    """Vectors as numbers, or as base64 of float32."""
     if encoding == "base64":
         return base64.b64encode(vectors.astype("<f4", copy=False).tobytes()).decode()
     numbers: object = vectors.tolist()
