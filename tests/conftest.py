@@ -3,8 +3,9 @@
 `WEFT_REQUIRE=cc,go,nixl` makes a run fail when one of these is missing, or when a test is skipped
 for its sake; otherwise tests that need it are skipped, and the summary says so. Mark tests
 `@pytest.mark.needs("go")`, or skip with a reason that begins `go: `. Mark cross products and storms
-`@pytest.mark.full`, tests of tests/unit that `make check` leaves out `@pytest.mark.slow`, and tests
-beside which no others run on a GPU `@pytest.mark.whole_device`.
+`@pytest.mark.full`, tests with many cases, of which the first n represent the others,
+`@pytest.mark.full_after(n)`, tests of tests/unit that `make check` leaves out `@pytest.mark.slow`,
+and tests beside which no others run on a GPU `@pytest.mark.whole_device`.
 """
 
 import importlib.util
@@ -68,6 +69,12 @@ def _missing_kube_apiserver() -> str | None:
     return None if is_there else "it is not built; `make test-k8s` builds it and runs these tests"
 
 
+def _missing_chromium() -> str | None:
+    if not importlib.util.find_spec("playwright"):
+        return "the package `playwright` is not installed"
+    return None if shutil.which("chromium") else "no `chromium` on the PATH; Debian has it"
+
+
 def _missing_valkey() -> str | None:
     if not importlib.util.find_spec("valkey"):
         return "the package `valkey` is not installed"
@@ -97,6 +104,7 @@ def _missing_node_clients() -> str | None:
 
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
     "cc": _missing_cc,
+    "chromium": _missing_chromium,
     "cuda": _missing_cuda,
     "fa3": _missing_fa3,
     "go": _missing_go,
@@ -117,6 +125,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*names): needs one of " + ", ".join(CAPABILITIES))
     config.addinivalue_line("markers", "full: long; runs with --full only")
+    config.addinivalue_line(
+        "markers", "full_after(n): cases after the first n run with --full only"
+    )
     config.addinivalue_line("markers", "slow: seconds; `make check` leaves it out")
     config.addinivalue_line("markers", "whole_device: takes a GPU's memory, as much as is free")
     required = _required()
@@ -129,8 +140,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {name: why() for name, why in CAPABILITIES.items()}
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("full") and not config.getoption("--full"):
+        cases[function := item.nodeid.partition("[")[0]] += 1
+        marker = item.get_closest_marker("full_after")
+        is_long = item.get_closest_marker("full") or (marker and cases[function] > marker.args[0])
+        if is_long and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="long: runs with --full"))
         for marker in item.iter_markers("needs"):
             for name in marker.args:

@@ -57,7 +57,8 @@ def run_worker(connection: Connection, config: dict[str, Any], copy_threads: int
     is_open = True
     while is_open:
         inbox = Inbox()
-        while connection.poll(min(IDLE_S, engine.rest_s())):
+        rest_s = min(engine.rest_s(), engine.arrival_poll_s() or IDLE_S)
+        while connection.poll(min(IDLE_S, rest_s)):
             kind, content = connection.recv()
             if kind == "close":
                 is_open = False

@@ -128,11 +128,12 @@ def explain(error: grpc.RpcError, address: str) -> str:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not _is_typed(error):
         return f"the gateway at {address} did not answer in time; its log may say why"
     if error.code() == grpc.StatusCode.PERMISSION_DENIED:
-        # With its own certificate the command line may make all of its calls, so this gateway did
-        # not ask for one.
+        # With its own certificate the command line may make all of its calls, but this gateway
+        # asked for none, or it has no TLS.
         return (
-            f"{error.details()}: the gateway at {address} runs with --no-client-certificates; "
-            "ask its operators' port, with --admin-address and --token-file"
+            f"{error.details()}: the gateway at {address} runs without TLS or with "
+            "--no-client-certificates; ask its operators' port, with --admin-address and "
+            "--token-file"
         )
     return f"{error.details() or error.code().name}"
 

@@ -437,6 +437,12 @@ def _adapter_table(workers: Sequence[WorkerStatus]) -> Table:
     return table
 
 
+def _health(worker: WorkerStatus) -> str:
+    if worker.healthy:
+        return "[green]ok"
+    return "[yellow]draining" if worker.problem == "draining" else "[red]not ok"
+
+
 def _row(worker: WorkerStatus) -> list[str]:
     rate = worker.prefill_tokens_per_second
     if worker.role == "decode":
@@ -447,7 +453,7 @@ def _row(worker: WorkerStatus) -> list[str]:
     told = worker.worker_id.startswith(worker.role)
     return [
         worker.worker_id if told else f"{worker.worker_id} ({worker.role})",
-        "[green]ok" if worker.healthy else "[red]not ok",
+        _health(worker),
         *(str(count) for count in counts),
         f"{rate:,.0f}",
         *(f"{count:,}" for count in held),

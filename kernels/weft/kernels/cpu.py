@@ -40,6 +40,7 @@ class WeightStruct(ctypes.Structure):
         ("group_scales", ctypes.c_void_p),
         ("has_offsets", ctypes.c_int32),
         ("is_half", ctypes.c_int32),
+        ("is_e2m1", ctypes.c_int32),
     )
 
 

@@ -15,6 +15,8 @@ def encoder_attention(
     v: torch.Tensor,
     bounds: Sequence[int],
     reach: int | None = None,
+    slopes: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of each row to all rows of its sequence.
 
@@ -22,10 +24,13 @@ def encoder_attention(
 
     Args:
         q: [T, H, D].
-        k: [T, H, D].
-        v: [T, H, D].
+        k: [T, Hkv, D], Hkv a divisor of H.
+        v: [T, Hkv, D].
         bounds: [R + 1]: sequence r has rows bounds[r] to bounds[r + 1].
         reach: Rows before and behind a row that it sees; None: all.
+        slopes: [H] float32: how much each head's scores fall with each row of distance (ALiBi,
+            arXiv 2108.12409); None: not at all.
+        scale: Factor on the scores; None: 1 / sqrt(D).
 
     Returns:
         [T, H, D], contiguous.
@@ -35,15 +40,32 @@ def encoder_attention(
         by_length.setdefault(end - first, []).append(first)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for length, firsts in by_length.items():
-        mask = None
-        if reach is not None and length > reach + 1:
-            at = torch.arange(length, device=q.device)
-            mask = (at[:, None] - at[None, :]).abs() <= reach
+        mask = _mask(length, reach, slopes, q)
         rows = _rows(firsts, length, q.device)
         own_q, own_k, own_v = (_sequences(x, rows, len(firsts), length) for x in (q, k, v))
-        mixed = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask)
+        mixed = F.scaled_dot_product_attention(
+            own_q, own_k, own_v, mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
+        )
         out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:])
     return out
+
+
+def _mask(
+    length: int, reach: int | None, slopes: torch.Tensor | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """What is added to the scores of a sequence, or which of them count; None: all, as they are."""
+    if reach is not None and length <= reach + 1:
+        reach = None
+    if reach is None and slopes is None:
+        return None
+    at = torch.arange(length, device=like.device)
+    distances = (at[:, None] - at[None, :]).abs()
+    if slopes is None:
+        return distances <= (length if reach is None else reach)
+    added = distances * -slopes[:, None, None]
+    if reach is not None:
+        added.masked_fill_(distances > reach, float("-inf"))
+    return added.to(like.dtype)
 
 
 def _rows(firsts: Sequence[int], length: int, device: torch.device) -> slice | torch.Tensor:

@@ -1,9 +1,13 @@
-"""Matrices of 4 or 8 bits whose scales and offsets belong to groups of neighbours along a row."""
+"""Matrices of 4 or 8 bits whose scales and offsets belong to groups of neighbours along a row.
+
+MXFP4 (OCP Microscaling Formats Specification 1.0, section 5.2) is one of them: numbers in e2m1, in
+groups of 32 whose scales are powers of two.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +22,10 @@ _HIGHEST = 15
 """Largest number of 4 bits."""
 _CENTRE = 8
 """Added to 4-bit numbers without offsets, so that they are stored from 0 on."""
+_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+MXFP4_GROUP = 32
+"""Numbers of a row of MXFP4 that share a scale."""
+_MXFP4_BIAS, _MXFP4_NO_SCALE = 127, 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,8 @@ class IntGroups:
 
     data: torch.Tensor
     """4 bits: [N, K / 2 rounded up] uint8, with the first of two numbers in the lower bits; numbers
-    from 0 to 15, or without offsets from -8 to 7, stored as number + 8. 8 bits: [N, K] int8.
+    from 0 to 15, or without offsets from -8 to 7, stored as number + 8. 8 bits: [N, K] int8. For
+    e2m1 see `is_e2m1`.
     """
     scales: torch.Tensor
     """[N, K / group rounded up] float32 or float16, finite."""
@@ -40,6 +49,10 @@ class IntGroups:
     """K."""
     group: int
     """Columns of a group: 32, 64, 128 or 256. The last one may be cut off."""
+    is_e2m1: bool = False
+    """4 bits are a number in e2m1 (sign, two bits of exponent, one of mantissa), which counts twice
+    here and so is whole; without offsets.
+    """
 
     def __post_init__(self) -> None:
         """Raises ValueError if the parts do not fit together."""
@@ -51,6 +64,7 @@ class IntGroups:
             fits = fits and part.shape == (self.data.shape[0], -(-self.columns // self.group))
             fits = fits and part.dtype in (torch.float32, torch.float16)
             fits = fits and part.dtype == self.scales.dtype and part.is_contiguous()
+        fits = fits and not (self.is_e2m1 and (self.bits == 8 or self.offsets is not None))
         if not fits:
             raise ValueError(
                 f"{tuple(self.data.shape)} {self.data.dtype} with scales "
@@ -74,6 +88,8 @@ class IntGroups:
             return self.data.to(torch.int16)
         both = torch.stack((self.data & 15, self.data >> 4), dim=-1).flatten(1)
         numbers = both[:, : self.columns].to(torch.int16)
+        if self.is_e2m1:
+            return torch.tensor(_TWICE_E2M1, dtype=torch.int16, device=both.device)[numbers.int()]
         return numbers - _CENTRE if self.offsets is None else numbers
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
@@ -86,8 +102,8 @@ class IntGroups:
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Some of the rows ([L] int64) in floats."""
         offsets = None if self.offsets is None else self.offsets[rows]
-        part = IntGroups(self.data[rows], self.scales[rows], offsets, self.columns, self.group)
-        return part.dequantised(dtype)
+        own = replace(self, data=self.data[rows], scales=self.scales[rows], offsets=offsets)
+        return own.dequantised(dtype)
 
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
         return values.float().repeat_interleave(self.group, 1)[:, : self.columns]
@@ -129,9 +145,7 @@ def pack_int_groups(
     if own != group:  # The same scale for several groups, as many as there are columns.
         first = torch.arange(0, columns, own, device=numbers.device) // group
         parts = [part[:, first] for part in parts]
-    if all(torch.equal(part.half().float(), part) for part in parts):
-        parts = [part.half() for part in parts]
-    parts = [part.contiguous() for part in parts]
+    parts = [part.contiguous() for part in _halved(parts)]
     if bits == 8:
         data = numbers.to(torch.int8).contiguous()
     else:
@@ -139,6 +153,37 @@ def pack_int_groups(
         even = F.pad(plus.view(torch.uint8), (0, columns % 2))
         data = (even[:, ::2] | even[:, 1::2] << 4).contiguous()
     return IntGroups(data, parts[0], parts[1] if len(parts) > 1 else None, columns, own)
+
+
+def mxfp4_groups(blocks: torch.Tensor, scales: torch.Tensor) -> IntGroups:
+    """A matrix in MXFP4, without loss.
+
+    Args:
+        blocks: [N, K / 32, 16] uint8: two numbers each, the first in the lower half.
+        scales: [N, K / 32] uint8: exponents of 2, with a bias of 127.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit together, or a scale is no number.
+    """
+    fits = blocks.shape == (*scales.shape, MXFP4_GROUP // 2)
+    if not fits or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(
+            f"{tuple(blocks.shape)} {blocks.dtype} with scales {tuple(scales.shape)} "
+            f"{scales.dtype} are no MXFP4"
+        )
+    if bool((scales == _MXFP4_NO_SCALE).any()):
+        raise ValueError("a scale is no number")
+    half = torch.full(scales.shape, 0.5, device=scales.device)
+    (powers,) = _halved([torch.ldexp(half, scales.int() - _MXFP4_BIAS)])
+    data, columns = blocks.flatten(1).contiguous(), scales.shape[1] * MXFP4_GROUP
+    return IntGroups(data, powers, None, columns, MXFP4_GROUP, is_e2m1=True)
+
+
+def _halved(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Scales and offsets in float16 if that holds them all exactly."""
+    if all(torch.equal(part.half().float(), part) for part in parts):
+        return [part.half() for part in parts]
+    return parts
 
 
 def quantise_groups(weight: torch.Tensor, group: int = SMALLEST_GROUP) -> IntGroups:

@@ -321,7 +321,8 @@ def _native_group_rows(form: NativeForm, rows: torch.Tensor) -> IntGroups:
         data = pairs[panel, :, place].flatten(1)[:, :columns].contiguous()
     own = scales[panel, :, :, place]  # [rows, groups, kinds]
     offsets = own[..., 1].contiguous() if struct.has_offsets else None
-    return IntGroups(data, own[..., 0].contiguous(), offsets, columns, struct.group)
+    is_e2m1 = bool(struct.is_e2m1)
+    return IntGroups(data, own[..., 0].contiguous(), offsets, columns, struct.group, is_e2m1)
 
 
 def linear_reference(
@@ -450,6 +451,7 @@ def _pack_groups(
         bits=weight.bits,
         has_offsets=weight.offsets is not None,
         is_half=weight.scales.dtype == torch.float16,
+        is_e2m1=weight.is_e2m1,
     )
     address = ctypes.addressof(shape)
     num_columns = native.packed_columns(address)

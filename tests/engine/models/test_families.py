@@ -34,10 +34,10 @@ def reference_logits(path: Path, texts: list[list[int]]) -> list[torch.Tensor]:
         return [model(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
 
 
-def assert_close(ours: torch.Tensor, reference: torch.Tensor) -> None:
+def assert_close(ours: torch.Tensor, reference: torch.Tensor, bound: float) -> None:
     assert ours.shape == reference.shape
     error = (ours - reference).abs().max() / reference.abs().max()
-    assert error < 3e-5, float(error)
+    assert error < bound, float(error)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -67,7 +67,7 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
 
     step((0, 41), (1, 17))
     step((0, 49))
-    third.pages, third.num_cached = first.pages[:6], 48
+    third.begin_with(first, 6, driver.page_size)
     step((2, 9))
     step((2, 21))
     assert second.num_cached == 17
@@ -79,7 +79,9 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) 
         work = [(r, text[-1:]) for r, text in zip(requests, texts, strict=True)]
         last = driver.step(work).argmax(-1).tolist()
     expected = reference_logits(path, texts)
+    # States add up rounding over all rows, in transformers' form as in any other.
+    bound = 3e-5 if model.kv_layout(8).states is None else 1e-4
     for number, (prompt, text, logits) in enumerate(zip(prompts, texts, expected, strict=True)):
         seen = 48 if number == 2 else 0
-        assert_close(torch.cat(parts[number]), logits[seen : len(prompt)])
+        assert_close(torch.cat(parts[number]), logits[seen : len(prompt)], bound)
         assert text[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from weft.engine.base.errors import ModelError
-from weft.engine.checkpoint import demo
+from weft.engine.checkpoint import demo, gguf_folder
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.layers.attention import Attention
@@ -99,6 +100,26 @@ def test_integers_stay_integers(tmp_path: Path) -> None:
     form = mixer.qkv_proj.form
     if isinstance(form, NativeForm):
         assert (form.struct.bits, form.struct.group) == (8, 32)
+
+
+def test_one_of_many_first_readers_makes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = make("llama", CASES["Q8_0"][1], tmp_path)
+    written: list[Path] = []
+    write = gguf_folder._write
+
+    def counted(path: Path, folder: Path) -> None:
+        written.append(folder)
+        write(path, folder)
+
+    monkeypatch.setattr(gguf_folder, "_write", counted)
+    with ThreadPoolExecutor(8) as pool:
+        folders = set(pool.map(gguf_folder.gguf_folder, [path] * 8))
+    (folder,) = folders
+    assert len(written) == 1
+    assert (folder / "config.json").is_file()
+    assert [name for name in folder.parent.iterdir() if name.name.startswith(".tmp")] == []
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:

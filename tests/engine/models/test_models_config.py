@@ -243,7 +243,6 @@ def test_a_mistral_without_the_field_has_the_window_of_its_class() -> None:
         # transformers would take the second.
         ("rope_scaling", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
         ("rope_scaling", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
-        ("is_causal", {"is_causal": False}),
         ("dual_chunk_attention_config",
          {"dual_chunk_attention_config": {"original_max_position_embeddings": 16}}),
         ("max_position_embeddings", {"max_position_embeddings": 10**12}),

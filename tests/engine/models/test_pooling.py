@@ -20,10 +20,11 @@ from weft.testing.models.tiny_embedders import (
     make_classifier,
     make_embedder,
     make_judge,
+    make_m3,
     write_json,
     write_modules,
 )
-from weft.testing.models.tiny_encoders import make_encoder
+from weft.testing.models.tiny_encoders import CONFIGS, make_encoder
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 PAGE, CHUNK, VOCAB, HIDDEN = 8, 24, 517, 72
 LENGTHS = (1, 2, PAGE, PAGE + 1, CHUNK, 2 * CHUNK + 1, 150)
 EMBEDDING = Pool(output="embedding")
-ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+ENCODERS = tuple(CONFIGS)
 POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "lasttoken": lambda hidden: hidden[-1],
     "mean": lambda hidden: hidden.mean(0),
@@ -170,6 +171,41 @@ def test_encoders_embed_whole_prompts(tmp_path: Path, seed: int, kind: str, pool
             llm.pool(random_prompts(195), EMBEDDING)
     with make_llm(model_dir, dtype="bfloat16") as llm:
         check_embeddings(llm.pool(prompts, EMBEDDING), wanted, least=0.999)
+
+
+def test_heads_of_tokens_are_those_of_bge_m3(tmp_path: Path, seed: int) -> None:
+    model_dir = make_m3(
+        tmp_path / "m", seed, ends=random.choice((("pt", "safetensors"), ("safetensors", "pt")))
+    )
+    heads = {
+        path.stem: load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+        for path in model_dir.glob("*_linear.*")
+    }
+    prompts = random_prompts(*LENGTHS)
+    hidden = hidden_states(model_dir, prompts)
+    linear = torch.nn.functional.linear
+    with make_llm(model_dir) as llm:
+        check_embeddings(llm.pool(prompts, EMBEDDING), [states[0] for states in hidden])
+        weights = llm.pool(prompts, Pool(output="sparse"))
+        vectors = llm.pool(prompts, Pool(output="multi_vector"))
+        bare = llm.pool(prompts, Pool(output="multi_vector", normalises=False))
+        for states, weight, vector, raw in zip(hidden, weights, vectors, bare, strict=True):
+            wanted = linear(states, **heads["sparse_linear"]).relu()
+            assert np.allclose(weight, wanted, atol=1e-5)
+            wanted = linear(states, **heads["colbert_linear"])
+            assert np.allclose(raw, wanted, atol=1e-4)
+            wanted = torch.nn.functional.normalize(wanted, dim=-1)
+            assert np.allclose(vector, wanted, atol=1e-5)
+        with pytest.raises(InvalidRequest, match="one width"):
+            llm.pool(prompts, Pool(output="sparse", dimensions=1))
+    for damaged in ({"weight": torch.zeros(2, 48), "bias": torch.zeros(2)}, [torch.nn.Linear]):
+        (model_dir / "sparse_linear.safetensors").unlink(missing_ok=True)
+        torch.save(damaged, model_dir / "sparse_linear.pt")
+        with pytest.raises(ModelError, match=r"sparse_linear\.pt"):
+            make_llm(model_dir)
+    plain = make_encoder("bert", tmp_path / "plain", seed)
+    with make_llm(plain) as llm, pytest.raises(InvalidRequest, match="no head"):
+        llm.pool(prompts, Pool(output="sparse"))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "modernbert", *crossed("bert", "roberta")[1:]])

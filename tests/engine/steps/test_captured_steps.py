@@ -251,6 +251,7 @@ def test_constrained_requests_are_drafted_for(
     assert [count > 0 for count in accepted] == [p.get("speculates", True) for p, _ in kinds]
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_chains_that_read_a_steps_requests_are_the_heads(
     overlap: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -283,7 +283,7 @@ def test_drain_hands_waiting_requests_back_and_lets_others_finish(model_dir: Pat
         waiting = changed(submit_of(changed(KINDS["greedy"], n=2)), request_id="w")
         answer = Answer()
         take(llm, answer, Inbox(submits=[running, waiting]))
-        take(llm, answer, Inbox(drain=True))
+        take(llm, answer, Inbox(drains=[True]))
         assert answer.failures == ["DRAINING"]
         take(llm, answer, Inbox(submits=[changed(running, request_id="late")]))
         assert answer.failures == ["DRAINING", "DRAINING"]
@@ -301,7 +301,7 @@ def test_what_still_runs_is_handed_back_whole(owners: tuple[LLM, LLM], model_dir
         take(draining, answer, Inbox(submits=[submit_of(params)]))
         while len(answer.tokens.get(1, ())) < 5:
             take(draining, answer, None)
-        take(draining, answer, Inbox(drain=True, hand_back=True))
+        take(draining, answer, Inbox(drains=[True], hand_back=True))
         assert answer.failures == ["DRAINING"]
         assert draining.engine.is_idle
     submit = submit_of(params, attempt=2, progress=progress(dict(answer.tokens)))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.engine.protocol.handle import FillEvent, NixlTargetInfo
 from weft.engine.transfer.nixl import (
     Notification,
     PoolRegion,
@@ -25,7 +25,12 @@ from weft.engine.transfer.nixl import (
     encode_notification,
     nixl_available,
 )
-from weft.engine.transfer.nixl_wire import check_pages, check_target, metadata_digest
+from weft.engine.transfer.nixl_wire import (
+    MAX_NOTIFIED_DIGESTS,
+    check_pages,
+    check_target,
+    metadata_digest,
+)
 from weft.testing.engine.nixl_process import EPOCH, LEASE, NixlProcess, RemoteError
 
 IS_AVAILABLE, REASON = nixl_available()
@@ -94,6 +99,32 @@ def test_notification_survives_the_wire(epoch: int, lease: bytes, chunk: int) ->
     assert Notification.parse(message) == Notification(epoch, lease, chunk)
     for wrong in (message[:-1], message + b"x", b"x" + message[1:], b""):
         assert Notification.parse(wrong) is None
+
+
+@given(
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=MAX_NOTIFIED_DIGESTS),
+    st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
+    st.none() | st.integers(0, 2**32 - 2),
+)
+def test_a_notification_carries_the_chunks_report(
+    digests: list[int], tokens: tuple[int, int], computed: int | None
+) -> None:
+    report = FillEvent(
+        kind="written",
+        chunk=3,
+        start_token=tokens[0],
+        end_token=tokens[1],
+        digests=digests,
+        computed_tokens=computed,
+    )
+    message = encode_notification(9, LEASE, 3, report)
+    assert Notification.parse(message) == Notification(9, LEASE, 3, report)
+    for wrong in (message[:-1], message + b"x", message[: 32 + 12], b"x" + message[1:]):
+        assert Notification.parse(wrong) is None
+    too_many = dataclasses.replace(report, digests=[0] * (MAX_NOTIFIED_DIGESTS + 1))
+    for wrong_report in (too_many, dataclasses.replace(report, digests=[])):
+        with pytest.raises(ValueError):
+            encode_notification(9, LEASE, 3, wrong_report)
 
 
 @given(st.binary(max_size=80))

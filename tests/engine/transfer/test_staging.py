@@ -106,6 +106,9 @@ class HeldMove(DeviceMove):
     def digests(self) -> list[int]:
         return self._move.digests()
 
+    def digest_s(self) -> float:
+        return self._move.digest_s()
+
 
 def hold(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str

@@ -257,6 +257,7 @@ def test_a_strided_page_table_is_read_by_its_rows() -> None:
     assert torch.equal(attend(case), attend(case._replace(page_table=wide[:, :4])))
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [

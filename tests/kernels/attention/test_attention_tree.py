@@ -129,6 +129,7 @@ def test_what_cannot_be_a_tree_is_refused() -> None:
         attend(tree._replace(earlier=29))
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("header", "original", "replacement"),
     [

@@ -189,6 +189,7 @@ def test_what_no_kernel_does_is_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -273,6 +273,7 @@ def test_what_points_outside_is_refused_and_nothing_is_written() -> None:
     assert torch.equal(pool.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [

@@ -145,6 +145,7 @@ def test_every_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.needs("cc")
 @pytest.mark.parametrize(
     ("file", "original", "replacement"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.activation import Gating
+from weft.kernels.int_groups import mxfp4_groups
 from weft.kernels.linear import gate_up_silu, pack_gate_up
 from weft.kernels.moe import ExpertWeights, RouterForm, Routing, moe, pack_experts, route
-from weft.kernels.mxfp4 import dequantised
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 
@@ -163,7 +163,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     scales = torch.randint(110, 140, (3, 10, 4), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     for expert in range(3):
-        found = dequantised(blocks[expert], scales[expert], torch.float32)
+        found = mxfp4_groups(blocks[expert], scales[expert]).dequantised(torch.float32)
         assert torch.equal(found, expected[expert].t())
     with pytest.raises(ValueError, match="no number"):
-        dequantised(blocks[0], torch.full_like(scales[0], 255), torch.bfloat16)
+        mxfp4_groups(blocks[0], torch.full_like(scales[0], 255))

@@ -176,6 +176,7 @@ def test_additions_to_some_of_the_projections(
     assert_as_exact(out, eager, exact)
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(("rows", "is_shared"), [(12, False), (12, True), (70, True)])
 def test_additions_to_a_layer_with_the_norm_behind_it(
     rows: int, is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +203,7 @@ def test_additions_to_a_layer_with_the_norm_behind_it(
     assert_as_exact(normed, F.rms_norm(eager, (40,), gain, 1e-5), exact_norm, slack=slack)
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(
     ("name", "original", "replacement"),
     [
@@ -252,6 +254,7 @@ def test_additions_of_large_ranks_are_computed_pair_by_pair(
     )
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
@@ -279,6 +282,7 @@ def test_a_mutated_addition_is_noticed(original: str, replacement: str, tmp_path
         )
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [

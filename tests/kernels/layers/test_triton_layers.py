@@ -99,6 +99,7 @@ class NotingFollower:
         self.seen.append(self._tapped.clone())
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_products_that_take_their_norms(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact as with norms of their own, both in bfloat16; taps get what enters layers, and what

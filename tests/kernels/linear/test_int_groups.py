@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.int_groups import IntGroups, pack_int_groups, quantise_groups
+from weft.kernels.int_groups import (
+    IntGroups,
+    mxfp4_groups,
+    pack_int_groups,
+    quantise_groups,
+)
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear, weight_rows
 from weft.kernels.lora import LoraAddition
 from weft.kernels.moe import moe, pack_experts, route
@@ -93,6 +98,43 @@ def test_products_are_those_of_the_dequantised_weights(
             assert_as_exact(linear(x, packed, residual), peer, exact, slack=slack)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponents", [(110, 125), (60, 190)])
+def test_products_with_mxfp4(exponents: tuple[int, int], dtype: torch.dtype) -> None:
+    n, k = 100, 32 * 18
+    blocks = torch.randint(0, 256, (n, k // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(*exponents, (n, k // 32), dtype=torch.uint8)
+    wide = mxfp4_by_the_book(blocks, scales)
+    matrix = mxfp4_groups(blocks, scales)
+    assert matrix.scales.dtype == (torch.float16 if exponents[1] < 130 else torch.float32)
+    assert torch.equal(matrix.dequantised(torch.float32), wide.float())
+    packed = pack_linear(matrix, dtype=dtype)
+    assert torch.equal(weight_rows(packed, torch.arange(n)), wide.to(dtype))
+    for rows in ROWS:
+        x = draw(rows, k, dtype=dtype)
+        exact, peer = x.double() @ wide.T, F.linear(x.float(), wide.float()).to(dtype)
+        terms = x.double().norm(dim=1, keepdim=True) * wide.norm(dim=1)
+        # The scales of a row differ by much, and so do the terms of a sum.
+        error = (linear(x, packed).double() - exact).abs()
+        assert (
+            error
+            <= 2 * (peer.double() - exact).abs()
+            + (1e-6 if dtype == torch.float32 else 4e-3) * terms
+        ).all()
+
+
+def mxfp4_by_the_book(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Number by number, in float64: the MX specification, section 5.3.3."""
+    wide = torch.empty(scales.shape[0], scales.shape[1], 32, dtype=torch.float64)
+    for place in range(32):
+        code = (blocks[..., place // 2] >> (4 * (place % 2))).int() & 15
+        exponent, mantissa = code >> 1 & 3, (code & 1).double()
+        size = torch.where(exponent > 0, 2.0 ** (exponent - 1) * (1 + mantissa / 2), mantissa / 2)
+        wide[..., place] = torch.where(code > 7, -size, size) * 2.0 ** (scales.double() - 127)
+    return wide.flatten(1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bits", "offsets"), [(4, True), (4, False), (8, True)])
 def test_a_row_does_not_depend_on_the_others(
@@ -165,6 +207,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
         pack_int_groups(numbers, scales / 0, None, 32)
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("header", "original", "replacement"),
     [

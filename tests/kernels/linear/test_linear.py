@@ -214,6 +214,7 @@ def test_a_refusal_of_amx_is_told_and_served_without() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_check_sees_a_dropped_step(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -188,6 +188,7 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(part, whole[begin:end])
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [
@@ -257,6 +258,7 @@ def check_many_and_few(in_features: int, columns: int) -> None:
             assert torch.equal(part, whole[rows])
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(
     ("original", "replacement"),
     [

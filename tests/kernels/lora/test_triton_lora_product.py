@@ -142,6 +142,7 @@ def test_what_other_launches_add() -> None:
         small_linear.small_linear(x, weight, None, None, x.dtype, is_fixed=True, added=added)
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize(("rows", "are_given"), [(1, True), (2, False), (5, True)])
 def test_layers_with_adapters(rows: int, are_given: bool) -> None:
     """All four products of a layer add within; of one or two rows the norms are theirs too."""

@@ -25,7 +25,7 @@ KVSTORE, PREFILL = common_pb2.FILL_SOURCE_KVSTORE, common_pb2.FILL_SOURCE_PREFIL
 NUM_NEW, NUM_LONG = 12, 60
 
 
-@pytest.fixture(scope="module", params=["direct", "staged"])
+@pytest.fixture(scope="module", params=["direct", pytest.param("staged", marks=pytest.mark.full)])
 def mesh(
     tmp_path_factory: pytest.TempPathFactory, rest_binary: Path, request: pytest.FixtureRequest
 ) -> Iterator[TinyMesh]:

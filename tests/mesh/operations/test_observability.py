@@ -27,6 +27,13 @@ NUM_PROMPT, NUM_NEW = 100, 8
 STALL_S = 1.0
 
 
+SHOWN = (
+    *("attempt 1", "request", "queue", "fill", "plan", "compute", "gather", "digest", "post"),
+    *("write", "report", "arrival", "check", "publish", "tail", "decode", "render"),
+)
+"""Spans of a shipped prompt."""
+
+
 class TracedMesh(TinyMesh):
     """With a collector that all its services export to."""
 
@@ -149,7 +156,7 @@ def test_a_request_is_one_trace_over_all_services(mesh: TracedMesh) -> None:
         f"{root} > gateway attempt 1 > gateway route",
         f"{owner} > decode queue",
         f"{owner} > decode lookup > kvstore lookup",
-        f"{owner} > decode prefill",
+        f"{owner} > decode tail",
         f"{owner} > decode decode",
         f"{filler} > prefill queue",
         f"{filler} > prefill compute",
@@ -238,7 +245,7 @@ def test_the_tree_is_shown_by_request_and_by_trace(mesh: TracedMesh) -> None:
         lines = done.stdout.splitlines()
         assert trace_id in lines[0]
         assert answer["id"] in lines[0]
-        for name in ("attempt 1", "request", "fill", "compute", "write", "decode", "render"):
+        for name in SHOWN:
             assert any(name in line for line in lines), done.stdout
         assert sum("attempt 1" in line for line in lines) == 2
         assert any("KiB" in line for line in lines)

@@ -124,7 +124,7 @@ def test_rest_wants_a_key(mesh: SecureMesh) -> None:
 def test_workers_do_not_take_calls_from_those_who_may_not(mesh: SecureMesh) -> None:
     forbidden: list[tuple[str, str, Any, str]] = [
         ("prefill", "decode-0", worker_pb2_grpc.WorkerServiceStub, "ReportExit"),
-        ("gateway", "decode-0", worker_pb2_grpc.WorkerServiceStub, "Drain"),
+        ("prefill", "decode-0", worker_pb2_grpc.WorkerServiceStub, "Drain"),
         ("client", "decode-0", worker_pb2_grpc.WorkerServiceStub, "GetInfo"),
         ("gateway", "prefill-0", prefill_pb2_grpc.PrefillServiceStub, "FillStatus"),
         ("gateway", "kvstore-0", kvstore_pb2_grpc.KvStoreServiceStub, "Lookup"),
@@ -217,6 +217,7 @@ OF_SERVICE = {
     "OllamaService": "gateway",
     "PoolingService": "gateway",
     "ServerService": "gateway",
+    "MeshService": "gateway",
     "TraceService": "gateway",
     "DecodeService": "decode-0",
     "PrefillService": "prefill-0",

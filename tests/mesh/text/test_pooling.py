@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from weft.common.settings import list_text
 from weft.testing.meshes.local_mesh import LocalMesh, wait_until
-from weft.testing.models.tiny_embedders import make_classifier, make_embedder, make_judge
+from weft.testing.models.tiny_embedders import make_classifier, make_embedder, make_judge, make_m3
 from weft.testing.models.tiny_models import make_tiny
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -59,11 +59,12 @@ class ManyTasks(LocalMesh):
         self.judge = make_judge("qwen3", folder / "judge", seed, labels=LABELS, **shape)
         chat = make_tiny("llama", folder / "chat", seed, tokenizer=True, **shape)
         tokenizer = (chat / "tokenizer.json").read_bytes()
-        for path in (self.ranker, self.judge):
+        self.m3 = make_m3(folder / "m3", seed)
+        for path in (self.ranker, self.judge, self.m3):
             (path / "tokenizer.json").write_bytes(tokenizer)
         self.tokenizer = Tokenizer.from_file(str(chat / "tokenizer.json"))
         flags = ["--dtype", "float32", "--kv-memory-bytes", str(16 << 20), "--prefill", "0"]
-        for path in (self.embedder, self.ranker, self.judge, chat):
+        for path in (self.embedder, self.ranker, self.judge, self.m3, chat):
             flags += ["--model", list_text([str(path)]), "--model-name", path.name]
         super().__init__(folder, *flags)
 
@@ -153,6 +154,30 @@ def test_prompts_base64_and_raw_vectors(mesh: ManyTasks) -> None:
     assert abs(np.linalg.norm(bare) - 1) > 0.01
 
 
+@torch.no_grad()
+def test_lexical_weights_and_vectors_of_tokens(mesh: ManyTasks) -> None:
+    """The arithmetic of FlagEmbedding's BGEM3FlagModel, written anew."""
+    linears = {name: torch.load(mesh.m3 / f"{name}_linear.pt") for name in ("sparse", "colbert")}
+    linear = torch.nn.functional.linear
+    sparse = mesh.json("/v1/embeddings", model="m3", input=TEXTS, output_type="sparse")["data"]
+    many = mesh.json("/pooling", model="m3", input=TEXTS, task="multi_vector")["data"]
+    for text, weights, vectors in zip(TEXTS, sparse, many, strict=True):
+        ids = mesh.ids(text)
+        states = loaded(AutoModel, mesh.m3)(torch.tensor([ids])).last_hidden_state[0]
+        wanted: dict[int, float] = {}
+        for id_, weight in zip(ids, linear(states, **linears["sparse"]).relu()[:, 0], strict=True):
+            if weight > 0 and id_ != 2:  # The tokenizer's end of text.
+                wanted[id_] = max(float(weight), wanted.get(id_, 0.0))
+        found = weights["embedding"]
+        assert found["indices"] == sorted(wanted)
+        assert np.allclose(found["values"], [wanted[id_] for id_ in sorted(wanted)], atol=1e-5)
+        each = torch.nn.functional.normalize(linear(states, **linears["colbert"])[1:], dim=-1)
+        assert vectors["shape"] == list(each.shape)
+        assert np.allclose(vectors["data"], each, atol=1e-5)
+    again = mesh.json("/pooling", model="m3", input=TEXTS, task="sparse")["data"]
+    assert [one["data"] for one in again] == [one["embedding"] for one in sparse]
+
+
 def test_long_inputs_are_refused_or_cut_as_asked(mesh: ManyTasks) -> None:
     long = "y" * (CONTEXT + 44)
     refused = mesh.post("/v1/embeddings", model="embedder", input=["short", long])
@@ -222,6 +247,7 @@ def test_ranks_scores_and_classes_are_those_of_transformers(mesh: ManyTasks) -> 
         ("/v1/embeddings", {"model": "embedder", "input": "x", "dimensions": 73}, "dimensions"),
         ("/v1/embeddings", {"model": "embedder", "input": "x", "prompt_name": "z"}, "prompt_name"),
         ("/v1/embeddings", {"model": "embedder", "input": [[VOCAB]]}, "input"),
+        ("/v1/embeddings", {"model": "embedder", "input": "x", "output_type": "sparse"}, "model"),
         (
             "/v1/embeddings",
             {"model": "embedder", "input": "x", "late_chunking": True},
@@ -244,7 +270,8 @@ def test_models_show_what_they_serve(mesh: ManyTasks) -> None:
     listed = httpx.get(f"{mesh.url}/v1/models", trust_env=False).json()["data"]
     tasks = {one["id"]: one["task"] for one in listed}
     assert tasks == {
-        "embedder": "embed", "ranker": "classify", "judge": "score", "chat": "generate"
+        "embedder": "embed", "ranker": "classify", "judge": "score", "m3": "embed",
+        "chat": "generate",
     }  # fmt: skip
 
 

@@ -116,8 +116,10 @@ def test_what_matters_most_in_the_table() -> None:
         assert CALLERS[f"/weft.v1.PrefillService/{method}"] == {"decode"}
     for method in ("Lookup", "Fill", "FillStatus", "Put", "PutData", "ReportCorrupt"):
         assert CALLERS[f"/weft.v1.KvStoreService/{method}"] == {"decode", "prefill"}
-    for method in ("Drain", "ReportExit"):
-        assert CALLERS[f"/weft.v1.WorkerService/{method}"] == {"cli"}
+    assert CALLERS["/weft.v1.WorkerService/ReportExit"] == {"cli"}
+    for method in ("Drain", "Undrain"):
+        assert CALLERS[f"/weft.v1.WorkerService/{method}"] == {"cli", "gateway"}
+        assert CALLERS[f"/weft.v1.GatewayService/{method}Worker"] == {"cli"}
     for method, callers in CALLERS.items():
         if "AdminService" in method:
             assert callers == {"cli"}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,8 +20,11 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.telemetry.spans import Tracer, new_trace, parse_traceparent
+from weft.common.worker.fill_trace import FillTrace
 from weft.decode.spans import RequestSpans
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.protocol.fills import FillStart
+from weft.engine.protocol.handle import FillEvent, FillTimings
 from weft.engine.protocol.submits import Failed, Failure, Finished, GatewayBatch, Submit
 from weft.engine.protocol.timeline import FillRecord, Timeline
 from weft.testing.models.tiny_tokenizers import write_model_dir
@@ -264,6 +270,68 @@ def test_stages_of_a_request_lie_where_the_engine_says() -> None:
         span.parent_id == request.context.span_id for span in found.values() if span is not request
     )
     assert spans.num_open == 0
+
+
+def test_the_phases_of_a_shipped_prompt_follow_one_another() -> None:
+    tracer = Tracer("both")
+    spans = RequestSpans(tracer)
+    order = submit(CLIENT.traceparent)
+    spans.on_submit(order)
+    handle = SimpleNamespace(owner_id="decode-0")
+    start = FillStart(stream=1, handle=handle, request_id="r", traceparent=order.traceparent)  # type: ignore[arg-type]
+    filler = FillTrace(tracer, start)
+    moments = sorted(random.uniform(0.001, 1.0) for _ in range(13))
+    timings = FillTimings(
+        accepted_at=time.monotonic(),
+        queued_s=moments[0],
+        planned_s=moments[1],
+        last_chunk_computed_s=moments[2],
+        last_digest_s=moments[4] - moments[3],
+        last_digested_s=moments[4],
+        last_write_posted_s=moments[5],
+        last_write_complete_s=moments[6],
+        reported_s=moments[7],
+        computed_tokens=32,
+        bytes=4096,
+    )
+    filler.on_event(FillEvent(kind="done", timings=timings))
+    filler.end()
+    fill = FillRecord(
+        source="prefill",
+        worker_id="prefill-0",
+        transport="nixl",
+        start_token=0,
+        end_token=32,
+        start_s=0.0,
+        announced_s=moments[7],
+        arrived_s=moments[8],
+        checked_s=moments[9],
+        end_s=moments[10],
+        accepted_tokens=32,
+    )
+    times = timeline(
+        admitted_s=0.0,
+        fills=[fill],
+        local_prefill_tokens=1,
+        local_prefill_began_s=moments[11],
+        first_token_s=moments[12],
+        finish_s=2.0,
+    )
+    spans.on_batch(finished(0, times))
+
+    def phases(names: list[str], zero_s: float) -> list[float]:
+        """Begins of these phases; each ends where the next one begins, as far as both are known."""
+        found = {span.name: span for span in tracer.find("r", 40)}
+        for one, after in itertools.pairwise(names):
+            assert found[one].end_s == pytest.approx(found[after].start_s), (one, after)
+        parts = [found[name] for name in names]
+        return [part.start_s - zero_s for part in parts] + [parts[-1].end_s - zero_s]
+
+    of_filler = ["plan", "compute", "gather", "digest", "post", "write", "report"]
+    assert phases(of_filler, timings.accepted_at) == pytest.approx(moments[:8])
+    of_owner = ["arrival", "check", "publish"]
+    assert phases(of_owner, times.submitted_at) == pytest.approx(moments[7:11])
+    assert phases(["tail", "decode"], times.submitted_at) == pytest.approx([*moments[11:], 2.0])
 
 
 def test_samples_share_one_request() -> None:

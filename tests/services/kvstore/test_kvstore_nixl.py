@@ -177,6 +177,7 @@ async def test_over_tcp_pages_are_taken_as_data_and_filled_all_the_same(
             await caller.settled()
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("ending", [signal.SIGCONT, signal.SIGKILL])
 async def test_a_source_that_stands_still_costs_its_put_and_nothing_else(
     tmp_path: Path, start: Start, ending: signal.Signals

@@ -68,6 +68,7 @@ async def ask(edge: Edge) -> str | int | None:
     return answer.choices[0].message.content
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(
     "mode", [Mode.CUT, Mode.BLACK_HOLE, Mode.MUTE_SERVER], ids=lambda mode: mode.value
 )

@@ -15,6 +15,7 @@ from weft.testing.services.processes import ServiceProcess
 LOADED = "the engine is loaded"
 
 
+@pytest.mark.full_after(2)
 @pytest.mark.parametrize(
     ("level", "fmt"), [("info", "text"), ("info", "json"), ("warning", "json")]
 )

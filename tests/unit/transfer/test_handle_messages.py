@@ -29,6 +29,7 @@ HANDLE = KvHandle(
         base_address=2**40,
         page_bytes=1024,
         num_pages=50,
+        max_notified_digests=9,
     ),
     priority=-12,
     tenant="acme",

@@ -295,5 +295,11 @@ class _Listener:
     def restarting(self, name: str, delay_s: float) -> None:
         """See `Reporter`."""
 
+    def failed(self, name: str, how: str) -> None:
+        """See `Reporter`."""
+
+    def stopping(self, grace_s: float) -> None:
+        """See `Reporter`."""
+
     def killed(self, name: str) -> None:
         """See `Reporter`."""

@@ -27,6 +27,7 @@ from weft.cli.up.process import ExitedEarly
 from weft.cli.up.readiness import wait_for_mesh
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder, locked_state_folder
+from weft.cli.up.summary import keep_summary
 from weft.common.admin import read_token
 from weft.common.settings import load_settings
 from weft.engine.base.errors import ConfigError, WeftError
@@ -53,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
-    reporter = ConsoleReporter(console)
+    reporter = ConsoleReporter(console, is_plain=settings.plain)
     rest_binary = _rest_binary(settings, reporter)
     plan = plan_mesh(settings, state, _models(settings, console), rest_binary)
     try:
-        with reporter.coming_up():
+        with reporter.live():
             asyncio.run(_serve(settings, state, plan, reporter))
     except ExitedEarly as error:
         _show_failure(console, error, state.logs / f"{error.name}.log")
@@ -91,18 +92,35 @@ async def _serve(
             )
             await load_adapters(settings, operators, reporter.notice)
 
-    await run_mesh(
-        plan.services,
-        reporter,
-        tell_workers,
-        wait_ready,
-        lambda: reporter.banner(plan, state.logs),
-        settings.drain_grace_s,
-        is_alive=health_checker(identity),
-        stall_timeout_s=settings.stall_timeout_s,
-        max_restart_delay_s=settings.max_restart_delay_s,
-        ready_timeout_s=settings.ready_timeout_s,
-    )
+    is_up = asyncio.Event()
+
+    def on_ready() -> None:
+        reporter.banner(plan, state.logs)
+        is_up.set()
+
+    async def summarise() -> None:
+        await is_up.wait()
+        if reporter.is_live:
+            first = next(iter(plan.gateways))
+            await keep_summary(state, first, identity, reporter.summarise)
+
+    summary = asyncio.create_task(summarise())
+    try:
+        await run_mesh(
+            plan.services,
+            reporter,
+            tell_workers,
+            wait_ready,
+            on_ready,
+            settings.drain_grace_s,
+            is_alive=health_checker(identity),
+            stall_timeout_s=settings.stall_timeout_s,
+            max_restart_delay_s=settings.max_restart_delay_s,
+            ready_timeout_s=settings.ready_timeout_s,
+        )
+    finally:
+        summary.cancel()
+        await asyncio.gather(summary, return_exceptions=True)
 
 
 def _check_platform() -> None:

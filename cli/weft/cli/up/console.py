@@ -10,70 +10,98 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.text import Text
+from weft.cli.up.board import Board
 from weft.cli.up.plan import BACK, MeshPlan
 from weft.engine.base.tasks import Task
 
+_REFRESHES_PER_S = 8
+
 
 class ConsoleReporter:
-    """Shows services coming up, on a terminal as a live list, and later events as lines."""
+    """Shows services coming up, on a terminal as a live list, and later events as lines.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: Where to.
+        is_plain: Whether events are lines on a terminal too.
+    """
+
+    def __init__(self, console: Console, *, is_plain: bool = False) -> None:
         self._console = console
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._is_plain = is_plain or not console.is_terminal or console.is_dumb_terminal
+        self._board = Board()
+        self._live: Live | None = None
         self._begin_s = time.monotonic()
+        self._is_up = False
 
     @contextlib.contextmanager
-    def coming_up(self) -> Iterator[None]:
-        """Live until the mesh is ready or failed; the banner ends it early."""
-        if self._console.is_terminal:
-            self._progress = Progress(
-                SpinnerColumn(finished_text="[green]✓"),
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[state]}"),
-                TimeElapsedColumn(),
-                console=self._console,
-            )
-            self._progress.start()
+    def live(self) -> Iterator[None]:
+        """Live until the mesh begins to end or has failed to start."""
+        self._begin()
         try:
             yield
         finally:
             self._finish()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the state of the mesh can be shown live."""
+        return self._live is not None
+
+    def summarise(self, summary: Text) -> None:
+        """Shows the state of the whole mesh until the next summary."""
+        self._board.summary = summary
+
+    def _begin(self, *, is_transient: bool = False) -> None:
+        if not self._is_plain:
+            self._live = Live(
+                self._board,
+                console=self._console,
+                refresh_per_second=_REFRESHES_PER_S,
+                transient=is_transient,
+                # What other threads write goes to the logs.
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+
     def _finish(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def starting(self, name: str) -> None:
         """See `Reporter`."""
-        if self._progress is not None and name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=None, state="starting")
+        self._board.starting(name)
 
     def loading(self, name: str, done: int, total: int, what: str) -> None:
         """See `Reporter`."""
-        if self._progress is not None:
-            self._progress.update(self._tasks[name], completed=done, total=total, state=what)
+        self._board.loading(name, done, total, what)
 
     def ready(self, name: str, seconds: float) -> None:
         """See `Reporter`."""
-        if self._progress is not None:
-            self._progress.update(self._tasks[name], completed=1, total=1, state="[green]ready")
-        else:
+        self._board.ready(name)
+        if self._is_plain or self._is_up:
+            self._board.forget(name)
             self._line(f"{name} is ready after {seconds:.1f} s")
+
+    def failed(self, name: str, how: str) -> None:
+        """See `Reporter`; `weft up` ends with the service's last words."""
+        self._board.failed(name, how)
+
+    def stopping(self, grace_s: float) -> None:
+        """See `Reporter`."""
+        if self._live is not None:
+            self._finish()
+            self._line(
+                f"stopping: running requests have {grace_s:g} s; another Ctrl-C ends them at once"
+            )
 
     def died(self, name: str, how: str) -> None:
         """See `Reporter`."""
+        self._board.forget(name)
         self._line(f"[red]{name} {escape(how)}")
 
     def stalled(self, name: str, seconds: float) -> None:
@@ -118,6 +146,9 @@ class ConsoleReporter:
         self._plain("\nTry it:\n")
         self._plain(first_request(plan) + "\n")
         self._plain("Ctrl-C ends it.")
+        self._board.forget_ended()
+        self._is_up = True
+        self._begin(is_transient=True)
 
     def _plain(self, text: str) -> None:
         # Lines are not wrapped, since users copy them.

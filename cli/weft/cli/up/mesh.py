@@ -79,6 +79,8 @@ async def run_mesh(
             if await _until(stop, supervisor.start()):
                 await _until(stop, serve())
         finally:
+            if stop.is_set():
+                reporter.stopping(drain_grace_s)
             await supervisor.stop(drain_grace_s, at_once)
 
 

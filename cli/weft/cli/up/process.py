@@ -143,7 +143,8 @@ class ServiceProcess:
         """Waits for the ready file and returns its content.
 
         Args:
-            on_progress: Called with (done, total, what) of what a worker loads.
+            on_progress: Called with (done, total, what) of the phase of a worker's start; total 0:
+                not known.
 
         Raises:
             ExitedEarly: The process ended first.

@@ -164,6 +164,10 @@ class UpSettings(Settings):
         False,
         description="let --host be reachable from other machines without TLS or without API keys",
     )
+    plain: bool = Field(
+        False,
+        description="write events as lines, as without a terminal, and show nothing live",
+    )
     log_level: LogLevel = Field(
         "info",
         description="lowest level that services log",

@@ -31,7 +31,9 @@ class Reporter(Protocol):
         """Called when a process was started."""
 
     def loading(self, name: str, done: int, total: int, what: str) -> None:
-        """Called with the progress of work that precedes serving, such as loading the model."""
+        """Called with the progress of a phase of the start, such as loading the model; total 0: not
+        known.
+        """
 
     def ready(self, name: str, seconds: float) -> None:
         """Called when a service serves, this long after its start."""
@@ -44,6 +46,12 @@ class Reporter(Protocol):
 
     def restarting(self, name: str, delay_s: float) -> None:
         """Called when a service will be restarted after a delay."""
+
+    def failed(self, name: str, how: str) -> None:
+        """Called when a service ended before it was ready for the first time."""
+
+    def stopping(self, grace_s: float) -> None:
+        """Called when a signal ends the mesh; running requests have so long."""
 
     def killed(self, name: str) -> None:
         """Called when a process did not stop in time and was killed."""
@@ -114,6 +122,9 @@ class Supervisor:
         ready = [asyncio.create_task(self._start(spec)) for spec in self._specs]
         try:
             await asyncio.gather(*ready)
+        except ExitedEarly as error:
+            self._reporter.failed(error.name, error.how)
+            raise
         finally:
             await _cancel(ready)
 

@@ -60,6 +60,7 @@ BOUNDS: Mapping[str, Bound] = {
     "kv_memory_bytes": Bound(ge=1 << 16),
     "device_memory_share": Bound(gt=0, le=1),
     "num_pages": Bound(ge=4),
+    "checkpoint_tokens": Bound(ge=1),
     "max_context_tokens": Bound(ge=2),
     "max_running_requests": Bound(ge=1, le=4096),
     "max_waiting_requests": Bound(ge=1),
@@ -145,6 +146,9 @@ class EngineConfig:
     engine frees pages behind the window unless a feature needs all of them (`keeps_windows`).
     keep: the engine keeps all of them.
     """
+    checkpoint_tokens: int = 1024
+    """Models with recurrent layers: tokens from one state that the prefix cache keeps of a prompt
+    to the next, rounded down to whole pages."""
     max_context_tokens: int | None = None
     """Most tokens of a prompt and its output together; None: the model's limit."""
     max_running_requests: int = 64
@@ -463,7 +467,7 @@ class EngineConfig:
             (self.window_pages == "keep", "window_pages is keep"),
             (self.tp > 1, "ranks divide one page group"),
             (
-                self.role == "prefill" or self.has_store or not self._never_fills,
+                self.role == "prefill" or self.has_store or not self.never_fills,
                 "this worker may exchange pages with others",
             ),
             (self.host_cache_bytes > 0 or self.disk_cache_dir is not None, "there are tiers"),
@@ -472,7 +476,7 @@ class EngineConfig:
         return next((text for is_so, text in reasons if is_so), "")
 
     @property
-    def _never_fills(self) -> bool:
+    def never_fills(self) -> bool:
         """Whether this engine never asks other workers for pages."""
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
 
@@ -480,4 +484,4 @@ class EngineConfig:
     def ships_pages(self) -> bool:
         """Whether this engine may exchange pages with other workers."""
         is_alone = self.role == "decode" and self.transport == "data" and not self.has_store
-        return not (is_alone and self._never_fills)
+        return not (is_alone and self.never_fills)

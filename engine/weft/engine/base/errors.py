@@ -95,6 +95,14 @@ class RequestNotFound(WeftError):
     http_status = 404
 
 
+class WorkerNotFound(WeftError):
+    """The mesh has no worker of this id."""
+
+    reason = "WORKER_NOT_FOUND"
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+
 class AdapterNotFound(ModelNotFound):
     """The worker was not told to load this adapter, or was told to unload it."""
 
@@ -151,7 +159,7 @@ class PeerUnavailable(WeftError):
 
 
 class Draining(PeerUnavailable):
-    """The worker is shutting down and takes no new work."""
+    """The worker takes no new work: it is shutting down, or an operator drains it."""
 
     reason = "DRAINING"
 
@@ -213,6 +221,7 @@ _BY_REASON: dict[str, type[WeftError]] = {
         PermissionDenied,
         ModelNotFound,
         RequestNotFound,
+        WorkerNotFound,
         AdapterNotFound,
         AdapterError,
         Overloaded,

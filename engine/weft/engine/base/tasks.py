@@ -10,10 +10,18 @@ Task = Literal["generate", "embed", "classify", "score"]
 logits of named tokens after a prompt.
 """
 TASKS: tuple[Task, ...] = ("generate", "embed", "classify", "score")
-Output = Literal["embedding", "token_embeddings", "classes", "label_logits"]
-"""embedding: one vector per prompt; token_embeddings: one vector per token; classes: values of the
-classification head; label_logits: logits of `Pool.label_ids` for the token after the prompt.
+Output = Literal[
+    "embedding", "token_embeddings", "sparse", "multi_vector", "classes", "label_logits"
+]
+"""embedding: one vector per prompt; token_embeddings: one vector per token; sparse: the lexical
+weight of each token, one number; multi_vector: one vector per token from a head of its own, for
+late interaction; classes: values of the classification head; label_logits: logits of
+`Pool.label_ids` for the token after the prompt.
 """
+HEADED_OUTPUTS: frozenset[Output] = frozenset({"sparse", "multi_vector"})
+"""Outputs for which a model needs a head of its own."""
+TOKEN_OUTPUTS: frozenset[Output] = HEADED_OUTPUTS | {"token_embeddings"}
+"""Outputs with one vector for each token of a prompt."""
 Pooling = Literal["last", "mean", "first"]
 """The hidden states that become a prompt's vector: the last token's, the mean of all tokens', or
 the first token's.
@@ -24,6 +32,8 @@ MAX_LABELS = 64
 _TASK_OF: dict[Output, Task] = {
     "embedding": "embed",
     "token_embeddings": "embed",
+    "sparse": "embed",
+    "multi_vector": "embed",
     "classes": "classify",
     "label_logits": "score",
 }
@@ -58,7 +68,7 @@ class Pool:
     @property
     def wants_all_rows(self) -> bool:
         """Whether hidden states of tokens before the last one are needed too."""
-        return self.pooling != "last" or self.output == "token_embeddings"
+        return self.pooling != "last" or self.output in TOKEN_OUTPUTS
 
 
 class PooledVectors(NamedTuple):

@@ -5,7 +5,7 @@ Nothing here imports torch before a class is asked for: services read configurat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -26,6 +26,7 @@ _BUILT_IN = {
 }
 _FAMILIES = {
     "ArceeForCausalLM": ("llamas", "read_arcee"),
+    "BambaForCausalLM": ("mamba", "read_bamba"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
     "CohereForCausalLM": ("cohere", "read_cohere"),
     "DeepseekV2ForCausalLM": ("deepseek", "read_deepseek_v2"),
@@ -34,6 +35,7 @@ _FAMILIES = {
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "read_ernie_moe"),
     "Ernie4_5ForCausalLM": ("llamas", "read_ernie"),
     "Exaone4ForCausalLM": ("exaone4", "read_exaone4"),
+    "FalconH1ForCausalLM": ("mamba", "read_falcon_h1"),
     "Gemma2ForCausalLM": ("gemma", "read_gemma2"),
     "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
@@ -45,15 +47,20 @@ _FAMILIES = {
     "GptOssForCausalLM": ("gpt_oss", "read_gpt_oss"),
     "GraniteForCausalLM": ("granite", "read_granite"),
     "GraniteMoeForCausalLM": ("granite", "read_granite_moe"),
+    "GraniteMoeHybridForCausalLM": ("mamba", "read_granite_hybrid"),
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
+    "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
+    "Lfm2MoeForCausalLM": ("lfm2", "read_lfm2_moe"),
     "MiMoForCausalLM": ("llamas", "read_mimo"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),
     "Mistral3ForConditionalGeneration": ("llamas", "read_mistral3"),
     "MixtralForCausalLM": ("mixtral", "read_mixtral"),
+    "NemotronHForCausalLM": ("mamba", "read_nemotron_h"),
     "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
     "Olmo2ForCausalLM": ("olmo", "read_olmo2"),
     "Olmo3ForCausalLM": ("olmo", "read_olmo3"),
@@ -62,7 +69,12 @@ _FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
     "Qwen2MoeForCausalLM": ("qwen2_moe", "read_qwen2_moe"),
     "Qwen2VLForConditionalGeneration": ("qwen_vl", "read_qwen2_vl"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "read_qwen3_next"),
     "Qwen3VLForConditionalGeneration": ("qwen_vl", "read_qwen3_vl"),
+    "Qwen3_5ForCausalLM": ("qwen3_next", "read_qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_next", "read_qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_next", "read_qwen3_5_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_next", "read_qwen3_5_moe"),
     "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
     "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
     "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
@@ -77,21 +89,64 @@ _OF_PARTS = ("weft.engine.model.archs.decoder", "Decoder")
 HEADLESS, CLASSIFIER, LANGUAGE_MODEL = "Model", "ForSequenceClassification", "ForCausalLM"
 """Ends of the names of a decoder's architectures: without a head, with one that gives classes, and
 with an LM head."""
-_ENCODERS = {
-    f"{stem}{end}": location
-    for stem, location in {
-        "Bert": ("weft.engine.model.archs.bert", "BertModel"),
-        "Roberta": ("weft.engine.model.archs.bert", "BertModel"),
-        "XLMRoberta": ("weft.engine.model.archs.bert", "BertModel"),
-        "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
-    }.items()
-    for end in (HEADLESS, CLASSIFIER, "ForMaskedLM")
+_BERT = ("weft.engine.model.archs.bert", "BertModel")
+_STEMS = {
+    **dict.fromkeys(
+        (
+            "Bert",
+            "Gte",
+            "JinaBert",
+            "JinaEmbeddingsV3",
+            "New",
+            "NomicBert",
+            "Roberta",
+            "XLMRoberta",
+        ),
+        _BERT,
+    ),
+    "ModernBert": ("weft.engine.model.archs.modern_bert", "ModernBertModel"),
 }
+"""Classes of encoders, by the first part of their architectures' names."""
+_ENCODER_ENDS = (HEADLESS, CLASSIFIER, "ForMaskedLM")
+_ENCODERS = {f"{stem}{end}": location for stem, location in _STEMS.items() for end in _ENCODER_ENDS}
 _LOCATIONS = {**_BUILT_IN, **_ENCODERS}
+
+
+_BIDIRECTIONAL = {
+    "EuroBertForMaskedLM": "LlamaForCausalLM",
+    "EuroBertModel": "LlamaForCausalLM",
+    "LlamaBidirectionalForSequenceClassification": "LlamaForCausalLM",
+    "LlamaBidirectionalModel": "LlamaForCausalLM",
+}
+"""Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
+_TEXT_MODELS = {"Gemma3TextModel": "Gemma3ForCausalLM"}
+"""Decoders without a head whose names tell so in another way."""
+
+
+def is_bidirectional(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model whose tokens see those behind them too: an encoder, or a
+    decoder that was trained so.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    is_named = bool(encoder_stem(name)) or name in _BIDIRECTIONAL
+    is_told = raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True
+    return is_named or is_told
+
+
+def encoder_stem(architecture: str) -> str:
+    """The first part of an encoder's name, which tells its kind; empty: it is no encoder, whose
+    tokens see those behind them too.
+    """
+    ends = (end for end in _ENCODER_ENDS if architecture.endswith(end))
+    stems = (architecture.removesuffix(end) for end in ends)
+    return next((stem for stem in stems if stem in _STEMS), "")
 
 
 def language_model_name(architecture: str) -> str:
     """The name of the same decoder with an LM head; one class implements them all."""
+    if architecture in _BIDIRECTIONAL or architecture in _TEXT_MODELS:
+        return {**_BIDIRECTIONAL, **_TEXT_MODELS}[architecture]
     for end in (HEADLESS, CLASSIFIER):
         if architecture.endswith(end):
             name = architecture.removesuffix(end) + LANGUAGE_MODEL
@@ -137,8 +192,9 @@ def configuration_reader(architecture: str) -> Callable[..., Any] | None:
     """
     if language_model_name(architecture) in _BUILT_IN:
         return None
-    if architecture in _FAMILIES:
-        module, name = _FAMILIES[architecture]
+    family = _FAMILIES.get(language_model_name(architecture))
+    if family is not None:
+        module, name = family
         found: Callable[..., Any] = getattr(
             import_module(f"weft.engine.checkpoint.families.{module}"), name
         )

@@ -18,6 +18,7 @@ from weft.engine.checkpoint.architectures import (
     HEADLESS,
     check_architecture,
     configuration_reader,
+    is_bidirectional,
     language_model_name,
 )
 from weft.engine.checkpoint.fields import Fields
@@ -226,8 +227,11 @@ class ModelConfig:
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
             head="classes" if is_classifier else _head_of(architecture),
+            is_encoder=is_bidirectional(raw),
             num_labels=num_labels(fields) if is_classifier else 0,
         )
+        if config.is_encoder and config.sliding_window is not None:
+            raise fields.error("sliding_window", "not supported with attention in both directions")
         check_shape(config, fields)
         return config
 
@@ -237,9 +241,16 @@ class ModelConfig:
         return window.length if window is not None and layer in window.layers else None
 
     @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers that have K and V."""
+        if self.decoder is None:
+            return list(range(self.num_layers))
+        return list(self.decoder.attention_layers)
+
+    @property
     def has_mixed_windows(self) -> bool:
         """Whether some layers have a sliding window, and some attend to the whole context."""
-        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        windows = [self.window_of(layer) for layer in self.attention_layers]
         return None in windows and any(windows)
 
     @property
@@ -247,8 +258,8 @@ class ModelConfig:
         """For each page group its window and the numbers of its layers. None as window: the group
         keeps all positions, as the first group always does.
         """
-        numbers = list(range(self.num_layers))
-        if not (self.frees_windows and self.has_mixed_windows):
+        numbers = self.attention_layers
+        if self.is_encoder or not (self.frees_windows and self.has_mixed_windows):
             return [(None, numbers)]
         kept = [layer for layer in numbers if self.window_of(layer) is None]
         windowed = [layer for layer in numbers if layer not in kept]
@@ -334,11 +345,11 @@ def _default_head_dim(fields: Fields, family: _Family) -> int | None:
     return hidden_size // num_heads if hidden_size % num_heads == 0 else None
 
 
-def max_positions(fields: Fields) -> int:
-    """The longest context of a model."""
-    count = fields.positive("max_position_embeddings")
+def max_positions(fields: Fields, name: str = "max_position_embeddings") -> int:
+    """The longest context of a model; `name`: the field that says it."""
+    count = fields.positive(name)
     if count > MAX_POSITIONS:
-        raise fields.error("max_position_embeddings", f"at most {MAX_POSITIONS:,} are supported")
+        raise fields.error(name, f"at most {MAX_POSITIONS:,} are supported")
     return count
 
 
@@ -346,8 +357,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error("hidden_act", f"only silu is supported, not {activation!r}")
-    if not fields.flag("is_causal", True):
-        raise fields.error("is_causal", "only causal attention is supported")
     chunks = fields.section("dual_chunk_attention_config")
     original = chunks.positive("original_max_position_embeddings", MAX_POSITIONS)
     if list(chunks) and fields.positive("max_position_embeddings") > original:

@@ -1,23 +1,27 @@
-"""The configuration of bidirectional encoders: BERT, RoBERTa, XLM-R and ModernBERT. Pure Python."""
+"""The configuration of bidirectional encoders: BERT and its kin, and ModernBERT. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.engine.checkpoint.architectures import encoder_stem
 from weft.engine.checkpoint.config import ModelConfig, num_labels
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.pooling import ActivationName
 from weft.engine.checkpoint.rope import RopeConfig
+from weft.engine.checkpoint.rotary_encoders import (
+    activation,
+    read_gte,
+    read_jina2,
+    read_jina3,
+    read_nomic,
+    with_usual_names,
+)
 
-_ACTIVATIONS: Mapping[str, ActivationName] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
+BODIES = ("bert", "roberta", "new", "gte", "nomic_bert")
+"""Prefixes of the names of an encoder's tensors, in files that also have a head."""
 _GLOBAL_THETA, _LOCAL_THETA = 160_000.0, 10_000.0
 
 
@@ -33,6 +37,14 @@ class EncoderConfig(ModelConfig):
     """Kinds of texts in a pair that have an embedding; 0: none."""
     position_offset: int = 0
     """Number of the first position in the table of positions."""
+    positions: Literal["table", "rotary", "alibi"] = "table"
+    """How tokens know their places: rows that are added to embeddings, rotated heads, or scores
+    that fall with the distance (ALiBi).
+    """
+    is_gated: bool = False
+    """Whether the feed-forward block multiplies an activated product by another one."""
+    down_bias: bool = True
+    """Of the last product of the feed-forward block; `mlp_bias` is of the ones before."""
     reach: int | None = None
     """Tokens to each side that local layers see; None: there are no local layers."""
     global_layers: tuple[int, ...] = ()
@@ -56,12 +68,9 @@ def read_encoder_config(
     Raises:
         ModelError: A value is missing, malformed or not supported.
     """
-    fields = Fields(raw, where)
+    fields = Fields(with_usual_names(raw), where)
     architecture = str(raw["architectures"][0])
-    if architecture.startswith("ModernBert"):
-        own = _modern(fields)
-    else:
-        own = _classic(fields, is_roberta=not architecture.startswith("Bert"))
+    own = _READERS[encoder_stem(architecture)](fields)
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     if hidden % heads:
         raise fields.error("num_attention_heads", f"{heads} does not divide {hidden}")
@@ -90,6 +99,14 @@ def read_encoder_config(
     )
 
 
+def _bert(fields: Fields) -> dict[str, Any]:
+    return _classic(fields, is_roberta=False)
+
+
+def _roberta(fields: Fields) -> dict[str, Any]:
+    return _classic(fields, is_roberta=True)
+
+
 def _classic(fields: Fields, *, is_roberta: bool) -> dict[str, Any]:
     kind = fields.text("position_embedding_type", "absolute")
     if kind != "absolute":
@@ -100,7 +117,7 @@ def _classic(fields: Fields, *, is_roberta: bool) -> dict[str, Any]:
     return {
         "max_position_embeddings": rows - offset,
         "rope": RopeConfig(theta=1.0),
-        "activation": _activation(fields, "hidden_act"),
+        "activation": activation(fields, "hidden_act"),
         "norm_eps": fields.number("layer_norm_eps", 1e-12),
         "num_token_types": fields.positive("type_vocab_size", 2),
         "position_offset": offset,
@@ -123,16 +140,18 @@ def _modern(fields: Fields) -> dict[str, Any]:
         "max_position_embeddings": fields.positive("max_position_embeddings", 8192),
         "rope": RopeConfig(theta=_theta(fields, "full_attention", "global", _GLOBAL_THETA)),
         "local_theta": _theta(fields, "sliding_attention", "local", _LOCAL_THETA),
-        "activation": _activation(fields, "hidden_activation"),
+        "activation": activation(fields, "hidden_activation"),
+        "positions": "rotary",
+        "is_gated": True,
         "norm_eps": fields.number("norm_eps", 1e-5),
         "norm_bias": fields.flag("norm_bias", False),
         "reach": fields.positive("local_attention", 128) // 2,
         "global_layers": layers,
         "qkv_bias": bias,
         "o_bias": bias,
-        "mlp_bias": fields.flag("mlp_bias", False),
+        **dict.fromkeys(("mlp_bias", "down_bias"), fields.flag("mlp_bias", False)),
         "classifier_bias": fields.flag("classifier_bias", False),
-        "classifier_activation": _activation(fields, "classifier_activation"),
+        "classifier_activation": activation(fields, "classifier_activation"),
     }
 
 
@@ -144,19 +163,27 @@ def _theta(fields: Fields, kind: str, name: str, default: float) -> float:
     return rope.number("rope_theta", fields.number(f"{name}_rope_theta", default))
 
 
-def _activation(fields: Fields, name: str) -> ActivationName:
-    given = fields.text(name, "gelu")
-    found = _ACTIVATIONS.get(given)
-    if found is None:
-        raise fields.error(name, f"{given!r} is not supported")
-    return found
+_READERS: Mapping[str, Callable[[Fields], dict[str, Any]]] = {
+    "Bert": _bert,
+    "Gte": read_gte,
+    "JinaBert": read_jina2,
+    "JinaEmbeddingsV3": read_jina3,
+    "ModernBert": _modern,
+    "New": read_gte,
+    "NomicBert": read_nomic,
+    "Roberta": _roberta,
+    "XLMRoberta": _roberta,
+}
+"""Readers of what differs between encoders, by the first part of an architecture's name."""
 
 
 def is_unused_of_encoder(name: str, config: EncoderConfig) -> bool:
     """Whether an encoder's tensor has no part in vectors: heads of its training, and counters."""
-    if name.endswith("embeddings.position_ids"):
+    if name.endswith(("embeddings.position_ids", "rotary_emb.inv_freq")):
         return True
     if config.head == "classes":
         return False
     heads = ("cls.", "lm_head.", "head.", "decoder.", "pooler.", "classifier.")
-    return name.removeprefix("bert.").removeprefix("roberta.").startswith(heads)
+    prefix = next((one for one in BODIES if name.startswith(f"{one}.")), None)
+    own = name if prefix is None else name.removeprefix(f"{prefix}.")
+    return own.startswith(heads)

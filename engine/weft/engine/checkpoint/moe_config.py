@@ -58,6 +58,9 @@ class MoENamesConfig:
     """Module of the experts; empty: stacked tensors lie beside the router."""
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    shared_gate_up: str | None = None
+    """Module of all rows of the shared experts' gate and up."""
+    shared_down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,10 @@ class MoEConfig:
     gating: GatingConfig | None = None
     """Of each expert; None: silu(gate) * up."""
     has_expert_bias: bool = False
+    is_gated: bool = True
+    """Whether experts have a gate; else they are MLPs with squared ReLU."""
+    latent_size: int | None = None
+    """Width that the stream is projected to for the experts; None: it is not."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.engine.base.errors import ModelError
-from weft.engine.base.tasks import Pooling, Task
+from weft.engine.base.tasks import Output, Pooling, Task
+from weft.engine.checkpoint.architectures import encoder_stem, is_bidirectional
 from weft.engine.checkpoint.fields import Fields
 
 _MODES: Mapping[str, Pooling] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -32,6 +33,8 @@ _ACTIVATIONS: Mapping[str, ActivationName] = {
     "GELU": "gelu",
     "SiLU": "silu",
 }
+_TOKEN_HEADS: Mapping[Output, str] = {"sparse": "sparse_linear", "multi_vector": "colbert_linear"}
+"""Names of files with heads of tokens, as BGE-M3's authors keep them."""
 TASK_CHOICES = ("auto", "generate", "embed", "classify", "score")
 
 
@@ -55,6 +58,8 @@ class PoolingConfig:
     normalises: bool
     is_encoder: bool = False
     """Whether tokens see those behind them too, so that prompts are computed whole."""
+    token_heads: Mapping[Output, Path] = field(default_factory=dict)
+    """Files of the linear layers that make lexical weights and vectors of each token."""
     dense: tuple[DenseConfig, ...] = ()
     """Layers between pooling and normalisation, in order."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -76,11 +81,13 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
 
     Args:
         model_dir: The directory.
-        task: The task to serve; auto: what the files are for.
+        task: The task to serve; auto: what the files are for; generate: no file is read.
 
     Raises:
         ModelError: A file is malformed, or asks for what is not supported.
     """
+    if task == "generate":
+        return PoolingConfig(task="generate", pooling="last", normalises=False)
     raw = _read_object(model_dir / "config.json", {})
     names = raw.get("architectures") or [""]
     architecture = names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
@@ -97,11 +104,11 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
     limits = Fields(_read_object(model_dir / "sentence_bert_config.json", {}), str(model_dir))
     prompts, default = _prompts(settings, str(model_dir))
     most = limits.positive("max_seq_length") if "max_seq_length" in limits else None
-    is_encoder = is_encoder_architecture(architecture)
+    is_encoder = is_bidirectional(raw)
     pooling: Pooling = "mean" if is_encoder and found == "embed" else "last"
     if is_encoder and found == "classify":
-        pooling = "first"
-        if raw.get("classifier_pooling") == "mean":
+        pooling = "first" if encoder_stem(architecture) else "last"
+        if raw.get("classifier_pooling") == "mean" or raw.get("pooling") == "avg":
             pooling = "mean"
     config: dict[str, Any] = {}
     if found == "embed" and modules:
@@ -114,6 +121,7 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             "pooling": pooling,
             "normalises": not modules,
             "is_encoder": is_encoder,
+            "token_heads": _token_heads(model_dir) if found == "embed" else {},
             "prompts": prompts,
             "default_prompt": default,
             "max_tokens": most,
@@ -121,18 +129,6 @@ def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:
             **config,
         }
     )
-
-
-ENCODER_PREFIXES = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
-"""Beginnings of the names of architectures whose tokens see those behind them too."""
-
-
-def is_encoder_architecture(architecture: str) -> bool:
-    """Whether an architecture is a bidirectional encoder, which has no KV cache."""
-    stem = architecture
-    for end in ("ForSequenceClassification", "ForMaskedLM", "Model"):
-        stem = stem.removesuffix(end)
-    return stem in ENCODER_PREFIXES
 
 
 def _has_bare_scores(raw: Mapping[str, Any]) -> bool:
@@ -205,6 +201,16 @@ def _modules(model_dir: Path) -> list[tuple[str, Path]]:
             raise ModelError(f"{path}: {folder!r} leads out of the model's directory")
         found.append((kind, model_dir / folder))
     return found
+
+
+def _token_heads(model_dir: Path) -> dict[Output, Path]:
+    """The file of each head of tokens that a model has; safetensors go ahead of torch's format."""
+    files = {
+        output: [model_dir / f"{name}.{end}" for end in ("safetensors", "pt")]
+        for output, name in _TOKEN_HEADS.items()
+    }
+    found = {output: [path for path in paths if path.exists()] for output, paths in files.items()}
+    return {output: paths[0] for output, paths in found.items() if paths}
 
 
 def _pooling(fields: Fields) -> Pooling:

@@ -33,7 +33,7 @@ def step_input(plan: Plan, table: PageTable, page_size: int) -> StepInput:
     elif plan.verifies:
         *columns, tokens, words = _known_verifies(plan, table)
         verified = (*columns, NO_NUMBERS)
-    pieces = _pieces(plan.chunks, table, tokens)
+    pieces = _pieces(plan.chunks, table, page_size, tokens)
     groups = (
         (plan.slots, starts, plan.starts, ones),
         verified[:4],
@@ -159,14 +159,19 @@ def _known_verifies(
     return slots, starts, starts, counts, tokens, of_trees
 
 
-def _pieces(chunks: Sequence[PlanItem], table: PageTable, tokens: list[int]) -> Int64Array:
+def _pieces(
+    chunks: Sequence[PlanItem], table: PageTable, page_size: int, tokens: list[int]
+) -> Int64Array:
     """[5, C]: slot, first position, rows, drawing rows and leading rows of each chunk. Appends
     their tokens, and enters their pages into the table.
     """
     pieces = []
     for request, start, num_tokens, samples, has_lead in chunks:
         first, count = start - has_lead, num_tokens + has_lead
-        pieces.append((request.slot, first, count, int(samples), int(has_lead)))
+        # Published pages are others' too, and have the KV of their tokens.
+        num_known = min(count, request.num_published_pages * page_size - first)
+        leads = max(int(has_lead), num_known)
+        pieces.append((request.slot, first, count, int(samples), leads))
         tokens += request.tokens[first : start + num_tokens]
         table.extend(request.slot, request.pages)
     return np.array(pieces, np.int64).reshape(-1, 5).T

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.step_input import LATE, StepInput
 from weft.engine.memory.page_memory import NULL_PAGE
 from weft.engine.memory.page_table import PageTable
@@ -69,6 +70,8 @@ class StepArrays:
     """[T]: `GroupStep.ancestors`; None: there are no trees. If only the device knows the trees, it
     writes this column itself before the step runs.
     """
+    states: StateRows | None = None
+    """See `StepInput.states`."""
 
     @property
     def is_decode(self) -> bool:
@@ -147,6 +150,7 @@ class StepArrays:
             owners=owners,
             adapter_slots=step.row_adapters(),
             ancestors=ancestors,
+            states=step.states,
             max_q_len=int(q_lens.max()),
             max_kv_len=int(kv_lens.max()),
         )
@@ -171,6 +175,7 @@ class StepArrays:
             sources=step.slots,
             owners=np.full(num_rows, -1, np.int64),
             adapter_slots=step.adapters,
+            states=step.states,
         )
 
 

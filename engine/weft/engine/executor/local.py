@@ -24,8 +24,9 @@ from weft.engine.executor.keeping import KeptStates, TokenKeeper
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
+from weft.engine.executor.states import StateMemory
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.layout import CacheLayout
+from weft.engine.memory.layout import CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
@@ -68,6 +69,7 @@ class LocalExecutor:
         layout: shape of a page.
         num_pages: pages of the pool, the null page included.
         window_pages: the same of each further page group.
+        num_blocks: blocks of recurrent layers, if the layout has any, the null block included.
         max_requests: rows of the page table.
         max_context_tokens: longest request.
         device: device of the model.
@@ -100,6 +102,7 @@ class LocalExecutor:
         max_drafts: int = 0,
         tree_rows: Sequence[int] = (),
         window_pages: Sequence[int] = (),
+        num_blocks: int = 0,
         heads: PooledHeads | None = None,
         is_fixed: bool = False,
         on_capture: Progress = lambda done, total, what: None,
@@ -123,6 +126,12 @@ class LocalExecutor:
             _new_pool(layout, group, count, device) for group, count in enumerate(window_pages, 1)
         )
         self._pools = (self.pool, *further)
+        self.states: StateMemory | None = None
+        """Memory of recurrent layers; None: the model has none."""
+        if layout.states is not None:
+            ring_rows = num_ring_rows(layout.page_size, max_drafts)
+            sizes = max(1, num_blocks), max_requests, ring_rows
+            self.states = StateMemory(layout.states, *sizes, device)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
@@ -442,6 +451,11 @@ class LocalExecutor:
         if pages:
             self._pools[group].index_fill_(0, page_index(pages, self.device), float("nan"))
 
+    def poison_blocks(self, blocks: Sequence[int]) -> None:
+        """The same for blocks of recurrent layers."""
+        assert self.states is not None
+        self.states.poison(blocks)
+
     def zero(self, pages: Sequence[int], group: int = 0) -> None:
         """Zeroes pages of a group."""
         if pages:
@@ -487,10 +501,15 @@ class LocalExecutor:
         for host_table, pool in zip(self._window_tables, self._pools[1:], strict=True):
             table = torch.from_numpy(host_table.pages[arrays.slots, :num_columns])
             groups.append(group_step(group, table, pool, step.positions, self.page_size))
+        states = None
+        if self.states is not None:
+            starts, counts = arrays.positions[arrays.cu_q_lens[:-1]], np.diff(arrays.cu_q_lens)
+            states = self.states.step(arrays.slots, starts, counts, arrays.states)
         return Step(
             token_ids=step.token_ids,
             positions=step.positions,
             groups=tuple(groups),
+            states=states,
             logits_rows=torch.from_numpy(arrays.logits_rows),
             lora=self._lora_step(arrays),
             slots=torch.from_numpy(arrays.slots),

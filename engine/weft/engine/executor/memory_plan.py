@@ -14,8 +14,9 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.memory.layout import CacheLayout, PageGroup
+from weft.engine.memory.layout import CacheLayout, PageGroup, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
+from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.model.interface import Model
 
 MIN_PAGES = 4
@@ -28,6 +29,8 @@ _CONTEXT_BYTES = 768 << 20
 _PROBE_PAGES = 2
 CACHED_WINDOWS = 16
 """One page in so many of the first group has room for one that is cached behind a window."""
+TOKENS_OF_CACHED_BLOCK = 256
+"""Tokens of the KV pool for each block of recurrent layers that is kept for later requests."""
 TRIED_TOKENS = 32
 """Tokens of the small step that is timed at start."""
 
@@ -108,6 +111,51 @@ def divide_pages(
     )
     more = 0 if is_fixed else saved // first.page_bytes(size)
     return (num_pages + more, *counts)
+
+
+def divide_states(
+    layout: CacheLayout,
+    pool_bytes: int,
+    max_requests: int,
+    max_drafts: int,
+    *,
+    is_fixed: bool = False,
+) -> tuple[int, int]:
+    """Divides memory between pages and the blocks and rings of recurrent layers, which get what all
+    running requests need and blocks for the prefix cache, but at most half.
+
+    Args:
+        layout: Of pages and blocks.
+        pool_bytes: Bytes of both.
+        max_requests: Most running requests.
+        max_drafts: Most drafts of a request in a step.
+        is_fixed: Pages get all of `pool_bytes`, whatever blocks need.
+
+    Returns:
+        Number of blocks, the null block included, and the bytes that pages get.
+
+    Raises:
+        ConfigError: Half of the memory is too little for one request.
+    """
+    plane = layout.states
+    if plane is None:
+        return 0, pool_bytes
+    rings = (max_requests + 1) * num_ring_rows(layout.page_size, max_drafts) * plane.ring_row_bytes
+    num_tokens = pool_bytes // layout.page_bytes * layout.page_size
+    at_work = 1 + max_requests * BLOCKS_OF_REQUEST
+    if is_fixed:
+        return at_work + num_tokens // TOKENS_OF_CACHED_BLOCK, pool_bytes
+    num_blocks = at_work + num_tokens // 2 // TOKENS_OF_CACHED_BLOCK
+    num_blocks = min(num_blocks, (pool_bytes // 2 - rings) // plane.block_bytes)
+    if num_blocks < 1 + BLOCKS_OF_REQUEST:
+        needed = 2 * (rings + (1 + BLOCKS_OF_REQUEST) * plane.block_bytes)
+        raise ConfigError(
+            f"kv_memory_bytes = {pool_bytes:,}: recurrent layers need blocks of "
+            f"{plane.block_bytes:,} bytes, and {rings:,} for {max_requests} running requests; "
+            f"give at least {needed:,}, or lower max_running_requests",
+            param="kv_memory_bytes",
+        )
+    return num_blocks, pool_bytes - rings - num_blocks * plane.block_bytes
 
 
 def pages_of(needs: MemoryNeeds, page_bytes: int) -> int:

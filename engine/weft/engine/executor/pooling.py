@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from weft.engine.base.arrays import Float32Array
 from weft.engine.base.device_copies import Fetched
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.executor.step_input import PooledRows
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 
@@ -60,8 +61,9 @@ class Pooler:
         vectors: list[torch.Tensor | None] = [None] * len(pieces)
         rows = torch.split(hidden, [len(piece.wanted) for piece in pieces])
         for number, (piece, own) in enumerate(zip(pieces, rows, strict=True)):
-            if piece.pool.output == "token_embeddings":
-                found.append((piece, self._apply(self._heads.embedding, own.float())))
+            if piece.pool.output in TOKEN_OUTPUTS:
+                head = self._heads.tokens.get(piece.pool.output, self._heads.embedding)
+                found.append((piece, self._apply(head, own.float())))
                 continue
             vectors[number] = self._pooled(piece, own)
             if piece.is_last:

@@ -110,6 +110,10 @@ class Executor(Protocol):
         """Fills free pages of a group with NaN, so that reading one is noticed."""
         ...
 
+    def poison_blocks(self, blocks: Sequence[int]) -> None:
+        """The same for blocks of recurrent layers."""
+        ...
+
     def page_digests(self, pages: Sequence[int]) -> list[int]:
         """Digests of pages as they are in the pool now; waits for them."""
         ...

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
+from weft.engine.base.state_rows import StateRows
 from weft.engine.base.tasks import Pool
 
 LATE = -1
@@ -87,8 +88,8 @@ class StepInput:
     draws: Int64Array = field(default_factory=_nothing)
     """[R - decodes - verified]: whether the last row of each piece of a prompt draws, 0 or 1."""
     leads: Int64Array = field(default_factory=_nothing)
-    """[R - decodes - verified]: number of each piece's first rows that are computed again because a
-    draft needs their states. They write no K and V.
+    """[R - decodes - verified]: number of each piece's first rows that are computed again because
+    only their K and V are known. They write no K and V.
     """
     tokens: Int64Array = field(default_factory=_nothing)
     """Tokens of the rows that the host knows, in order: those of verified requests (unless the
@@ -117,6 +118,8 @@ class StepInput:
     """Pieces of prompts whose log-probabilities are wanted."""
     pooled: Sequence[PooledRows] = ()
     """Pieces of prompts of which vectors are wanted."""
+    states: StateRows | None = None
+    """Blocks of recurrent layers; None: the model has none."""
 
     @property
     def num_rows(self) -> int:

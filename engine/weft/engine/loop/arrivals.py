@@ -9,6 +9,7 @@ from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
 from weft.engine.transfer.chunks import ChunkPosted, ShipResult
+from weft.engine.transfer.nixl_wire import Notification
 from weft.engine.transfer.transport import Transport
 
 
@@ -18,11 +19,11 @@ def take_transfers(
     """Takes fillers' notifications, requested digests, and the outcomes of shipping."""
     if fills.num_open:
         for notification in transport.notifications():
-            arrived: Sequence[tuple[int, bytes, int]] = (notification,)
+            arrived: Sequence[Notification] = (notification,)
             if faults.FILL_NOTIFY.is_armed:
                 arrived = faults.FILL_NOTIFY.repeat(notification)
-            for owner_epoch, lease_id, chunk in arrived:
-                fills.on_notification(owner_epoch, lease_id, chunk)
+            for found in arrived:
+                fills.on_notification(found)
     for tag, digests, pages in transport.port.take():
         if isinstance(tag, tuple):
             fills.on_digested(*tag, digests)

@@ -44,6 +44,7 @@ from weft.engine.executor.memory_plan import (
     describe_pool,
     describe_windows,
     divide_pages,
+    divide_states,
     measure_needs,
     pages_of,
     time_token,
@@ -56,6 +57,12 @@ from weft.engine.features.lora.manager import AdapterManager
 from weft.engine.features.speculative.build import make_drafter, make_gate
 from weft.engine.features.speculative.draft_model import DraftModel, load_draft_model
 from weft.engine.loop.intake import Intake
+from weft.engine.loop.recurrent import (
+    check_recurrent,
+    describe_recurrent,
+    make_states,
+    served_config,
+)
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
 from weft.engine.memory.layout import CacheLayout
@@ -70,6 +77,7 @@ from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
 from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.build import TierParts, load_tiers
@@ -99,6 +107,8 @@ class EngineParts:
     """Index of `memory`; None: no prefix caching."""
     windows: tuple[WindowPages, ...] = ()
     """Pages of further groups, which are freed behind a window."""
+    states: StateBlocks | None = None
+    """Blocks of recurrent layers; None: the model has none."""
     intake: Intake
     constraints: MaskSource
     transport: Transport
@@ -145,6 +155,8 @@ class _Pools:
     """Pages of the pool, its null page included."""
     window_pages: tuple[int, ...]
     """The same of each further page group."""
+    num_blocks: int
+    """Blocks of recurrent layers, the null block included; 0: there are no such layers."""
     num_draft_pages: int
     """Pages of a draft model's pool, its null page included."""
     notices: list[str]
@@ -162,8 +174,8 @@ def load_parts(
     Args:
         config: settings.
         wake: called from other threads when the engine should turn.
-        progress: called with (done, in all, what in words): of bytes while weights load, then of
-            graphs while they are captured.
+        progress: called with (done, in all, what in words) as each phase begins and proceeds: of
+            bytes while weights load, of graphs while they are captured; in all 0: not known.
 
     Raises:
         ModelError, ConfigError: the directory or the settings cannot be used.
@@ -211,7 +223,7 @@ def _sizing_turn(
         return nullcontext()
     name = f"gpu-{torch.cuda.get_device_properties(device).uuid}"
     told = "waiting for another worker that starts on this GPU"
-    return machine_lock(name, SIZING_TIMEOUT_S, lambda: progress(0, 1, told))
+    return machine_lock(name, SIZING_TIMEOUT_S, lambda: progress(0, 0, told))
 
 
 def _load_parts(
@@ -224,20 +236,26 @@ def _load_parts(
     """See `load_parts`."""
     models = _load_models(config, device, ranks, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
+    check_recurrent(config, layout, device)
+    asked, config = config, served_config(config, layout)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
     lora = _lora_pool(config, models, device)
+    progress(0, 0, "measuring memory")
     pools = _size_pools(config, models, device, lora, ranks)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
+    progress(0, 0, "allocating the KV pool")
     executor = _make_executor(config, models, pools, max_tokens, device, lora, ranks, progress)
+    progress(0, 0, "timing steps")
     token_s = time_token(
         executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
     )
     if ranks is not None:
         ranks.ready()
         executor.lead(ranks)
+    progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(vocab_size, device)
     # Graphs are captured here, so no other thread may use the device yet.
     drafter: Drafter | None
@@ -254,6 +272,7 @@ def _load_parts(
         max_masked_rows=max_drafts_of_a_step(config),
     )
     executor.capture_draws(sampler.plain_tables)
+    progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
         exchange = staged_exchange(config, executor.pool, staging, lanes)
@@ -277,6 +296,7 @@ def _load_parts(
         *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
         *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
+        *describe_recurrent(asked, layout, pools.num_blocks),
     ]
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
@@ -288,6 +308,7 @@ def _load_parts(
         memory=PageMemory(pools.num_pages, prefixes, tracks_freed=config.poison_free_pages),
         prefixes=prefixes,
         windows=_windows(config, layout, pools.window_pages, prefixes),
+        states=make_states(config, layout.states, pools.num_blocks, prefixes),
         intake=intake,
         constraints=constraints,
         transport=plane,
@@ -383,13 +404,13 @@ def _size_pools(
     if models.loaded.config.is_encoder:
         pages = -(-models.max_context_tokens // config.page_size)
         told = "an encoder: no KV pool, no prefix cache; prompts are computed whole"
-        return _Pools(1 + config.max_running_requests * pages, (), 0, [told])
+        return _Pools(1 + config.max_running_requests * pages, (), 0, 0, [told])
     draft, layout = models.draft, models.layout
     if device.type == "cuda":
         layout = layout_of_rank(layout, config.tp)
     page_bytes = sum(group.page_bytes(config.page_size) for group in layout.groups)
     size, context = config.kv_memory_bytes, models.max_context_tokens
-    needs = None
+    needs, num_blocks = None, 0
     if device.type == "cuda" and not config.num_pages and size is None:
         needs = measure_needs(
             models.loaded.model,
@@ -411,7 +432,15 @@ def _size_pools(
         num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
     else:
         size = DEFAULT_KV_BYTES if size is None else size
-        num_pages = config.num_pages or size // page_bytes
+        size = size if config.num_pages is None else config.num_pages * page_bytes
+        num_blocks, size = divide_states(
+            layout,
+            size,
+            config.max_running_requests,
+            max_drafts(config),
+            is_fixed=config.num_pages is not None,
+        )
+        num_pages = size // page_bytes
         if num_pages < MIN_PAGES:
             raise ConfigError(
                 f"kv_memory_bytes = {size:,} holds {num_pages} pages of "
@@ -436,7 +465,7 @@ def _size_pools(
     if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
         why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"
         plan.append(f"pages are kept behind sliding windows: {why}")
-    return _Pools(num_pages, tuple(of_windows), num_draft_pages, plan)
+    return _Pools(num_pages, tuple(of_windows), num_blocks, num_draft_pages, plan)
 
 
 def _windows(
@@ -483,6 +512,7 @@ def _make_executor(
         max_drafts=max_drafts(config),
         tree_rows=tree_rows(config),
         window_pages=pools.window_pages,
+        num_blocks=pools.num_blocks,
         heads=models.loaded.heads,
         is_fixed=config.deterministic,
         on_capture=progress,

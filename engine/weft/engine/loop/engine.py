@@ -14,6 +14,7 @@ from typing import Any
 from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.drawing.draws import Drawing, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
@@ -26,6 +27,7 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
+from weft.engine.loop.recurrent import served_config
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
@@ -45,7 +47,7 @@ from weft.engine.scheduler.prompt_budget import PromptBudget
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
-from weft.engine.sources.cost import FillCosts
+from weft.engine.sources.cost import FillCosts, LocalLoad
 from weft.engine.sources.filler import Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
@@ -59,9 +61,11 @@ IDLE_S = 0.05
 STANDSTILL_S = 0.001
 """The same while requests wait for something that no message announces."""
 ARRIVAL_POLL_S = 2e-4
-"""The same while the bytes of digested chunks are awaited: a notification of NIXL does not wake
-this process.
+"""Interval between two looks for notifications of NIXL, which do not wake this process, while one
+is due; on a worker whose device computes beside this process, while any may come.
 """
+DISTANT_POLL_S = 1e-3
+"""The same while one may come at any time, where looking takes time from computing."""
 
 
 class Engine:
@@ -74,7 +78,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
-        self.config = config
+        self.config = config = served_config(config, parts.layout)
         self._clock = clock
         self.parts = parts
         self._executor = parts.executor
@@ -85,8 +89,12 @@ class Engine:
         self.info = parts.info
         self._out = Outgoing()
         self._kv_events = KvEvents(config.page_size)
-        parts.memory.on_published.append(lambda _, key, parent: self._kv_events.stored(key, parent))
-        parts.memory.on_evicted.append(self._kv_events.removed)
+        stored, removed = self._kv_events.stored, self._kv_events.removed
+        if parts.states is not None:
+            parts.states.watch(stored, removed)
+        else:
+            parts.memory.on_published.append(lambda _, key, parent: stored(key, parent))
+            parts.memory.on_evicted.append(removed)
         self.costs = FillCosts(config.local_prefill_max_tokens, config.page_size)
         self.fills = OwnerFills(
             config,
@@ -98,7 +106,9 @@ class Engine:
             self._out.fill_command,
             clock,
         )
-        pages = RequestPages(parts.memory, parts.prefixes, config.page_size, parts.windows)
+        pages = RequestPages(
+            parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
+        )
         self.tiers, fills, self.tier_policy = make_tiers(
             config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
         )
@@ -110,6 +120,12 @@ class Engine:
         )
         self.adapters = EngineAdapters(parts.adapters, self._out, self._fail)
         events = SchedulerEvents()
+        self._prompt_budget = PromptBudget(
+            self.costs,
+            config.inter_token_target_s,
+            config.first_token_weight,
+            config.max_step_tokens,
+        )
         self.scheduler = Scheduler(
             SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
             pages,
@@ -119,14 +135,9 @@ class Engine:
             self._on_slot_free,
             self.adapters.places,
             events=events,
-            prompt_budget=PromptBudget(
-                self.costs,
-                config.inter_token_target_s,
-                config.first_token_weight,
-                config.max_step_tokens,
-            ).tokens,
+            prompt_budget=self._prompt_budget.tokens,
         )
-        self.costs.local_queue = self.scheduler.num_prefilling_tokens
+        self.costs.local_load = self._local_load
         self._new_tokens = NewTokens(self._out, self.scheduler.running_plans)
         self.adapters.attach(self.scheduler.waitlist)
         self.sessions = make_sessions(config, parts.prefixes, parts.info.num_pages, clock)
@@ -231,6 +242,16 @@ class Engine:
         num_copies = self.store.num_open_pages if self.store is not None else 0
         return num_copies + (self.tiers.num_open if self.tiers is not None else 0)
 
+    def _local_load(self) -> LocalLoad:
+        scheduler = self.scheduler
+        num_running = len(scheduler.running)
+        num_waiting = len(scheduler.prefilling) + 1
+        return LocalLoad(
+            scheduler.num_prefilling_tokens(),
+            num_running,
+            min(self.config.max_step_tokens, self._prompt_budget.tokens(num_running, num_waiting)),
+        )
+
     def _prefill_rate(self) -> float:
         return self.costs.local_tokens_per_s
 
@@ -247,12 +268,22 @@ class Engine:
         """
         if self.ran_step:
             return 0.0
-        rest_s = ARRIVAL_POLL_S if self.fills.awaits_arrival else IDLE_S
         if self.pipeline.num_steps:
-            return min(rest_s, self.pipeline.rest_s())
+            return min(IDLE_S, self.pipeline.rest_s())
         if self.has_work:
-            return min(rest_s, STANDSTILL_S)
-        return min(rest_s, EXPIRY_INTERVAL_S) if self.fills.num_open else rest_s
+            return STANDSTILL_S
+        return EXPIRY_INTERVAL_S if self.fills.num_open else IDLE_S
+
+    def arrival_poll_s(self) -> float | None:
+        """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
+        if not self.fills.may_be_notified:
+            return None
+        is_near = self._executor.is_asynchronous or self.fills.awaits_arrival
+        return ARRIVAL_POLL_S if is_near else DISTANT_POLL_S
+
+    def has_arrived(self) -> bool:
+        """Whether pages of a peer have arrived since the last turn. Takes microseconds."""
+        return self.parts.transport.has_arrived()
 
     def turn(self, inbox: Inbox | None = None) -> Outbox:
         """Takes the inbox, starts and completes at most one step each; returns what to send."""
@@ -288,6 +319,8 @@ class Engine:
         if self.config.poison_free_pages:
             for group, memory in enumerate(self.memories):
                 self._executor.poison(memory.take_freed(), group)
+            if self.parts.states is not None:
+                self._executor.poison_blocks(self.parts.states.memory.take_freed())
             if self.tiers is not None:
                 # Loads run beside steps, so the device must have poisoned the pages before one
                 # begins.
@@ -315,9 +348,10 @@ class Engine:
         for order in inbox.adapter_orders:
             self.adapters.order(order)
             self.drafting.order(order)
-        if inbox.drain:
-            self.is_draining = self.filler.is_draining = True
-            self._hand_back(is_running_too=False)
+        for drains in inbox.drains:
+            self.is_draining = self.filler.is_draining = drains
+            if drains:
+                self._hand_back(is_running_too=False)
         for submit in inbox.submits:
             self._submit(submit)
         for cancel in inbox.cancels:
@@ -368,6 +402,8 @@ class Engine:
         if self.sessions is not None:
             self.sessions.pins.clear()
         num_pages = sum(memory.flush_cache() for memory in self.memories)
+        if self.parts.states is not None:
+            self.parts.states.memory.flush_cache()
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:
@@ -377,7 +413,7 @@ class Engine:
             return
         try:
             if self.is_draining:
-                raise Draining("this worker is shutting down", stage="queue")
+                raise Draining("this worker is draining", stage="queue")
             self._check_queue()
             self.adapters.check(submit)
             request = self._intake.from_submit(submit, self._clock())
@@ -427,7 +463,7 @@ class Engine:
         queued = (State.WAITING, State.PREEMPTED, State.FINISHED)
         for key, group in list(self._groups.items()):
             if is_running_too or all(request.state in queued for request in group):
-                self._fail_group(key, Draining("this worker is shutting down", stage="queue"))
+                self._fail_group(key, Draining("this worker is draining", stage="queue"))
         if is_running_too:
             for lease in list(self.filler.leases):
                 self.filler.on_stop(lease.handle.lease_id)
@@ -511,7 +547,7 @@ class Engine:
             request, start, *_ = plan.chunks[pooled.request - before]
             if request.state is State.FINISHED:
                 continue
-            is_by_token = pooled.pool.output == "token_embeddings"
+            is_by_token = pooled.pool.output in TOKEN_OUTPUTS
             self._out.vectors(request.key, start if is_by_token else 0, made)
             if pooled.is_last:
                 self._end_sample(request, "stop", None)
@@ -539,6 +575,7 @@ class Engine:
             timeline = request.timeline
             if timeline.first_token_s is None:
                 timeline.first_token_s = now - timeline.submitted_at
+                self.costs.observe_first_token(timeline)
         ends, num_ended = self._new_tokens.take(drawn, plan)
         for end in ends:
             self._end_sample(*end)
@@ -650,6 +687,7 @@ class Engine:
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
             "window_requests": sum(len(window) for window in self.parts.windows),
+            "state_requests": 0 if self.parts.states is None else len(self.parts.states),
             **self.fills.sizes(),
             **self.filler.sizes(),
             **(self.store.sizes() if self.store is not None else {}),

@@ -69,10 +69,11 @@ class ComputeJobs:
         self._scheduler.add(request)
         return request
 
-    def queued_s(self, job: FillJob) -> float:
-        """See `Jobs.queued_s`."""
+    def waits_s(self, job: FillJob) -> tuple[float, float]:
+        """See `Jobs.waits_s`."""
         assert isinstance(job, Request)
-        return job.timeline.admitted_s or 0.0
+        timeline = job.timeline
+        return timeline.admitted_s or 0.0, timeline.local_prefill_began_s or 0.0
 
     def end(self, job: FillJob) -> None:
         """See `Jobs.end`."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.base.tasks import MAX_LABELS, Pool, Task
+from weft.engine.base.tasks import HEADED_OUTPUTS, MAX_LABELS, Pool, Task
 from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.memory.keys import PageKeys, namespace_digest
@@ -164,13 +164,20 @@ class Intake:
         if any(not 0 <= label < self.vocab_size for label in pool.label_ids):
             message = f"a label is not below the vocabulary size {self.vocab_size}"
             raise InvalidRequest(message, stage="validate", param="label_ids")
+        if pool.output in HEADED_OUTPUTS and pool.output not in self._pooling.token_heads:
+            message = f"this model has no head for the output {pool.output}"
+            raise InvalidRequest(message, stage="validate", param="output")
         size = pool.dimensions
+        if size is not None and pool.output in HEADED_OUTPUTS:
+            message = f"the output {pool.output} has one width"
+            raise InvalidRequest(message, stage="validate", param="dimensions")
         if size is not None and not 0 < size <= self._embedding_size:
             message = f"{size}, but embeddings of this model have {self._embedding_size} entries"
             raise InvalidRequest(message, stage="validate", param="dimensions")
         normalises = pool.normalises
-        if normalises is None:
-            normalises = self._pooling.normalises and pool.task == "embed"
+        if normalises is None or pool.output == "sparse":
+            is_vector = pool.task == "embed" and pool.output != "sparse"
+            normalises = self._pooling.normalises and is_vector
         return replace(
             pool,
             pooling=self._pooling.pooling,

@@ -270,9 +270,10 @@ class StepPipeline:
                 self._scheduler.pages.windows, self._executor.window_tables, strict=True
             ):
                 window.enter(table)
-            launched = self._executor.launch(
-                step_input(plan, self._executor.page_table, self._executor.page_size)
-            )
+            made = step_input(plan, self._executor.page_table, self._executor.page_size)
+            if self._scheduler.pages.states is not None:
+                made.states = self._scheduler.pages.states.begin(plan)
+            launched = self._executor.launch(made)
             step.drawable, plan.scores, plan.vectors = launched
         except Exception as error:
             self._fail(step, error)

@@ -19,7 +19,7 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.5, 60.0
 
 def wants_report(inbox: Inbox) -> bool:
     """Whether a load report is due at once, since the messages' sender waits for their effect."""
-    return inbox.drain or inbox.hand_back or bool(inbox.flush_cache or inbox.dump_state)
+    return inbox.hand_back or bool(inbox.drains or inbox.flush_cache or inbox.dump_state)
 
 
 def retry_after_s(engine: Engine) -> float:

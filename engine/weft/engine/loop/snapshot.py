@@ -25,12 +25,13 @@ def engine_snapshot(engine: Engine, now: float, max_entries: int) -> dict[str, A
         now: On its clock.
         max_entries: Most entries of each list.
     """
-    memory, staging = engine.memory, engine.staging_counts()
+    memory, staging, states = engine.memory, engine.staging_counts(), engine.parts.states
     return {
         "epoch": f"{engine.info.epoch:016x}",
         "is_idle": engine.is_idle,
         "is_draining": engine.is_draining,
         "pages": {**memory.counts()._asdict(), "promised": memory.num_promised_pages},
+        "state_blocks": None if states is None else states.memory.counts()._asdict(),
         "window_pages": [memory.counts()._asdict() for memory in engine.memories[1:]],
         "staging_pages": asdict(staging) if staging is not None else None,
         "sizes": engine.sizes(),

@@ -7,12 +7,17 @@ page is one range of bytes, and each (page, head, layer, part) is a dense `[page
 for attention. The tensor's first stride is the distance between pages. At present every group has
 one plane, and its pool is contiguous as a whole. Each group after the first has a pool and page
 numbers of its own; a request keeps only those of its pages that its window still reaches.
+
+Recurrent layers have no pages. What they know at a page border is a block, which never changes once
+it is written: `[num_blocks, layers, ...]` for each part of a `StatePlane`. What they read of the
+positions behind a slot's last block is in its ring, `[slots + 1, ring_rows, layers, ...]`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -77,13 +82,72 @@ class PageGroup:
         return f"{described};draft={plane.draft}" if plane.draft else described
 
 
+class StatePart(NamedTuple):
+    """A tensor of one layer in a `StatePlane`."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one layer at one position; heads or channels first."""
+    dtype: str
+    """float32, float16 or bfloat16."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one layer at one position."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def describe(self) -> str:
+        """Canonical text of the part."""
+        return f"{self.name}:{'x'.join(map(str, self.shape))}:{self.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlane:
+    """What a model's recurrent layers, which are all of one shape, keep of a request."""
+
+    name: str
+    """Kind of the layers, such as `gated-delta`."""
+    layers: int
+    """Number of recurrent layers."""
+    parts: tuple[StatePart, ...]
+    """What summarises all tokens before a page border: recurrent state, last inputs of the short
+    convolution. All zeros before the first token.
+    """
+    ring: tuple[StatePart, ...]
+    """Inputs of one position, from which the layer computes states and outputs again."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all layers."""
+        return self.layers * sum(part.num_bytes for part in self.parts)
+
+    @property
+    def ring_row_bytes(self) -> int:
+        """Bytes of one position in a ring, all layers."""
+        return self.layers * sum(part.num_bytes for part in self.ring)
+
+    def describe(self) -> str:
+        """Canonical text of what a block contains; rings are never exchanged."""
+        parts = ",".join(part.describe() for part in self.parts)
+        return f"states={self.name};layers={self.layers};parts={parts}"
+
+
+def num_ring_rows(page_size: int, max_drafts: int) -> int:
+    """Positions of a slot's ring: those since its last block, and those of a step. A block is
+    written in the step after the one that verified drafts across its border.
+    """
+    return page_size + 2 * (1 + max_drafts)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Shape of the data that a model keeps of its tokens in pages."""
+    """Shape of the data that a model keeps of its tokens in pages and blocks."""
 
     page_size: int
     """Token positions per page."""
     groups: tuple[PageGroup, ...]
+    states: StatePlane | None = None
+    """Blocks of recurrent layers; None: the model has none."""
 
     @classmethod
     def of_plane(cls, plane: PagedPlane, page_size: int) -> CacheLayout:
@@ -111,4 +175,5 @@ class CacheLayout:
 
     def describe(self) -> str:
         """Canonical text of the layout, part of the namespace."""
-        return "|".join(group.describe(self.page_size) for group in self.groups)
+        groups = [group.describe(self.page_size) for group in self.groups]
+        return "|".join(groups if self.states is None else [*groups, self.states.describe()])

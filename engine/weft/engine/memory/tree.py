@@ -80,10 +80,12 @@ class Match(NamedTuple):
     """A page whose beginning matches the rest of the prompt; None: there is none."""
     num_partial_tokens: int
     """Number of matching tokens in `partial`, fewer than a page."""
+    num_rerun: int = 0
+    """Last pages of the path whose tokens are computed again, since only their KV is known."""
 
     def num_tokens(self, page_size: int) -> int:
-        """Total number of tokens found."""
-        return len(self.path) * page_size + self.num_partial_tokens
+        """Number of tokens found that are not computed again."""
+        return (len(self.path) - self.num_rerun) * page_size + self.num_partial_tokens
 
 
 NO_MATCH = Match([], None, 0)

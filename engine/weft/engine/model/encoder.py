@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from weft.engine.checkpoint.encoder_config import EncoderConfig
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.pooled_heads import DenseLayers
@@ -22,7 +22,7 @@ class Encoder(ABC):
     classes: DenseLayers | None
     """The classification head; None: there is none."""
 
-    def __init__(self, config: EncoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
         self.dtype = dtype
 

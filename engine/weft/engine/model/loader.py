@@ -18,10 +18,10 @@ from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_en
 from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
 from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
-from weft.engine.model.archs.registry import model_class
+from weft.engine.model.archs.registry import class_of
 from weft.engine.model.heads.mtp import MtpHead, read_mtp
 from weft.engine.model.interface import Model, WithClasses
-from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head
+from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, read_token_heads
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
@@ -109,7 +109,7 @@ def load_model(
     config = _for_task(config, pooling.task, model_dir)
     # Native operations of a CPU take one order in any case; encoders have others too.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
-    build = model_class(config.architecture)
+    build = class_of(config)
     chosen = resolve_quantization(quantization, config.quantization, device)
     dtype = resolve_dtype(dtype, device, chosen)
     if is_fixed and chosen is not None:
@@ -147,7 +147,7 @@ def load_model(
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             bodies = [f"{body}." for body in config.names.bodies]
             for body, head in product((*bodies, ""), config.names.heads):
-                checkpoint.check_alike(f"{body}embed_tokens.weight", f"{head}.weight")
+                checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
         reader: CheckpointReader = checkpoint
         if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
             reader = WithoutPrefix(checkpoint, _BASE)
@@ -190,13 +190,23 @@ def _heads(
     model: Model, pooling: PoolingConfig, device: torch.device, *, dummy: bool = False
 ) -> PooledHeads:
     classes = model.classes if isinstance(model, WithClasses) else None
-    return PooledHeads(read_embedding_head(pooling, device, dummy=dummy), classes)
+    return PooledHeads(
+        read_embedding_head(pooling, device, dummy=dummy),
+        classes,
+        read_token_heads(pooling, model.config.hidden_size, device, dummy=dummy),
+    )
 
 
 def _for_task(config: ModelConfig, task: Task, model_dir: Path) -> ModelConfig:
     """The configuration with the head that the task needs."""
     if task == "embed" and config.head == "tokens":
         return replace(config, head="none")
+    if task in ("generate", "score") and config.is_encoder:
+        raise ModelError(
+            f"{model_dir}: tokens of {config.architecture} also attend to later ones, so it cannot "
+            f"serve the task {task}; give --task embed",
+            param="task",
+        )
     if task in ("generate", "score") and config.head != "tokens":
         raise ModelError(
             f"{model_dir}: {config.architecture} has no LM head, which the task {task} needs; "

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.nn import functional
+from weft.engine.base.errors import ModelError
+from weft.engine.base.tasks import Output
 from weft.engine.checkpoint.pooling import ActivationName, PoolingConfig
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.random_weights import RandomWeights
@@ -72,6 +78,8 @@ class PooledHeads:
     """Head of embeddings, one vector per prompt."""
     classes: DenseLayers | None
     """The classification head; None: there is none."""
+    tokens: Mapping[Output, DenseLayers] = field(default_factory=dict)
+    """Heads of single tokens, by what they make."""
 
 
 def read_dense(
@@ -114,6 +122,53 @@ def read_embedding_head(
         )
         reader.finish()
     return DenseLayers(layers)
+
+
+def read_token_heads(
+    config: PoolingConfig, in_features: int, device: torch.device, *, dummy: bool = False
+) -> dict[Output, DenseLayers]:
+    """Reads the heads of single tokens, in the arithmetic of BGE-M3 (arXiv 2402.03216, 3.2).
+
+    Raises:
+        ModelError: A file is malformed, or has other tensors.
+    """
+    heads: dict[Output, DenseLayers] = {}
+    for output, path in config.token_heads.items():
+        width = 1 if output == "sparse" else None
+        if dummy:
+            shape = (width or in_features, in_features)
+            tensors = {"weight": torch.randn(shape), "bias": torch.randn(shape[:1])}
+        else:
+            tensors = _load_tensors(path)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        rows = width or shapes.get("weight", (0,))[0]
+        if shapes != {"weight": (rows, in_features), "bias": (rows,)}:
+            wanted = f"weight [{width or 'any'}, {in_features}] and a bias"
+            raise ModelError(f"{path}: expected {wanted}, but it has {shapes}")
+        heads[output] = DenseLayers(
+            [
+                DenseLayer(
+                    weight=tensors["weight"].to(device, torch.float32),
+                    bias=tensors["bias"].to(device, torch.float32),
+                    activation="relu" if output == "sparse" else "identity",
+                )
+            ]
+        )
+    return heads
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a file by name. In a file of torch's format nothing but tensors is read."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        hint = "save its tensors `weight` and `bias` as safetensors"
+        raise ModelError(f"{path}: cannot be read; {hint}: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
+        raise ModelError(f"{path}: expected named tensors")
+    return {str(name): tensor for name, tensor in found.items()}
 
 
 def _read(

@@ -130,6 +130,11 @@ class Stack:
         self._whole = runs_of(layers)
         self._but_last = runs_of(layers[:-1])
 
+    def with_layers(self, layers: Sequence[Layer]) -> Stack:
+        """The stack with other layers."""
+        multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
+        return Stack(self.embed_tokens, layers, self.norm, multiplier, self._peers)
+
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
         hidden, rows, peers = self._embed(step), step.logits_rows, self._peers

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from weft.engine.model.state_step import StateStep
 from weft.kernels.attention import GroupStep
 from weft.kernels.lora import LoraStep
 
@@ -31,10 +33,16 @@ class Step:
     """The step's adapters; None if no token uses one."""
     token_types: torch.Tensor | None = None
     """[T] int64: 0 in the first of a pair of texts, 1 in the second; None: there are no pairs."""
+    bounds: Sequence[int] = ()
+    """[R + 1]: request r has rows bounds[r] to bounds[r + 1]; of models whose tokens also attend to
+    later ones.
+    """
     slots: torch.Tensor | None = None
     """[R] int64: each request's slot; for padding the one after the last. None where no model needs
     it.
     """
+    states: StateStep | None = None
+    """Blocks and rings of the step's requests; None: the model has no recurrent layers."""
 
     @property
     def has_trees(self) -> bool:

@@ -25,6 +25,8 @@ class NixlTargetInfo:
     num_pages: int
     device_id: int = 0
     memory_type: str = "DRAM"
+    max_notified_digests: int = 0
+    """Most digests of a chunk that its notification may carry; 0: the owner reads none there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +71,16 @@ class FillTimings:
     accepted_at: float = 0.0
     """Time of the acceptance on the filler's monotonic clock; meaningless on other machines."""
     queued_s: float = 0.0
+    planned_s: float = 0.0
+    """When the first step with its tokens was planned; 0: nothing was computed."""
     first_write_posted_s: float = 0.0
     last_chunk_computed_s: float = 0.0
+    last_digested_s: float = 0.0
+    """When the last chunk had been copied to where peers read it, and digested."""
+    last_digest_s: float = 0.0
+    """Duration of the digesting alone, part of the time before that."""
     last_write_posted_s: float = 0.0
-    """When the last chunk had been read from the pool and digested, and was posted."""
+    """When the post of the last chunk's write returned; over some lanes a post moves the bytes."""
     last_write_complete_s: float = 0.0
     reported_s: float = 0.0
     """When the engine noticed that and sent `done`."""

@@ -44,6 +44,8 @@ class FillRecord:
     """When the digests of the last chunk were noted."""
     arrived_s: float = 0.0
     """When the arrival of the last chunk's bytes was noted."""
+    checked_s: float = 0.0
+    """When the last chunk's digests were found to be right."""
     failure: str = ""
     filler_failed: bool = False
     """Whether the filler was at fault: neither declined nor stopped by this owner."""

@@ -15,19 +15,25 @@ before that no other request and no filler may get them.
 
 All this is of the first page group. What requests have of window groups follows it: as many pages
 behind a match, one more with each page of the first group (`weft.engine.scheduler.window_pages`).
+
+Recurrent layers continue only where a block of states lies (`weft.engine.scheduler.state_blocks`).
+A request takes the pages behind that border too, and computes their tokens again for the states
+alone: rows in published pages write no KV.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from weft.engine.base.pages import PageCopy
 from weft.engine.memory.keys import token_bytes
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import NO_MATCH, Match, Node, PrefixTree
 from weft.engine.scheduler.state import Request
-from weft.engine.scheduler.window_pages import WindowPages, continuable
+from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.scheduler.window_pages import WindowPages
 
 
 class RequestPages:
@@ -38,6 +44,7 @@ class RequestPages:
         cache: index of cached pages; None: nothing is cached.
         page_size: token positions a page.
         windows: the pages of further groups, which are freed behind a window.
+        states: blocks of recurrent layers; None: the model has no such layers.
     """
 
     def __init__(
@@ -46,9 +53,16 @@ class RequestPages:
         cache: PrefixTree | None,
         page_size: int,
         windows: Sequence[WindowPages] = (),
+        states: StateBlocks | None = None,
     ) -> None:
         self.memory = memory
         self.windows = windows
+        self.states = states
+        self._beside: tuple[WindowPages | StateBlocks, ...] = (
+            *windows,
+            *(() if states is None else (states,)),
+        )
+        """What requests have beside pages of the first group."""
         self._cache = cache
         self._page_size = page_size
         self._copies: list[PageCopy] = []
@@ -73,8 +87,8 @@ class RequestPages:
             _, pages = self._returning.popleft()
             self.num_returning -= len(pages)
             self.memory.release(pages)
-        for window in self.windows:
-            window.end_step(number)
+        for other in self._beside:
+            other.end_step(number)
 
     def _return_later(self, pages: Sequence[int]) -> None:
         if pages:
@@ -103,7 +117,21 @@ class RequestPages:
         if self._cache is None or not num_reusable:
             return NO_MATCH
         data = request.keys.packed(request.tokens, 0, num_reusable)
-        return continuable(self._cache.find(request.keys.namespace, data), self.windows)
+        return self.continuable(self._cache.find(request.keys.namespace, data))
+
+    def continuable(self, match: Match) -> Match:
+        """The part of a match behind which a request can go on: window groups have what its rows
+        attend to, and there is a block of states. In such models it ends at a page border.
+        """
+        if not self._beside:
+            return match
+        num_pages, most = -1, len(match.path)
+        while num_pages != most:
+            num_pages = most
+            most = min(other.continuable(match.path, num_pages) for other in self._beside)
+        if self.windows:
+            return Match(match.path[:num_pages], None, 0)
+        return Match(match.path, None, 0, len(match.path) - num_pages)
 
     def take(self, request: Request, found: Match) -> None:
         """Gives a request without pages the match that `find` has just found.
@@ -113,10 +141,10 @@ class RequestPages:
         """
         request.pages = [node.page for node in found.path]
         self.memory.retain(request.pages)
-        for window in self.windows:
-            window.take(request, found.path)
+        for other in self._beside:
+            other.take(request, found)
         request.num_published_pages = len(request.pages)
-        request.num_computed = len(request.pages) * self._page_size
+        request.num_computed = (len(request.pages) - found.num_rerun) * self._page_size
         if found.partial is not None:
             request.partial_page = found.partial.page
             request.num_partial_tokens = found.num_partial_tokens
@@ -126,10 +154,10 @@ class RequestPages:
 
     def share(self, first: Request, request: Request) -> None:
         """Gives a request without pages the full pages of the prompt that it has in common with
-        another one, whose KV is there; none if a window group lacks what it needs behind them.
+        another one, whose KV is there; none if what it needs beside them is not.
         """
         num_pages = (first.num_prompt_tokens - 1) // self._page_size
-        if not all(window.share(first, request, num_pages) for window in self.windows):
+        if not all(other.share(first, request, num_pages) for other in self._beside):
             self.drop(request)
             return
         request.pages = first.pages[:num_pages]
@@ -141,6 +169,17 @@ class RequestPages:
         """Counts the match that `take` gave as a hit: the request was admitted."""
         if self._cache is not None and request.cache_leaf is not None:
             self._cache.touch(request.cache_leaf, request.priority)
+        if self.states is not None:
+            self.states.note_hit(request)
+
+    def note_follower(self, leader: Request, follower: Request) -> None:
+        """Notes that a request waits for the pages that another one computes: where their prompts
+        part, the leader leaves a block of states.
+        """
+        if self.states is not None:
+            both = zip(leader.tokens, follower.tokens[: follower.num_reusable_tokens], strict=False)
+            num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+            self.states.keep_at(leader, num_common // self._page_size)
 
     def use_partial(self, request: Request) -> None:
         """Copies the page in which the match ended, for a request that is prefilled here.
@@ -177,6 +216,11 @@ class RequestPages:
         make(self._copies)
         copies, self._copies = self._copies, []
         self._return_later([page for copy in copies for page in copy])
+
+    def note_computed(self, request: Request) -> None:
+        """Notes that tokens of a request were computed, after `publish`."""
+        if self.states is not None:
+            self.states.committed(request)
 
     def publish(self, request: Request) -> bool:
         """Publishes the request's new full pages in the cache; False if there are none."""
@@ -231,24 +275,26 @@ class RequestPages:
             self._return_later(request.pages)
         else:
             self.memory.release(request.pages)
-        for window in self.windows:
-            window.drop(request, self._newest_step)
+        for other in self._beside:
+            other.drop(request, self._newest_step)
         request.pages = []
         request.num_computed = 0
         request.num_published_pages = 0
         request.cache_leaf = None
         self.return_promise(request)
 
-    def has_window_room(self, request: Request, *, soon: bool = False) -> bool:
-        """Whether the window groups have room for the request, or will once steps have ended."""
-        return all(window.has_room(request, soon=soon) for window in self.windows)
+    def has_room_beside(self, request: Request, *, soon: bool = False) -> bool:
+        """Whether there is room for what the request needs beside pages of the first group, or will
+        be once steps have ended.
+        """
+        return all(other.has_room(request, soon=soon) for other in self._beside)
 
     def promise(self, request: Request, num_pages: int) -> None:
-        """Reserves pages for a request that is admitted, for which `has_window_room`."""
+        """Reserves pages for a request that is admitted, for which `has_room_beside`."""
         self.memory.promise(num_pages)
         request.num_promised_pages = num_pages
-        for window in self.windows:
-            window.reserve(request)
+        for other in self._beside:
+            other.reserve(request)
 
     def grown(self, requests: Sequence[Request]) -> None:
         """Notes that requests, for which pages are reserved, have more in the first group."""

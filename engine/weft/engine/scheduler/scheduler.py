@@ -291,6 +291,8 @@ class Scheduler:
                 request.num_found_tokens = found.num_tokens(self._limits.page_size)
                 makers = chain(self.prefilling, self.filling, self._arriving)
                 if self.sharing.waits(request, found, makers):
+                    assert request.leader is not None
+                    self.pages.note_follower(request.leader, request)
                     continue
                 self.pages.take(request, found)
             if self._admit(request, now, has_pages=has_pages):
@@ -397,6 +399,7 @@ class Scheduler:
             self.publish(request)
             for on_computed in self._events.computed:
                 on_computed(request, known, request.num_published_pages)
+        self.pages.note_computed(request)
 
     def publish(self, request: Request) -> None:
         """Puts the request's full pages into the prefix cache."""
@@ -534,7 +537,7 @@ class Scheduler:
         if wanted > self._memory.num_available_pages:
             # Without the copy, one page less may be needed.
             self.pages.forget_partial(request)
-        if wanted > self._memory.num_available_pages or not self.pages.has_window_room(request):
+        if wanted > self._memory.num_available_pages or not self.pages.has_room_beside(request):
             return False
         self.pages.promise(request, needed)
         return True
@@ -577,7 +580,7 @@ class Scheduler:
         for victim in self._victims.order(victims):
             num_pages = wanted + self._num_pages_to_come(urgent)
             has_pages = num_pages <= self._num_pages_soon
-            if self._free_slots and has_pages and self.pages.has_window_room(urgent, soon=True):
+            if self._free_slots and has_pages and self.pages.has_room_beside(urgent, soon=True):
                 return
             self.preempt(victim)
             self.num_urgent_preemptions += 1

@@ -105,8 +105,9 @@ class WindowPages:
         """See `WindowIndex.continuable`."""
         return 0 if self._index is None else self._index.continuable(path, num_pages)
 
-    def take(self, request: Request, path: Sequence[Node]) -> None:
-        """Gives a request the pages that it needs behind a continuable path."""
+    def take(self, request: Request, found: Match) -> None:
+        """Gives a request the pages that it needs behind a continuable match."""
+        path = found.path
         if self._index is None or not path:
             return
         pages = self._index.pages_before(path)
@@ -225,17 +226,3 @@ class WindowPages:
     def _release(self, held: _Held) -> None:
         self.memory.release(held.pages)
         self._reserved = self._reserved.plus(held.reserved, -1)
-
-
-def continuable(match: Match, windows: Sequence[WindowPages]) -> Match:
-    """The longest beginning of a match behind which a request can go on: every group has what its
-    rows attend to. In models with window groups it ends at a page border.
-    """
-    if not windows:
-        return match
-    num_pages = len(match.path)
-    while True:
-        most = min(window.continuable(match.path, num_pages) for window in windows)
-        if most == num_pages:
-            return Match(match.path[:num_pages], None, 0)
-        num_pages = most

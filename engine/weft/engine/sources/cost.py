@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from weft.engine.protocol.timeline import FillRecord
+from weft.engine.protocol.timeline import FillRecord, Timeline
 from weft.engine.scheduler.state import Request
 
 SMOOTHING = 0.2
@@ -18,14 +19,18 @@ this many.
 """
 
 MAX_TRIED_TOKENS = 512
-"""Largest remainder that is run locally to measure the local rate."""
+"""Largest remainder that is run locally to measure the local side."""
 MAX_TRIES = 8
 """Most remainders that run locally to measure; if the rate is unknown then, prompts are too short.
 """
 TRY_AGAIN = 32
-"""One in this many remainders ships although that would be slower, so that fillers that were slow
-for a while or have just started are measured again.
+"""Number of remainders in a row for which a side loses before one goes there all the same, so that
+what was slow for a while or has just started is measured again.
 """
+TRIED_SHARE = 0.02
+"""Share of the time of the better side that these trials of the other one may cost."""
+MAX_TRIED_FACTOR = 8
+"""Factor of the better side's time that a trial is thought to cost at most; more is hardly true."""
 MAX_WASTED = 2
 """Factor by which the filler's tokens to compute may exceed the owner's in such a trial."""
 
@@ -50,15 +55,46 @@ class FillDecision(NamedTuple):
     local_s: float | None
 
 
+class LocalLoad(NamedTuple):
+    """What this engine does already when a remainder comes."""
+
+    queued_tokens: int = 0
+    """Queued prompt tokens that are computed before those of the remainder."""
+    num_running: int = 0
+    """Requests that get their next token in each step."""
+    step_tokens: int = 1
+    """Prompt tokens of a step beside these."""
+
+
+class _Trials:
+    """When a remainder goes to the slower side, to measure that one."""
+
+    def __init__(self) -> None:
+        self._num_lost = 0
+        self._spared_s = 0.0
+
+    def is_due(self, best_s: float, cost_s: float) -> bool:
+        """Whether a trial is due that costs so much more than the better side takes."""
+        self._num_lost += 1
+        self._spared_s += TRIED_SHARE * best_s
+        cost_s = min(cost_s, MAX_TRIED_FACTOR * best_s)
+        if self._num_lost < TRY_AGAIN or self._spared_s < cost_s:
+            return False
+        self._num_lost, self._spared_s = 0, 0.0
+        return True
+
+
 class FillCosts:
-    """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest <
-    (local queue + remainder) / local rate`.
+    """Ships if `(queue + end - filler's match) / rate + exposed bytes / bandwidth + rest + tail <
+    (local queue + remainder) / local rate + steps * time of the decodes beside + local rest`.
 
     The candidate states the filler's queue, match and rate. A filler ships the pages of each step
-    while it computes the next one, so only the bytes of the last step are exposed. Bandwidth, local
-    rate and rest (messages, digests, waiting for steps) are averages of this engine's latest
-    measurements. While a rate is unknown, the engine tries that side to measure it: the remote side
-    first, the local side only with remainders that are not too long.
+    while it computes the next one, so only the bytes of the last step are exposed. Bandwidth and
+    rates are averages of this engine's latest measurements. So are the rest (messages, digests,
+    waiting for steps), the tail (from the last accepted page to the first token, and waiting for
+    room before) and the local rest (what local first tokens took beyond the forecast). While a rate
+    is unknown, the engine tries that side to measure it: the remote side first, the local side only
+    with remainders that are not too long.
 
     Args:
         local_prefill_max_tokens: With N the rule is off: remainders of at most N tokens run
@@ -69,13 +105,15 @@ class FillCosts:
     def __init__(self, local_prefill_max_tokens: int | None, page_size: int) -> None:
         self._local_max = local_prefill_max_tokens
         self._page_size = page_size
-        self.local_queue: Callable[[], int] = lambda: 0
-        """Queued prompt tokens that this engine computes before those of a new remainder."""
+        self.local_load: Callable[[], LocalLoad] = LocalLoad
+        """What this engine has to do before and beside a new remainder."""
         self._bytes_per_s = 0.0
         self._step_bytes = 0
         """Most bytes that a filler shipped at once, from one step or from its cache."""
         self._rests: deque[float] = deque(maxlen=NUM_RESTS)
-        self._num_losing = 0
+        self._tails: deque[float] = deque(maxlen=NUM_RESTS)
+        self._local_rest_s = 0.0
+        self._remote, self._local = _Trials(), _Trials()
         self._num_tries = 0
         self._local_tokens_per_s = 0.0
         self._tokens_per_s_beside = 0.0
@@ -98,13 +136,23 @@ class FillCosts:
         to_compute = max(0, end_token - candidate.match_tokens)
         work_s = (candidate.queued_tokens + to_compute) / candidate.tokens_per_second
         work_s += self._exposed_bytes(num_pages * page_bytes, to_compute) / self._bytes_per_s
-        local_s = (self.local_queue() + num_local) / self._local_tokens_per_s
-        rest_s = median(self._rests) if len(self._rests) >= MIN_RESTS else 0.0
-        is_remote = work_s + rest_s < local_s
-        if not is_remote and to_compute <= MAX_WASTED * num_local:
-            self._num_losing += 1
-            is_remote = self._num_losing % TRY_AGAIN == 0
-        return FillDecision(is_remote, work_s + rest_s, local_s)
+        load = self.local_load()
+        local_s = self._computing_s(num_local, load) + self._local_rest_s
+        remote_s = work_s + _known(self._rests) + _known(self._tails)
+        is_remote = remote_s < local_s
+        may_try_local = num_local <= MAX_TRIED_TOKENS or not load.num_running
+        if may_try_local if is_remote else to_compute <= MAX_WASTED * num_local:
+            other = self._local if is_remote else self._remote
+            is_remote ^= other.is_due(min(remote_s, local_s), abs(remote_s - local_s))
+        return FillDecision(is_remote, remote_s, local_s)
+
+    def _computing_s(self, num_tokens: int, load: LocalLoad) -> float:
+        """Seconds until this engine has computed a remainder, beside its running requests."""
+        num_tokens += load.queued_tokens
+        if not load.num_running or not self._tokens_per_s_beside:
+            return num_tokens / self._local_tokens_per_s
+        num_steps = math.ceil(num_tokens / load.step_tokens)
+        return num_tokens / self._tokens_per_s_beside + num_steps * self._decode_s
 
     def _exposed_bytes(self, num_bytes: int, to_compute: int) -> int:
         """Bytes that are still to be moved when the last of them is computed."""
@@ -131,6 +179,23 @@ class FillCosts:
         # The filler's queue and rate predict the time of queueing and computing.
         handed_over_s = duration_s - record.last_chunk_computed_s
         self._rests.append(max(0.0, handed_over_s - exposed / self._bytes_per_s))
+
+    def observe_first_token(self, timeline: Timeline) -> None:
+        """Updates the tail, or the local rest, from a request that has its first token."""
+        first_s, admitted_s = timeline.first_token_s, timeline.admitted_s
+        if first_s is None or admitted_s is None or timeline.num_preemptions:
+            return
+        took_s = first_s - admitted_s
+        if not timeline.fills:
+            forecast_s = timeline.local_cost_s
+            if forecast_s is not None:
+                # One late step must not decide for long.
+                error_s = max(-forecast_s, min(forecast_s, took_s - forecast_s))
+                self._local_rest_s = max(0.0, self._local_rest_s + SMOOTHING * error_s)
+            return
+        fill = timeline.fills[-1]
+        if len(timeline.fills) == 1 and fill.source == "prefill" and not fill.failure:
+            self._tails.append(max(0.0, took_s - (fill.end_s - fill.start_s)))
 
     def observe_local(self, num_tokens: int, duration_s: float) -> None:
         """Updates the local rate from a local prefill step."""
@@ -175,6 +240,11 @@ class FillCosts:
     def local_tokens_per_s(self) -> float:
         """Measured local prefill rate; 0 = unknown."""
         return self._local_tokens_per_s
+
+
+def _known(seconds: deque[float]) -> float:
+    """Median of some measurements; 0 if there are too few."""
+    return median(seconds) if len(seconds) >= MIN_RESTS else 0.0
 
 
 def _smooth(old: float, new: float) -> float:

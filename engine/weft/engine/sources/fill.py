@@ -60,6 +60,8 @@ class Chunk:
     digests: list[int] | None = None
     bytes_arrived: int = 0
     is_notified: bool = False
+    is_told: bool = False
+    """Whether the filler's event has come; the notification may have brought the same before."""
     is_verifying: bool = False
 
 
@@ -106,6 +108,15 @@ class Fill:
             return False
         chunk = self.chunks.get(self.next_chunk)
         return chunk is not None and chunk.digests is not None and not chunk.is_notified
+
+    def note_repeat(self, event: FillEvent) -> bool:
+        """Notes an event that repeats what a notification has brought; False: it is another one."""
+        chunk = self.chunks.get(event.chunk)
+        if event.kind != "written" or chunk is None or chunk.is_told or chunk.digests is None:
+            return False
+        known = (chunk.start_token, chunk.end_token, chunk.digests)
+        chunk.is_told = known == (event.start_token, event.end_token, event.digests)
+        return chunk.is_told
 
     def is_owed_by(self, candidate: FillCandidate, since: float) -> bool:
         """Whether this filler incarnation's answer about the stopped lease is overdue by then."""

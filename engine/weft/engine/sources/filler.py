@@ -210,7 +210,7 @@ class Filler:
         is_complete = job.num_computed >= lease.end_token
         if is_complete:
             lease.timings.last_chunk_computed_s = self._clock() - lease.timings.accepted_at
-            lease.timings.queued_s = self._jobs.queued_s(job)
+            lease.timings.queued_s, lease.timings.planned_s = self._jobs.waits_s(job)
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
         is_data = lease.handle.nixl is None
@@ -295,7 +295,7 @@ class Filler:
         if handle.filler_epoch != self._epoch:
             return "epoch", f"this incarnation is {self._epoch:016x}"
         if self.is_draining:
-            return "draining", "this worker is shutting down"
+            return "draining", "this worker is draining"
         if self._page_size not in (None, handle.page_size):
             return "layout", f"page size {handle.page_size}, here {self._page_size}"
         problem = self._malformed(handle)
@@ -373,6 +373,9 @@ class Filler:
             owner_id=handle.owner_id,
             owner_epoch=handle.owner_epoch,
             term=lease.term,
+            computed_tokens=(
+                lease.timings.computed_tokens if end_token == lease.end_token else None
+            ),
         )
         self._memory.retain(local)
         lease.shipping[chunk.index] = chunk
@@ -414,7 +417,9 @@ class Filler:
         timings = lease.timings
         if chunk.index == 0:
             timings.first_write_posted_s = result.posted_at - timings.accepted_at
-        timings.last_write_posted_s = result.posted_at - timings.accepted_at
+        timings.last_digest_s = result.digest_s
+        timings.last_digested_s = result.posted_at - timings.accepted_at
+        timings.last_write_posted_s = result.post_ended_at - timings.accepted_at
         timings.last_write_complete_s = result.completed_at - timings.accepted_at
         timings.bytes += len(chunk.local_pages) * self._page_bytes
         self.counters.shipped_pages += len(chunk.local_pages)
@@ -425,18 +430,7 @@ class Filler:
 
     def _announce(self, lease: Lease, chunk: ShipChunk, digests: list[int]) -> None:
         lease.num_announced += 1
-        is_last = chunk.end_token == lease.end_token
-        self._say(
-            lease,
-            FillEvent(
-                kind="written",
-                chunk=chunk.index,
-                start_token=chunk.start_token,
-                end_token=chunk.end_token,
-                digests=digests,
-                computed_tokens=lease.timings.computed_tokens if is_last else None,
-            ),
-        )
+        self._say(lease, chunk.report(digests))
 
     def _stop(self, lease: Lease, why: str) -> None:
         if lease.state is LeaseState.ACTIVE:

@@ -47,8 +47,10 @@ class Jobs(Protocol):
         """Creates a job; `Filler.on_progress` is to be called as its pages become ready."""
         ...
 
-    def queued_s(self, job: FillJob) -> float:
-        """Seconds that a job waited before it was worked on."""
+    def waits_s(self, job: FillJob) -> tuple[float, float]:
+        """Seconds from its begin until a job was admitted, and until its first step was planned;
+        0 each: it did not wait.
+        """
         ...
 
     def end(self, job: FillJob) -> None:

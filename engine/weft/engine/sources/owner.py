@@ -37,6 +37,7 @@ from weft.engine.sources.fill import Fill, FillCounters, FillListener, FillState
 from weft.engine.sources.fill_queue import FillQueue
 from weft.engine.sources.landing import DirectLanding, Landing, StagedLanding
 from weft.engine.sources.quarantine import QuarantineWatch
+from weft.engine.transfer.nixl_wire import Notification
 
 logger = logging.getLogger(__name__)
 
@@ -190,24 +191,32 @@ class OwnerFills:
         if event.kind in ("stopped", "done", "declined", "failed", "broken"):
             self._on_end_event(fill, event)
         elif fill.state in (FillState.STOPPING, FillState.ACCEPTED):
-            self.counters.stale_events += 1
+            self.counters.stale_events += not fill.note_repeat(event)
         elif event.kind == "accepted":
             self._on_accepted(fill, event)
         elif event.kind == "written":
-            self._on_written(fill, event)
+            if not fill.note_repeat(event):
+                self._on_written(fill, event, is_told=True)
         elif event.kind == "data":
             self._on_data(fill, event)
 
-    def on_notification(self, owner_epoch: int, lease_id: bytes, chunk: int) -> None:
-        """Handles a NIXL notification: a chunk's bytes have arrived, perhaps before its event."""
-        fill = self._fills.get(lease_id)
+    def on_notification(self, arrived: Notification) -> None:
+        """Handles a NIXL notification: a chunk's bytes have arrived, perhaps before its event,
+        which the notification may carry.
+        """
+        fill = self._fills.get(arrived.lease_id)
         is_over = fill is None or fill.state in (FillState.STOPPING, FillState.ACCEPTED)
-        if fill is None or is_over or owner_epoch != self._epoch:
+        if fill is None or is_over or arrived.owner_epoch != self._epoch:
             self.counters.stale_events += 1
             return
-        fill.chunk(chunk).is_notified = True
+        chunk = fill.chunk(arrived.chunk)
+        chunk.is_notified = True
         fill.record.arrived_s = self._since_submit(fill)
-        self._progress(fill, chunk)
+        # Before word of the lease, its own event is waited for.
+        if arrived.report is not None and fill.state is FillState.ACTIVE and chunk.digests is None:
+            self._on_written(fill, arrived.report, is_told=False)
+        else:
+            self._progress(fill, arrived.chunk)
 
     def on_digested(self, lease_id: bytes, chunk: int, actual: list[int]) -> None:
         """Handles digests of pages in the pool; accepts the chunk or fails the fill."""
@@ -217,6 +226,7 @@ class OwnerFills:
             return
         known = fill.chunks[chunk]
         assert known.digests is not None
+        fill.record.checked_s = self._since_submit(fill)
         is_equal = actual == known.digests or not self._config.page_digests
         if not is_equal:
             self.counters.digest_mismatches += 1
@@ -284,6 +294,12 @@ class OwnerFills:
     def awaits_arrival(self) -> bool:
         """Whether some chunk lacks only its notification."""
         return any(fill.awaits_arrival for fill in self._fills.values())
+
+    @property
+    def may_be_notified(self) -> bool:
+        """Whether some filler writes over NIXL."""
+        fills = self._fills.values()
+        return any(fill.uses_nixl and fill.state is FillState.ACTIVE for fill in fills)
 
     @property
     def open_fills(self) -> Iterable[Fill]:
@@ -422,13 +438,13 @@ class OwnerFills:
         request.candidates[0] = replace(request.candidates[0], match_tokens=end_token)
         return True
 
-    def _on_written(self, fill: Fill, event: FillEvent) -> None:
+    def _on_written(self, fill: Fill, event: FillEvent, *, is_told: bool) -> None:
         if not fill.can_be_written(event, self._config.page_size):
             self._fail(fill, f"malformed report of chunk {event.chunk}")
             return
         chunk = fill.chunk(event.chunk)
         chunk.start_token, chunk.end_token = event.start_token, event.end_token
-        chunk.digests = event.digests
+        chunk.digests, chunk.is_told = event.digests, is_told
         if event.computed_tokens is not None:
             fill.record.computed_tokens = event.computed_tokens
         fill.record.announced_s = self._since_submit(fill)

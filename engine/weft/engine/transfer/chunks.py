@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.engine.base.clock import Clock
-from weft.engine.protocol.handle import NixlTargetInfo
+from weft.engine.protocol.handle import FillEvent, NixlTargetInfo
 
 RAN_OUT = "the lease ran out"
 
@@ -53,6 +53,19 @@ class ShipChunk:
     owner_epoch: int
     term: LeaseTerm
     """Term of the lease: nothing of the chunk is posted once it is over."""
+    computed_tokens: int | None = None
+    """Of the last chunk: prompt tokens that the filler computed."""
+
+    def report(self, digests: list[int]) -> FillEvent:
+        """The event that tells the owner of the chunk."""
+        return FillEvent(
+            kind="written",
+            chunk=self.index,
+            start_token=self.start_token,
+            end_token=self.end_token,
+            digests=digests,
+            computed_tokens=self.computed_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,11 @@ class ShipResult:
     lease_id: bytes
     index: int
     digests: list[int] = field(default_factory=list)
+    digest_s: float = 0.0
+    """Duration of the digesting."""
     posted_at: float = 0.0
+    """When the post of the write began, right behind the digesting."""
+    post_ended_at: float = 0.0
     completed_at: float = 0.0
     error: str = ""
     needs_fence: bool = False

@@ -52,11 +52,18 @@ class Lanes:
 
 
 class DeviceMove:
-    """A `StagingMove`: the event after the copies, and the host memory that will hold digests."""
+    """A `StagingMove`: the events after the copies and after the digests, and the host memory that
+    will hold these.
+    """
 
     def __init__(
-        self, event: torch.cuda.Event | None, digests: torch.Tensor, staged: Sequence[int]
+        self,
+        copied: torch.cuda.Event | None,
+        event: torch.cuda.Event | None,
+        digests: torch.Tensor,
+        staged: Sequence[int],
     ) -> None:
+        self._copied = copied
         self._event = event
         self._digests = digests
         self._staged = staged
@@ -74,6 +81,13 @@ class DeviceMove:
         """See `StagingMove.digests`."""
         found: list[int] = self._digests.numpy()[list(self._staged)].view(np.uint64).tolist()
         return found
+
+    def digest_s(self) -> float:
+        """See `StagingMove.digest_s`."""
+        if self._copied is None or self._event is None:
+            return 0.0
+        took_ms: float = self._copied.elapsed_time(self._event)
+        return took_ms / 1e3
 
 
 class PageMover:
@@ -145,6 +159,7 @@ class PageMover:
     def _finish(
         self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int], with_digests: bool
     ) -> DeviceMove:
+        copied = lane.event()
         if with_digests:
             digests = page_digests(self._pool, numbers)
             for at, page, count in _runs(staged, 0, len(staged)):
@@ -153,7 +168,7 @@ class PageMover:
                 )
         else:
             self._digests[list(staged)] = 0
-        return DeviceMove(lane.event(), self._digests, staged)
+        return DeviceMove(copied, lane.event(), self._digests, staged)
 
     def _try(self, area: StagingArea) -> None:
         """Sends random bytes into the null page and back, and compares bytes and digests."""
@@ -213,7 +228,9 @@ class _Lane:
         if self._stream is None:
             return None
         # A blocking event lets a waiting thread sleep.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=True, blocking=True
+        )
         event.record(self._stream)
         return event
 

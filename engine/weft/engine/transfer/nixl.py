@@ -31,6 +31,7 @@ from weft.engine.transfer.nixl_binding import is_destroyed, load_binding, nixl_a
 from weft.engine.transfer.nixl_peer import Operation, PeerKey, TransferHandle, new_agent_name
 from weft.engine.transfer.nixl_pool import PeerPool
 from weft.engine.transfer.nixl_wire import (
+    MAX_NOTIFIED_DIGESTS,
     NoOneSidedLane,
     Notification,
     PoolRegion,
@@ -162,6 +163,7 @@ class ReceiveAgent:
             num_pages=region.num_pages,
             device_id=region.device_id,
             memory_type=region.memory_type,
+            max_notified_digests=MAX_NOTIFIED_DIGESTS,
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.base.errors import WeftError
-from weft.engine.protocol.handle import LEASE_ID_BYTES, NixlTargetInfo
+from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.transfer.digest import WORD_BYTES
 
 MAX_METADATA_BYTES = 64 << 10
@@ -19,8 +19,15 @@ MAX_PAGES = 2**31 - 1
 """Page numbers reach NIXL as 32-bit integers."""
 MEMORY_TYPES = ("DRAM", "VRAM")
 
+MAX_NOTIFIED_DIGESTS = 512
+"""Most digests in a notification: UCX sends small messages at once, and NIXL no others."""
+
 _NOTIFICATION = struct.Struct("<4sQ16sI")
 _MAGIC = b"WFN1"
+_REPORT = struct.Struct("<III")
+_REPORT_MAGIC = b"WFN2"
+_NO_COUNT = 2**32 - 1
+_DIGEST_BYTES = 8
 
 
 class TransferError(WeftError):
@@ -64,18 +71,40 @@ class Notification:
     """Lease id, 16 bytes."""
     chunk: int
     """Number of the chunk in the fill, from 0."""
+    report: FillEvent | None = None
+    """The chunk's `written` event, where the notification carries it."""
 
     @classmethod
     def parse(cls, message: bytes) -> Notification | None:
         """The notification in `message`, or None if it is not one."""
-        if len(message) != _NOTIFICATION.size or not message.startswith(_MAGIC):
+        head, rest = message[: _NOTIFICATION.size], message[_NOTIFICATION.size :]
+        if len(head) != _NOTIFICATION.size:
             return None
-        _, owner_epoch, lease_id, chunk = _NOTIFICATION.unpack(message)
-        return cls(owner_epoch, lease_id, chunk)
+        magic, owner_epoch, lease_id, chunk = _NOTIFICATION.unpack(head)
+        if magic == _MAGIC and not rest:
+            return cls(owner_epoch, lease_id, chunk)
+        num_digests, odd = divmod(len(rest) - _REPORT.size, _DIGEST_BYTES)
+        if magic != _REPORT_MAGIC or odd or not 0 < num_digests <= MAX_NOTIFIED_DIGESTS:
+            return None
+        start_token, end_token, computed = _REPORT.unpack_from(rest)
+        report = FillEvent(
+            kind="written",
+            chunk=chunk,
+            start_token=start_token,
+            end_token=end_token,
+            digests=list(struct.unpack_from(f"<{num_digests}Q", rest, _REPORT.size)),
+            computed_tokens=None if computed == _NO_COUNT else computed,
+        )
+        return cls(owner_epoch, lease_id, chunk, report)
 
 
-def encode_notification(owner_epoch: int, lease_id: bytes, chunk: int) -> bytes:
-    """Encodes a notification, 32 bytes: magic, epoch (u64), lease, chunk (u32), little-endian.
+def encode_notification(
+    owner_epoch: int, lease_id: bytes, chunk: int, report: FillEvent | None = None
+) -> bytes:
+    """Encodes a notification: magic, epoch (u64), lease, chunk (u32), little-endian, 32 bytes.
+
+    With the chunk's report its range (2 u32), the computed tokens (u32, or all ones) and its
+    digests (u64 each, 1 to `MAX_NOTIFIED_DIGESTS`) follow.
 
     Raises:
         ValueError: A field is out of its range.
@@ -83,7 +112,15 @@ def encode_notification(owner_epoch: int, lease_id: bytes, chunk: int) -> bytes:
     if len(lease_id) != LEASE_ID_BYTES:
         raise ValueError(f"lease_id must have {LEASE_ID_BYTES} bytes, not {len(lease_id)}")
     try:
-        return _NOTIFICATION.pack(_MAGIC, owner_epoch, lease_id, chunk)
+        if report is None:
+            return _NOTIFICATION.pack(_MAGIC, owner_epoch, lease_id, chunk)
+        digests = report.digests
+        if not 0 < len(digests) <= MAX_NOTIFIED_DIGESTS:
+            raise ValueError(f"{len(digests)} digests in a notification")
+        head = _NOTIFICATION.pack(_REPORT_MAGIC, owner_epoch, lease_id, chunk)
+        computed = _NO_COUNT if report.computed_tokens is None else report.computed_tokens
+        about = _REPORT.pack(report.start_token, report.end_token, computed)
+        return head + about + struct.pack(f"<{len(digests)}Q", *digests)
     except struct.error as error:
         raise ValueError(f"notification out of range: {error}") from error
 

@@ -19,6 +19,7 @@ from weft.engine.transfer.nixl import (
     TransferHandle,
     encode_notification,
 )
+from weft.engine.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
 from weft.engine.transfer.source import PageSource, Reading
 
 logger = logging.getLogger(__name__)
@@ -210,13 +211,16 @@ class ShipThread:
         """Posts a chunk's write; None: all of it has been sent."""
         chunk, result = read.chunk, read.result
         result.digests = read.reading.digests()
+        result.digest_s = read.reading.digest_s()
         result.posted_at = time.monotonic()
         if faults.SHIP_POST.is_armed and self._is_faulty(read):
             return None
         if chunk.target is not None:
-            return self._post(read)
+            handle = self._post(read)
+            result.post_ended_at = time.monotonic()
+            return handle
         self._send_data(read)
-        result.completed_at = time.monotonic()
+        result.post_ended_at = result.completed_at = time.monotonic()
         return None
 
     def _is_faulty(self, read: _Read) -> bool:
@@ -237,12 +241,15 @@ class ShipThread:
         chunk = read.chunk
         assert self._agents is not None, "a NIXL fill was accepted without NIXL"
         assert chunk.target is not None
+        digests = read.result.digests
+        is_notified = len(digests) <= min(chunk.target.max_notified_digests, MAX_NOTIFIED_DIGESTS)
+        report = chunk.report(digests) if is_notified else None
         return self._agents.write(
             (chunk.owner_id, chunk.owner_epoch),
             chunk.target,
             read.reading.pages,
             chunk.remote_pages,
-            encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index),
+            encode_notification(chunk.owner_epoch, chunk.lease_id, chunk.index, report),
             lambda: _check_term(chunk),
         )
 

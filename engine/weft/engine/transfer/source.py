@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from weft.engine.base.clock import monotonic
 from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digest import digest_pages
 
@@ -28,6 +29,10 @@ class Reading(Protocol):
 
     def digests(self) -> list[int]:
         """Digests of the pages as they lie in the pool, once ready; 0 each if none are computed."""
+        ...
+
+    def digest_s(self) -> float:
+        """Seconds that digesting took, once ready."""
         ...
 
 
@@ -64,9 +69,10 @@ class PageSource(Protocol):
 class DirectReading:
     """A `Reading` of pages that are shipped from the pool itself."""
 
-    def __init__(self, pages: Sequence[int], digests: list[int]) -> None:
+    def __init__(self, pages: Sequence[int], digests: list[int], digest_s: float = 0.0) -> None:
         self.pages = pages
         self._digests = digests
+        self._digest_s = digest_s
 
     def is_done(self) -> bool:
         """See `Reading.is_done`."""
@@ -75,6 +81,10 @@ class DirectReading:
     def digests(self) -> list[int]:
         """See `Reading.digests`."""
         return self._digests
+
+    def digest_s(self) -> float:
+        """See `Reading.digest_s`."""
+        return self._digest_s
 
 
 class DirectSource:
@@ -96,8 +106,11 @@ class DirectSource:
         """See `PageSource.begin`; computes the digests at once."""
         if not self._has_digests:
             return DirectReading(pages, [0] * len(pages))
-        known = digests or digest_pages(self._pool, pages).tolist()
-        return DirectReading(pages, list(known))
+        if digests:
+            return DirectReading(pages, list(digests))
+        began_at = monotonic()
+        found = digest_pages(self._pool, pages).tolist()
+        return DirectReading(pages, found, monotonic() - began_at)
 
     def end(self, reading: Reading) -> None:
         """See `PageSource.end`."""

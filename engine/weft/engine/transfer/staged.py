@@ -42,6 +42,10 @@ class StagingMove(Protocol):
         """Digests of the pages as they lie in the pool, once done; 0 each if not requested."""
         ...
 
+    def digest_s(self) -> float:
+        """Seconds that the device took for them, once done."""
+        ...
+
 
 class StagingMover(Protocol):
     """Copies between pool and staging area (`weft.engine.transfer.mover`)."""
@@ -81,6 +85,7 @@ class StagedReading:
         self.pages = pages
         self.is_done = move.is_done
         self.digests = move.digests
+        self.digest_s = move.digest_s
 
 
 class StagedSource:

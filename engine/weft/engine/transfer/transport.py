@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.nixl import (
+    Notification,
     ReceiveAgent,
     SendAgents,
     TransferError,
@@ -41,6 +42,7 @@ class Transport:
         self.memory_type = "DRAM"
         """Memory type of the exchange, as NIXL names it."""
         self._receiver: ReceiveAgent | None = None
+        self._arrived: list[Notification] = []
         self._senders: SendAgents | None = None
         if config.transport != "data":
             self._open_nixl(config, exchange)
@@ -70,11 +72,17 @@ class Transport:
         """Transports that this engine can use, best first."""
         return ["nixl", "data"] if self._receiver else ["data"]
 
-    def notifications(self) -> Iterator[tuple[int, bytes, int]]:
-        """The NIXL notifications that arrived, as (owner epoch, lease, chunk)."""
+    def has_arrived(self) -> bool:
+        """Whether `notifications` has some; takes microseconds."""
         if self._receiver is not None:
-            for found in self._receiver.poll():
-                yield found.owner_epoch, found.lease_id, found.chunk
+            self._arrived += self._receiver.poll()
+        return bool(self._arrived)
+
+    def notifications(self) -> Sequence[Notification]:
+        """The NIXL notifications that arrived since the last call."""
+        self.has_arrived()
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def fence(self) -> None:
         """Cuts every connection into the pool: nothing sent before can arrive."""

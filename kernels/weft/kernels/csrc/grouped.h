@@ -1,6 +1,6 @@
 /* Weights of 4 or 8 bits whose scales, and offsets if they have any, belong to groups along K:
  * a weight is scale * number + offset, where numbers of 4 bits are 0 to 15, or without offsets -8 to
- * 7, kept as number + 8.
+ * 7, kept as number + 8, or twice the numbers of MXFP4 (e2m1), which are whole.
  *
  * Numbers of 4 bits lie in a panel [eights along K][2 halves of 16 columns]
  * [16 columns][2][4 numbers], which are two words of 16 bits a column: number j of word p is at
@@ -18,6 +18,9 @@
 #include "team.h"
 
 #define LARGEST_GROUP 256
+
+/* What 4 bits stand for. */
+enum { FOURS = 0, FOURS_LESS_8 = 8, FOURS_E2M1 = 16 };
 
 static long groups_along(long n, long group) { return (n + group - 1) / group; }
 static long eights_of(long n) { return (n + 7) / 8; }
@@ -61,18 +64,30 @@ INLINE vf load_scales(const void *scales, int is_half, long at) {
 }
 
 #if VL == 16 && defined(__AVX512BW__)
-/* What each 4 bits are in bfloat16, less `centre` (0 or 8); an index is taken modulo 32. */
-INLINE __m512i bf16_of_fours(int centre) {
+/* What each 4 bits are in bfloat16; an index is taken modulo 32. */
+INLINE __m512i bf16_of_fours(int kind) {
+  ALIGNED static const uint16_t e2m1[16] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, /* 0 1 2 3 4 6 8 12 */
+      0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
   ALIGNED static const uint16_t table[24] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, /* -8 to -1 */
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, /* 0 to 7 */
       0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170}; /* 8 to 15 */
-  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(table + 8 - centre)));
+  const uint16_t *from = kind == FOURS_E2M1 ? e2m1 : table + 8 - kind;
+  return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)from));
 }
 #endif
 
+/* VL of the numbers, each in the lowest 4 bits of a word. */
+INLINE vf floats_of_fours(int kind, vi fours) {
+  if (kind != FOURS_E2M1) return __builtin_convertvector(fours - kind, vf);
+  const vi size = fours & 7, sign = -(fours >> 3); /* Of a sign and two bits of exponent, one of mantissa. */
+  const vi whole = (((size > 1) & 2) + (size & 1)) << ((size >> 1) + (size > 1));
+  return __builtin_convertvector((whole ^ sign) - sign, vf);
+}
+
 /* Words of bfloat16 or float32 of some eights of a panel. `next`: see `unpack_pairs`. */
-static void unpack_fours(const int is_bf16, int centre, long eights, const uint32_t *panel,
+static void unpack_fours(const int is_bf16, int kind, long eights, const uint32_t *panel,
                          const uint32_t *next, uint32_t *words) {
   for (long i = 0; i < eights; i++, panel += PANEL) {
     if (next != NULL) {
@@ -81,7 +96,7 @@ static void unpack_fours(const int is_bf16, int centre, long eights, const uint3
     }
 #if VL == 16 && defined(__AVX512BW__)
     if (is_bf16) {
-      const __m512i table = bf16_of_fours(centre);
+      const __m512i table = bf16_of_fours(kind);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         const __m512i fours = _mm512_loadu_si512(panel + v * 16);
@@ -97,8 +112,8 @@ static void unpack_fours(const int is_bf16, int centre, long eights, const uint3
     for (int c = 0; c < PANEL; c += VL) {
       const vu fours = *(const vu *)(panel + c);
       for (int j = 0; j < 4; j++) {
-        const vf first = __builtin_convertvector((vi)(fours >> (4 * j) & 15u) - centre, vf);
-        const vf second = __builtin_convertvector((vi)(fours >> (4 * j + 16) & 15u) - centre, vf);
+        const vf first = floats_of_fours(kind, (vi)(fours >> (4 * j) & 15u));
+        const vf second = floats_of_fours(kind, (vi)(fours >> (4 * j + 16) & 15u));
         const long s = 4 * i + j;
         if (is_bf16) {
           *(vu *)(words + s * PANEL + c) = ((vu)first >> 16) | ((vu)second & 0xffff0000u);
@@ -214,10 +229,10 @@ INLINE void amx_fours_step(__m512i table, const float *even, const float *odd, i
 /* A row of `n` numbers times a panel of 4 bits, group by group, its scales beginning at `at`: equal
  * to the bit to the tiles of its words. `sums`: null without offsets. The panel `ahead` words behind
  * is asked for meanwhile, if that is not 0. */
-INLINE void amx_fours_row(const int has_offsets, const int is_half, const bf16 *a, long n,
+INLINE void amx_fours_row(const int has_offsets, const int is_half, int kind, const bf16 *a, long n,
                           long group, const uint32_t *panel, long ahead, const void *scales,
                           long at, const float *sums, float *tile) {
-  const __m512i table = bf16_of_fours(has_offsets ? 0 : 8);
+  const __m512i table = bf16_of_fours(kind);
   __m512 total[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
   for (long from = 0; from < n; from += group) {
     const long end = from + group < n ? from + group : n;

@@ -28,6 +28,7 @@ typedef struct {
   const void *group_scales;
   int32_t has_offsets;
   int32_t is_half;
+  int32_t is_e2m1; /* of 4 bits, without offsets */
 } Weight;
 
 /* Rows from which on the next panel is prefetched. With few rows the memory is the limit: there an
@@ -42,6 +43,10 @@ static int prefetch_from(void) {
 
 static long words_of(const Weight *w) {
   return w->is_bf16 ? (w->in_features + 1) / 2 : w->in_features;
+}
+static int kind_of_fours(const Weight *w) {
+  if (w->is_e2m1) return FOURS_E2M1;
+  return w->has_offsets ? FOURS : FOURS_LESS_8;
 }
 static long pairs_of(const Weight *w) { return (w->in_features + 1) / 2; }
 /* Words of 32 bits of one panel. */
@@ -322,15 +327,16 @@ static void grouped_row(const Weight *w, Input input, long p, int asks, float *t
   const long at = p * groups_along(n, group) * (w->has_offsets ? 2 : 1) * PANEL;
   const uint32_t *panel = w->panels + p * panel_words(w);
   const void *scales = w->group_scales;
+  const int kind = kind_of_fours(w);
   flush_subnormals(amx);
   if (w->has_offsets && w->is_half)
-    amx_fours_row(1, 1, row, n, group, panel, ahead, scales, at, input.sums, tile);
+    amx_fours_row(1, 1, FOURS, row, n, group, panel, ahead, scales, at, input.sums, tile);
   else if (w->has_offsets)
-    amx_fours_row(1, 0, row, n, group, panel, ahead, scales, at, input.sums, tile);
+    amx_fours_row(1, 0, FOURS, row, n, group, panel, ahead, scales, at, input.sums, tile);
   else if (w->is_half)
-    amx_fours_row(0, 1, row, n, group, panel, ahead, scales, at, NULL, tile);
+    amx_fours_row(0, 1, kind, row, n, group, panel, ahead, scales, at, NULL, tile);
   else
-    amx_fours_row(0, 0, row, n, group, panel, ahead, scales, at, NULL, tile);
+    amx_fours_row(0, 0, kind, row, n, group, panel, ahead, scales, at, NULL, tile);
 }
 #endif
 
@@ -354,7 +360,7 @@ static void two_groups_product(const Weight *w, Input input, long m, long first_
   for (int i = 0; i < 2; i++)
     of[i] = scales_of_group(w->group_scales, w->is_half, w->has_offsets, 1.0f,
                             (p * groups + g + i) * step);
-  unpack_fours(1, w->has_offsets ? 0 : 8, 2 * w->group / 8, at,
+  unpack_fours(1, kind_of_fours(w), 2 * w->group / 8, at,
                asks ? at + panel_words(w) : NULL, words);
   set_up_amx(amx, AMX_ROWS);
   const long first = block_begin(w, m, first_block), end = block_begin(w, m, last_block);
@@ -381,7 +387,7 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
   ALIGNED uint32_t words[LARGEST_GROUP * PANEL];
   ALIGNED float part[MOST_TILE_ROWS * PANEL];
   float own_sums[MOST_TILE_ROWS];
-  const int centre = w->has_offsets ? 0 : 8;
+  const int kind = kind_of_fours(w);
   for (long g = 0; g < groups; g++) {
 #if HAS_AMX
     if (takes_two_groups(w, input, m, first_block, last_block, g)) {
@@ -408,7 +414,7 @@ static void grouped_product(const Weight *w, Input input, long m, long first_blo
     }
 #endif
     if (w->bits == 4)
-      unpack_fours(is_bf16, centre, eights_of(numbers), at, next, words);
+      unpack_fours(is_bf16, kind, eights_of(numbers), at, next, words);
     else
       unpack_pairs(is_bf16, (numbers + 1) / 2, (const int8_t *)at, (const int8_t *)next, words);
     for (long block = first_block; block < last_block; block++) {

@@ -36,6 +36,10 @@ class _PoolOutputEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolOutput
     """Values of the model's classification head."""
     POOL_OUTPUT_LABEL_LOGITS: _PoolOutput.ValueType  # 4
     """Logits of `label_ids` for the token behind the prompt."""
+    POOL_OUTPUT_SPARSE: _PoolOutput.ValueType  # 5
+    """The lexical weight of each token: one number."""
+    POOL_OUTPUT_MULTI_VECTOR: _PoolOutput.ValueType  # 6
+    """One vector for each token, from a head of its own."""
 
 class PoolOutput(_PoolOutput, metaclass=_PoolOutputEnumTypeWrapper):
     """What is made of a prompt's hidden states."""
@@ -49,6 +53,10 @@ POOL_OUTPUT_CLASSES: PoolOutput.ValueType  # 3
 """Values of the model's classification head."""
 POOL_OUTPUT_LABEL_LOGITS: PoolOutput.ValueType  # 4
 """Logits of `label_ids` for the token behind the prompt."""
+POOL_OUTPUT_SPARSE: PoolOutput.ValueType  # 5
+"""The lexical weight of each token: one number."""
+POOL_OUTPUT_MULTI_VECTOR: PoolOutput.ValueType  # 6
+"""One vector for each token, from a head of its own."""
 Global___PoolOutput: _TypeAlias = PoolOutput  # noqa: Y015
 
 @_typing.final

@@ -95,6 +95,16 @@ class GatewayServiceStub:
                 request_serializer=weft_dot_v1_dot_gateway__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_gateway__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/weft.v1.GatewayService/DrainWorker',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.UndrainWorker = channel.unary_unary(
+                '/weft.v1.GatewayService/UndrainWorker',
+                request_serializer=weft_dot_v1_dot_gateway__pb2.UndrainWorkerRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_gateway__pb2.UndrainWorkerResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/weft.v1.GatewayService/LoadAdapter',
                 request_serializer=weft_dot_v1_dot_gateway__pb2.LoadAdapterRequest.SerializeToString,
@@ -201,6 +211,22 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a worker out of service: it refuses new work, and its waiting requests go to other workers.
+        The worker stays up, and drains until it is restarted or put back. Answers when nothing runs on
+        it, or after the time-out; it drains in both cases.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainWorker(self, request, context):
+        """Puts a drained worker back into service.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Registers an adapter and answers once all serving workers of its model hold it: from then on
         requests can name it. When one of them cannot load it, or the time runs out, what was there
@@ -287,6 +313,16 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=weft_dot_v1_dot_gateway__pb2.GetFleetRequest.FromString,
                     response_serializer=weft_dot_v1_dot_gateway__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'UndrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainWorker,
+                    request_deserializer=weft_dot_v1_dot_gateway__pb2.UndrainWorkerRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_gateway__pb2.UndrainWorkerResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -629,6 +665,60 @@ class GatewayService:
             '/weft.v1.GatewayService/GetFleet',
             weft_dot_v1_dot_gateway__pb2.GetFleetRequest.SerializeToString,
             weft_dot_v1_dot_gateway__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/DrainWorker',
+            weft_dot_v1_dot_gateway__pb2.DrainWorkerRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.GatewayService/UndrainWorker',
+            weft_dot_v1_dot_gateway__pb2.UndrainWorkerRequest.SerializeToString,
+            weft_dot_v1_dot_gateway__pb2.UndrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,13 @@ class GatewayServiceStub:
     """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetFleetRequest, _gateway_pb2.GetFleetResponse]
     """The workers as this gateway sees them."""
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DrainWorkerRequest, _gateway_pb2.DrainWorkerResponse]
+    """Takes a worker out of service: it refuses new work, and its waiting requests go to other workers.
+    The worker stays up, and drains until it is restarted or put back. Answers when nothing runs on
+    it, or after the time-out; it drains in both cases.
+    """
+    UndrainWorker: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.UndrainWorkerRequest, _gateway_pb2.UndrainWorkerResponse]
+    """Puts a drained worker back into service."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.LoadAdapterRequest, _gateway_pb2.LoadAdapterResponse]
     """Registers an adapter and answers once all serving workers of its model hold it: from then on
     requests can name it. When one of them cannot load it, or the time runs out, what was there
@@ -102,6 +109,13 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetFleetRequest, _gateway_pb2.GetFleetResponse]  # type: ignore[assignment]
     """The workers as this gateway sees them."""
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DrainWorkerRequest, _gateway_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out of service: it refuses new work, and its waiting requests go to other workers.
+    The worker stays up, and drains until it is restarted or put back. Answers when nothing runs on
+    it, or after the time-out; it drains in both cases.
+    """
+    UndrainWorker: _aio.UnaryUnaryMultiCallable[_gateway_pb2.UndrainWorkerRequest, _gateway_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
+    """Puts a drained worker back into service."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.LoadAdapterRequest, _gateway_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Registers an adapter and answers once all serving workers of its model hold it: from then on
     requests can name it. When one of them cannot load it, or the time runs out, what was there
@@ -214,6 +228,25 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetFleetResponse, _abc.Awaitable[_gateway_pb2.GetFleetResponse]]:
         """The workers as this gateway sees them."""
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _gateway_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DrainWorkerResponse, _abc.Awaitable[_gateway_pb2.DrainWorkerResponse]]:
+        """Takes a worker out of service: it refuses new work, and its waiting requests go to other workers.
+        The worker stays up, and drains until it is restarted or put back. Answers when nothing runs on
+        it, or after the time-out; it drains in both cases.
+        """
+
+    @_abc_1.abstractmethod
+    def UndrainWorker(
+        self,
+        request: _gateway_pb2.UndrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.UndrainWorkerResponse, _abc.Awaitable[_gateway_pb2.UndrainWorkerResponse]]:
+        """Puts a drained worker back into service."""
 
     @_abc_1.abstractmethod
     def LoadAdapter(

@@ -203,6 +203,7 @@ class NixlTarget(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     MEMORY_TYPE_FIELD_NUMBER: _builtins.int
+    MAX_NOTIFIED_DIGESTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the nixl package; must equal the filler's."""
     agent_name: _builtins.str
@@ -218,6 +219,8 @@ class NixlTarget(_message.Message):
     device_id: _builtins.int
     memory_type: _builtins.str
     """"DRAM" or "VRAM"."""
+    max_notified_digests: _builtins.int
+    """Most digests that a chunk's NIXL notification may carry; 0: none. `written` has them anyway."""
     def __init__(
         self,
         *,
@@ -230,10 +233,11 @@ class NixlTarget(_message.Message):
         num_pages: _builtins.int = ...,
         device_id: _builtins.int = ...,
         memory_type: _builtins.str = ...,
+        max_notified_digests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_metadata_digest", b"agent_metadata_digest", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory_type", b"memory_type", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_metadata_digest", b"agent_metadata_digest", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "max_notified_digests", b"max_notified_digests", "memory_type", b"memory_type", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -328,6 +328,7 @@ class GetStoreInfoResponse(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     TRANSPORT_DETAIL_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    ADMIN_PORT_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     """Stable over restarts."""
     epoch: _builtins.int
@@ -336,6 +337,8 @@ class GetStoreInfoResponse(_message.Message):
     page_bytes: _builtins.int
     """0 until the first put."""
     transport_detail: _builtins.str
+    admin_port: _builtins.int
+    """Its operators' port, on the host of its address; 0: it has none."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports that it can use, best first: "nixl", "data"."""
@@ -354,10 +357,11 @@ class GetStoreInfoResponse(_message.Message):
         transports: _abc.Iterable[_builtins.str] | None = ...,
         transport_detail: _builtins.str = ...,
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        admin_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "epoch", b"epoch", "page_bytes", b"page_bytes", "store_id", b"store_id", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin_port", b"admin_port", "arena_bytes", b"arena_bytes", "epoch", b"epoch", "page_bytes", b"page_bytes", "store_id", b"store_id", "transport_detail", b"transport_detail", "transports", b"transports", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

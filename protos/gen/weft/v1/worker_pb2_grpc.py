@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=weft_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=weft_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/weft.v1.WorkerService/Undrain',
+                request_serializer=weft_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
         self.ReportExit = channel.unary_unary(
                 '/weft.v1.WorkerService/ReportExit',
                 request_serializer=weft_dot_v1_dot_worker__pb2.ReportExitRequest.SerializeToString,
@@ -88,7 +93,14 @@ class WorkerServiceServicer:
     def Drain(self, request, context):
         """Makes the worker refuse new work and hand back waiting requests. After the time-out running
         requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
-        idle.
+        idle, or takes work again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Makes a drained worker take work again; UNAVAILABLE when it is shutting down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +147,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=weft_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=weft_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=weft_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
             ),
             'ReportExit': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportExit,
@@ -234,6 +251,33 @@ class WorkerService:
             '/weft.v1.WorkerService/Drain',
             weft_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             weft_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weft.v1.WorkerService/Undrain',
+            weft_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            weft_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

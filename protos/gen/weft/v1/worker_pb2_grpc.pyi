@@ -40,8 +40,10 @@ class WorkerServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Makes the worker refuse new work and hand back waiting requests. After the time-out running
     requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
-    idle.
+    idle, or takes work again.
     """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
+    """Makes a drained worker take work again; UNAVAILABLE when it is shutting down."""
     ReportExit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReportExitRequest, _worker_pb2.ReportExitResponse]
     """A supervisor reports that a process incarnation is gone, which ends the quarantine of its
     fills.
@@ -67,8 +69,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Makes the worker refuse new work and hand back waiting requests. After the time-out running
     requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
-    idle.
+    idle, or takes work again.
     """
+    Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Makes a drained worker take work again; UNAVAILABLE when it is shutting down."""
     ReportExit: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReportExitRequest, _worker_pb2.ReportExitResponse]  # type: ignore[assignment]
     """A supervisor reports that a process incarnation is gone, which ends the quarantine of its
     fills.
@@ -109,8 +113,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Makes the worker refuse new work and hand back waiting requests. After the time-out running
         requests are handed back too, and gateways resume them elsewhere. Answers when the worker is
-        idle.
+        idle, or takes work again.
         """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
+        """Makes a drained worker take work again; UNAVAILABLE when it is shutting down."""
 
     @_abc_1.abstractmethod
     def ReportExit(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 from grpc_reflection.v1alpha import reflection
 from weft.common.faults import faults_to_proto, spec_from_proto
-from weft.common.rpc.authorize import OPERATORS, AuthorizeInterceptor
+from weft.common.rpc.authorize import OPERATORS, RELAYED, AuthorizeInterceptor
 from weft.common.rpc.errors import abort
 from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port
@@ -92,7 +92,7 @@ class AdminServer:
         assert settings.admin_token_file is not None, "checked with the settings"
         token = read_token(settings.admin_token_file)
         self._identity = identity
-        authorize = () if identity is None else (AuthorizeInterceptor(among=OPERATORS),)
+        authorize = () if identity is None else (AuthorizeInterceptor(OPERATORS, RELAYED),)
         self.grpc = grpc.aio.server(
             interceptors=(*authorize, TokenInterceptor(token), ErrorInterceptor()),
             options=(

@@ -33,6 +33,8 @@ MAX_TIMEOUT_S = 86_400.0
 OUTPUTS: Mapping[decode_pb2.PoolOutput.ValueType, Output] = {
     decode_pb2.POOL_OUTPUT_EMBEDDING: "embedding",
     decode_pb2.POOL_OUTPUT_TOKEN_EMBEDDINGS: "token_embeddings",
+    decode_pb2.POOL_OUTPUT_SPARSE: "sparse",
+    decode_pb2.POOL_OUTPUT_MULTI_VECTOR: "multi_vector",
     decode_pb2.POOL_OUTPUT_CLASSES: "classes",
     decode_pb2.POOL_OUTPUT_LABEL_LOGITS: "label_logits",
 }

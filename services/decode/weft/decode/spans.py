@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.common.telemetry.spans import (
@@ -162,17 +162,32 @@ def _prompt_stages(opened: _Open, request_id: str, timeline: Timeline) -> Iterat
         if fill.lease_id:
             span.context = opened.context.child(lease_span_id(bytes.fromhex(fill.lease_id)))
         yield span
-        if fill.arrived_s and fill.announced_s:
-            begin_s = max(fill.arrived_s, fill.announced_s)
-            check = stage("check", begin_s, max(begin_s, fill.end_s), {})
-            check.parent_id = span.context.span_id
-            yield check
+        for part in _arrival_stages(stage, fill):
+            part.parent_id = span.context.span_id
+            yield part
     if timeline.local_prefill_tokens:
         begin_s = max([admitted_s or 0.0, *(fill.end_s for fill in timeline.fills)])
         if timeline.local_prefill_began_s is not None:
             begin_s = timeline.local_prefill_began_s
         end_s = max(begin_s, timeline.first_token_s or timeline.finish_s or 0.0)
-        yield stage("prefill", begin_s, end_s, {"weft.tokens": timeline.local_prefill_tokens})
+        last = timeline.fills[-1] if timeline.fills else None
+        is_tail = last is not None and last.source == "prefill" and not last.failure
+        name = "tail" if is_tail else "prefill"
+        yield stage(name, begin_s, end_s, {"weft.tokens": timeline.local_prefill_tokens})
+
+
+def _arrival_stages(
+    stage: Callable[[str, float, float, dict[str, Attribute]], Span], fill: FillRecord
+) -> Iterator[Span]:
+    """Spans of what the owner does with the last chunk of a fill."""
+    if not (fill.arrived_s and fill.announced_s):
+        return
+    first_s, both_s = sorted((fill.arrived_s, fill.announced_s))
+    yield stage("arrival", first_s, both_s, {})
+    checked_s = max(both_s, fill.checked_s)
+    if fill.checked_s:
+        yield stage("check", both_s, checked_s, {})
+    yield stage("publish", checked_s, max(checked_s, fill.end_s), {})
 
 
 def _decode_stage(opened: _Open, finished: Finished) -> Iterator[Span]:

@@ -11,6 +11,7 @@ from weft.common.settings import LogLevel
 from weft.common.tasks import tasks_now
 from weft.engine.base.faults import FaultSpec, FaultState
 from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.generation.pipeline import RequestPipeline
@@ -71,7 +72,10 @@ class GatewayAdmin:
 
 
 def add_operators_calls(
-    face: gateway_pb2_grpc.GatewayServiceServicer, adapters: AdapterCalls, server: grpc.aio.Server
+    face: gateway_pb2_grpc.GatewayServiceServicer,
+    adapters: AdapterCalls,
+    workers: WorkerCalls,
+    server: grpc.aio.Server,
 ) -> None:
     """Adds the operators' calls of `GatewayService` to their port.
 
@@ -83,6 +87,16 @@ def add_operators_calls(
             face.GetFleet,
             gateway_pb2.GetFleetRequest.FromString,
             gateway_pb2.GetFleetResponse.SerializeToString,
+        ),
+        "DrainWorker": grpc.unary_unary_rpc_method_handler(
+            workers.drain,
+            gateway_pb2.DrainWorkerRequest.FromString,
+            gateway_pb2.DrainWorkerResponse.SerializeToString,
+        ),
+        "UndrainWorker": grpc.unary_unary_rpc_method_handler(
+            workers.undrain,
+            gateway_pb2.UndrainWorkerRequest.FromString,
+            gateway_pb2.UndrainWorkerResponse.SerializeToString,
         ),
         "LoadAdapter": grpc.unary_unary_rpc_method_handler(
             adapters.load,

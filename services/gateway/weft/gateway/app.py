@@ -9,10 +9,11 @@ import secrets
 from collections.abc import Sequence
 
 from weft.common.adapters.registry import Registry
+from weft.common.admin import AdminServicer, read_token
 from weft.common.rpc.server import ServiceServer
 from weft.common.rpc.tls import load_identity
 from weft.common.tasks import start_logged
-from weft.common.telemetry.tracing import make_tracer
+from weft.common.telemetry.tracing import TraceServicer, make_tracer
 from weft.engine.base.errors import ConfigError
 from weft.gateway.adapters.cards import AdapterCards
 from weft.gateway.adapters.directory import AdapterDirectory
@@ -28,12 +29,19 @@ from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.dialects import add_dialects, make_response_store
 from weft.gateway.api.grpc.service import GrpcFace
 from weft.gateway.api.openai.service import OpenAIFace
+from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ServedModel
 from weft.gateway.fleet.discovery import Discovery, Endpoint, Role, make_discovery
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.worker import FleetWorker
 from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.mesh.access import MeshAccess, OperatorsAccess
+from weft.gateway.mesh.flows import MeshFlows
+from weft.gateway.mesh.recent import RecentRequests
+from weft.gateway.mesh.relay import OperatorsRelay
+from weft.gateway.mesh.service import MeshFace
+from weft.gateway.mesh.view import MeshView
 from weft.gateway.routing import FleetPageIndex, Policy, make_policy
 from weft.gateway.routing.record_file import RoutingRecord
 from weft.gateway.routing.router import Router
@@ -44,7 +52,7 @@ from weft.gateway.telemetry.request_log import GatewayRequestLog
 from weft.gateway.telemetry.trace_fan_out import TraceFanOut
 from weft.gateway.text.model_card import ModelCard, load_model_card
 from weft.gateway.text.prepare import Preparer
-from weft.v1 import gateway_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
+from weft.v1 import gateway_pb2_grpc, mesh_pb2_grpc, openai_pb2_grpc, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +73,7 @@ SERVICES = (
     "weft.v1.AnthropicService",
     "weft.v1.OllamaService",
     "weft.v1.ServerService",
+    "weft.v1.MeshService",
 )
 
 
@@ -79,11 +88,11 @@ def _connection_ages(settings: GatewaySettings) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _tenants(settings: GatewaySettings) -> tuple[TenantInterceptor, ...]:
+def _api_keys(settings: GatewaySettings) -> ApiKeys | None:
     if not settings.has_api_keys:
-        return ()
+        return None
     fixed = [parse_hash(text) for text in settings.api_key_hashes]
-    return (TenantInterceptor(ApiKeys(settings.api_keys_file, fixed)),)
+    return ApiKeys(settings.api_keys_file, fixed)
 
 
 class GatewayApp:
@@ -124,7 +133,10 @@ class GatewayApp:
         if len(self._models) < len(loaded):
             names = ", ".join(model.name for model in loaded)
             raise ConfigError(f"each model needs a name of its own: {names}")
-        self.metrics = GatewayMetrics(is_on=settings.metrics_port is not None)
+        # The mesh's view reads them as well.
+        self.metrics = GatewayMetrics(
+            is_on=settings.metrics_port is not None or settings.console != "off"
+        )
         self._gateway_id = f"gateway-{secrets.token_hex(4)}"
         self._gateway_epoch = secrets.randbits(64)
         self._responses = make_response_store(settings)
@@ -157,6 +169,7 @@ class GatewayApp:
         )
         self._log = GatewayRequestLog(settings) if settings.request_log is not None else None
         tracer = make_tracer(settings, self._gateway_id)
+        recent, flows = RecentRequests(), MeshFlows(self._gateway_id, self.fleet)
         self.pipeline = RequestPipeline(
             settings,
             self.catalogue,
@@ -165,23 +178,38 @@ class GatewayApp:
             tracer,
             self._tenants,
             self._log,
+            (recent.ended, flows.ended),
         )
-        admin = GatewayAdmin(self.fleet, self.catalogue, self.pipeline)
+        self._view = MeshView(
+            self._gateway_id,
+            self.fleet,
+            self.catalogue,
+            self.pipeline,
+            self.metrics,
+            recent,
+            flows,
+            self._identity,
+        )
+        self._ending = asyncio.Event()
+        self._admin = GatewayAdmin(self.fleet, self.catalogue, self.pipeline)
+        self._spans = TraceServicer(tracer, TraceFanOut(self.fleet, self._identity))
+        keys = _api_keys(settings)
         self.server = ServiceServer(
             settings,
             self.metrics.registry,
-            interceptors=_tenants(settings),
-            admin=admin,
+            interceptors=() if keys is None else (TenantInterceptor(keys),),
+            admin=self._admin,
             identity=self._identity,
             tracer=tracer,
-            fan_out=TraceFanOut(self.fleet, self._identity),
+            spans=self._spans,
             requires_client=settings.client_certificates,
             options=_connection_ages(settings),
         )
-        self._add_faces()
+        self._add_faces(keys)
         self._add_gauges()
         self.metrics.registry.register(FleetCollector(self.fleet, self.catalogue))
         self._fleet_task: asyncio.Task[None] | None = None
+        self._view_task: asyncio.Task[None] | None = None
         self._open_task: asyncio.Task[None] | None = None
         self._adapter_task: asyncio.Task[None] | None = None
 
@@ -236,13 +264,15 @@ class GatewayApp:
         index = self.catalogue.base(model).router.index(endpoint.role)
         return None if index is None else KvFollower(stub, index, self.metrics)
 
-    def _add_faces(self) -> None:
+    def _add_faces(self, keys: ApiKeys | None) -> None:
         limit = self._settings.max_body_bytes
         adapters = AdapterCalls(self._adapter_manager, self.catalogue, self._settings.has_api_keys)
-        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
+        workers = WorkerCalls(self.fleet, self._settings.has_api_keys)
+        typed = GrpcFace(self.pipeline, self.catalogue, self.fleet, adapters, workers, limit)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(typed, self.server.grpc)
         if (operators := self.server.admin_grpc) is not None:
-            add_operators_calls(typed, adapters, operators)
+            add_operators_calls(typed, adapters, workers, operators)
+        self._add_mesh_faces(adapters, workers, keys)
         self._openai = OpenAIFace(self.pipeline, self.catalogue, self.fleet, adapters, limit)
         openai_pb2_grpc.add_OpenAIServiceServicer_to_server(self._openai, self.server.grpc)
         add_dialects(
@@ -255,6 +285,29 @@ class GatewayApp:
             gateway=self._gateway_id.removeprefix("gateway-"),
             responses=self._responses,
         )
+
+    def _add_mesh_faces(
+        self, adapters: AdapterCalls, workers: WorkerCalls, keys: ApiKeys | None
+    ) -> None:
+        """Adds MeshService to the main port and to the operators' one."""
+        settings = self._settings
+        token = None if settings.admin_token_file is None else read_token(settings.admin_token_file)
+        servers = [(self.server.grpc, MeshAccess(settings.console, token, keys))]
+        if (operators := self.server.admin_grpc) is not None:
+            servers.append((operators, OperatorsAccess()))
+        for server, access in servers:
+            face = MeshFace(
+                self._view,
+                access,
+                OperatorsRelay(self.fleet, self._view.stores, self._identity),
+                AdminServicer(self._admin),
+                self._spans,
+                adapters,
+                workers,
+                self._gateway_id,
+                self._ending,
+            )
+            mesh_pb2_grpc.add_MeshServiceServicer_to_server(face, server)
 
     def _add_gauges(self) -> None:
         admission, fleet = self._admission, self.fleet
@@ -309,6 +362,7 @@ class GatewayApp:
         await self.server.start(SERVICES)
         self._adapter_task = start_logged(self._adapter_manager.run())
         self._fleet_task = start_logged(self.fleet.run())
+        self._view_task = start_logged(self._view.run())
         await self.server.set_serving(True, but=(_EDGES_FACE,))
         self._open_task = start_logged(self._open_to_edges())
         self.server.write_ready_file()
@@ -356,16 +410,19 @@ class GatewayApp:
     async def drain(self) -> None:
         """Refuses new requests and returns once the running ones have ended."""
         await self._admission.drain()
+        self._ending.set()
 
     async def stop(self) -> None:
         """Stops at once, with or without a preceding `drain`."""
+        self._ending.set()
         await self.server.stop()
         await self.close()
 
     async def close(self) -> None:
         """Releases workers and threads, after the server has stopped."""
         await self._adapter_manager.close()
-        tasks = [t for t in (self._open_task, self._adapter_task, self._fleet_task) if t]
+        started = (self._open_task, self._adapter_task, self._fleet_task, self._view_task)
+        tasks = [task for task in started if task is not None]
         for task in tasks:
             task.cancel()
         # A failed task was logged when it failed.

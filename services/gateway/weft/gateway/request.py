@@ -62,6 +62,8 @@ class WrappedPrompt:
     head: str
     text: str
     tail: str
+    needed_chars: int = 0
+    """Characters at the start of `text` that must not be cut, nor the first one behind them."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | PairPrompt | WrappedPrompt

@@ -358,6 +358,12 @@ class GatewaySettings(ServiceSettings):
         description="serve the gateway's metrics as /metrics on the REST port; with API keys only "
         "to those that may load adapters",
     )
+    console: Literal["off", "view", "operate"] = Field(
+        "view",
+        description="what the console and the stream behind it may do on the REST port: nothing, "
+        "show the mesh (with API keys only to those that may load adapters), or also drain, flush "
+        "and the like for operators, who give the token of --admin-token-file",
+    )
     max_unsent_bytes: int = Field(
         1 << 20,
         ge=1024,

@@ -90,9 +90,9 @@ class StoreJobs:
         self._jobs[handle.lease_id] = job
         return job
 
-    def queued_s(self, job: FillJob) -> float:
-        """See `Jobs.queued_s`. What is held is there at once."""
-        return 0.0
+    def waits_s(self, job: FillJob) -> tuple[float, float]:
+        """See `Jobs.waits_s`. What is held is there at once."""
+        return 0.0, 0.0
 
     def end(self, job: FillJob) -> None:
         """See `Jobs.end`. The pins stay: see `forget`."""

@@ -57,7 +57,7 @@ async def _serve(settings: KvStoreSettings, store: KvStore) -> int:
         registry = CollectorRegistry()
         registry.register(StoreCollector(store))
         server = ServiceServer(settings, registry, admin=StoreAdmin(store), tracer=store.tracer)
-        service = KvStoreService(store)
+        service = KvStoreService(store, lambda: server.admin_port)
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(service, server.grpc)
         await server.start((service.name,))
         settings.tell_of_pages("nixl" in store.transport.names)

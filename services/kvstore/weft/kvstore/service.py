@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -25,12 +25,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Implements weft.v1.KvStoreService."""
+    """Implements weft.v1.KvStoreService.
+
+    Args:
+        store: The store.
+        admin_port: Returns the number of its operators' port; 0: it has none.
+    """
 
     name = "weft.v1.KvStoreService"
 
-    def __init__(self, store: KvStore) -> None:
+    def __init__(self, store: KvStore, admin_port: Callable[[], int] = lambda: 0) -> None:
         self._store = store
+        self._admin_port = admin_port
         self._versions = _versions("weft", "nixl")
 
     async def Lookup(
@@ -117,6 +123,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServiceServicer):
             transports=store.transport.names,
             transport_detail=await store.describe_transport(),
             versions=self._versions,
+            admin_port=self._admin_port(),
         )
 
     async def Stats(

@@ -19,6 +19,7 @@ import (
 
 	weftv1 "weft.dev/weft/services/rest/gen/weft/v1"
 	"weft.dev/weft/services/rest/internal/apierror"
+	"weft.dev/weft/services/rest/internal/console"
 	"weft.dev/weft/services/rest/internal/forward"
 	"weft.dev/weft/services/rest/internal/halfclose"
 	"weft.dev/weft/services/rest/internal/reqinfo"
@@ -43,17 +44,22 @@ type Config struct {
 	AllowedOrigins []string
 }
 
+// watchPath is that of a stream without an end, which must not keep the edge from ending.
+const watchPath = "/mesh/watch"
+
 type edge struct {
 	config  Config
 	mux     *runtime.ServeMux
 	origins origins
 	shapes  shapes
+	ending  context.Context // done as soon as the edge begins to drain
 }
 
-// New builds the handler.
+// New builds the handler. When ctx ends, the edge begins to drain.
 func New(ctx context.Context, config Config) (http.Handler, error) {
 	e := &edge{
 		config:  config,
+		ending:  ctx,
 		origins: newOrigins(config.AllowedOrigins),
 		shapes:  readShapes(weftv1.File_weft_v1_dialects_proto),
 	}
@@ -81,6 +87,9 @@ func New(ctx context.Context, config Config) (http.Handler, error) {
 			return nil, fmt.Errorf("registering %s: %w", path, err)
 		}
 	}
+	if err := console.Register(e.mux); err != nil {
+		return nil, err
+	}
 	return e.origins.allow(e), nil
 }
 
@@ -101,6 +110,8 @@ func register(
 			ctx, mux, weftv1.NewOllamaServiceClient(backend)),
 		weftv1.RegisterServerServiceHandlerClient(
 			ctx, mux, weftv1.NewServerServiceClient(backend)),
+		weftv1.RegisterMeshServiceHandlerClient(
+			ctx, mux, weftv1.NewMeshServiceClient(backend)),
 	)
 }
 
@@ -136,6 +147,11 @@ func (e *edge) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		r.Body = body
 	} else if takesInterim(r) {
 		defer halfclose.Answering(ctx)()
+	}
+	if r.URL.Path == watchPath {
+		watched, cancel := context.WithCancelCause(r.Context())
+		defer context.AfterFunc(e.ending, func() { cancel(apierror.ErrDraining) })()
+		r = r.WithContext(watched)
 	}
 	if r.Method == http.MethodHead {
 		r.Method = http.MethodGet // the server sends the header of the answer alone

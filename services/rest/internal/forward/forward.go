@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -61,6 +62,31 @@ func Stream(
 	default:
 		runtime.HTTPError(ctx, mux, marshaler, w, r, err)
 	}
+}
+
+// Events sends typed messages as server-sent events of JSON, whose fields have their names in the
+// contract.
+func Events(
+	ctx context.Context,
+	mux *runtime.ServeMux,
+	marshaler runtime.Marshaler,
+	w http.ResponseWriter,
+	r *http.Request,
+	receive func() (proto.Message, error),
+	_ ...func(context.Context, http.ResponseWriter, proto.Message) error,
+) {
+	Stream(ctx, mux, marshaler, w, r, func() (proto.Message, error) {
+		message, err := receive()
+		if err != nil {
+			return nil, err
+		}
+		data, err := marshaler.Marshal(message)
+		if err != nil {
+			return nil, err
+		}
+		event := slices.Concat([]byte("data: "), data, []byte("\n\n"))
+		return &httpbody.HttpBody{ContentType: eventStreamType, Data: event}, nil
+	})
 }
 
 // answer is nil as well when the client has gone.

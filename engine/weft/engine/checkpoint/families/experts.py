@@ -24,12 +24,13 @@ def qwen2_experts(config: Fields) -> MoEConfig:
     )
 
 
-def mixtral_experts(config: Fields) -> MoEConfig:
-    """Mixtral's: the softmax is over the chosen experts."""
+def mixtral_experts(config: Fields, *, shared_size: int = 0) -> MoEConfig:
+    """Mixtral's: the softmax is over the chosen experts. `shared_size`: see `MoEConfig`."""
     return MoEConfig(
         **counts(config, "num_local_experts"),
         intermediate_size=config.positive("intermediate_size"),
         norm_topk_prob=True,
+        shared_size=shared_size,
     )
 
 
@@ -161,6 +162,82 @@ def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = 
         summed=2,
         scale=config.number("routed_scaling_factor", 1.0),
         **_groups(config),
+    )
+
+
+def lfm2_experts(config: Fields) -> MoEConfig:
+    """LFM2's: sigmoids, with a correction where the file says so, dense first layers."""
+    has_correction = config.flag("use_expert_bias", True)
+    return MoEConfig(
+        **counts(config, "num_experts"),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        mlp_only_layers=tuple(range(config.count("num_dense_layers", 2))),
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=has_correction,
+            least_sum=1e-6,
+            scale=config.number("routed_scaling_factor", 1.0),
+        ),
+    )
+
+
+def nemotron_experts(config: Fields, dense: tuple[int, ...]) -> MoEConfig:
+    """Nemotron 3's: DeepSeek V3's router, experts without gates, some of them of a narrower stream.
+
+    Args:
+        config: The configuration.
+        dense: Layers without experts.
+    """
+    if config.flag("mlp_bias", False):
+        raise config.error("mlp_bias", "is not supported with experts")
+    shared = config.positive("moe_shared_expert_intermediate_size", 7688)
+    return MoEConfig(
+        **counts(config, "n_routed_experts"),
+        intermediate_size=config.positive("moe_intermediate_size", 7688),
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        mlp_only_layers=dense,
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=True,
+            summed=2,
+            scale=config.number("routed_scaling_factor", 1.0),
+            **_groups(config),
+        ),
+        shared_size=shared if config.count("n_shared_experts", 1) else 0,
+        is_gated=False,
+        latent_size=config.positive("moe_latent_size") if "moe_latent_size" in config else None,
+    )
+
+
+def kimi_experts(config: Fields) -> MoEConfig:
+    """Kimi Linear's: DeepSeek V3's, by names of its own."""
+    inner = config.positive("moe_intermediate_size", 1024)
+    groups, kept = (
+        config.positive(name, config.positive(other, 1))
+        for name, other in (("num_expert_group", "n_group"), ("topk_group", "topk_group"))
+    )
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    per_token = "num_experts_per_token"
+    chosen = counts(config, name, per_token if per_token in config else "num_experts_per_tok")
+    if chosen["num_experts"] % groups or kept > groups:
+        raise config.error(
+            "num_expert_group", f"{chosen['num_experts']} experts in {groups} groups"
+        )
+    return MoEConfig(
+        **chosen,
+        intermediate_size=inner,
+        norm_topk_prob=config.flag("moe_renormalize", config.flag("norm_topk_prob", True)),
+        mlp_only_layers=_dense_layers(config, 1),
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=True,
+            groups=groups,
+            kept_groups=kept,
+            summed=2,
+            scale=config.number("routed_scaling_factor", 2.446),
+        ),
+        shared_size=inner * config.count("num_shared_experts", config.count("n_shared_experts", 1)),
     )
 
 

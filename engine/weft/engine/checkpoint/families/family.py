@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from weft.engine.base.end_tokens import end_token_ids
+from weft.engine.checkpoint.architectures import HEADLESS, is_bidirectional
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shape, max_positions
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
@@ -77,9 +78,11 @@ class Family:
             default = hidden // heads
         return self.fields.positive("head_dim", default)
 
-    def rms(self, *, adds_one: bool = False, eps: float = 1e-6) -> NormConfig:
-        """The stream's RMS norm."""
-        return NormConfig(eps=self.fields.number("rms_norm_eps", eps), adds_one=adds_one)
+    def rms(
+        self, *, adds_one: bool = False, eps: float = 1e-6, name: str = "rms_norm_eps"
+    ) -> NormConfig:
+        """The stream's RMS norm; `name`: field of its epsilon."""
+        return NormConfig(eps=self.fields.number(name, eps), adds_one=adds_one)
 
     def activation(
         self, default: str = "silu", name: str = "hidden_act"
@@ -117,6 +120,25 @@ class Family:
             raise self.fields.error("layer_types", f"{other!r} is not supported")
         return tuple(listed)
 
+    def listed(
+        self, names: Sequence[str], kinds: Mapping[str, str], default: Callable[[int], str]
+    ) -> tuple[str, ...]:
+        """The kind of each layer's mixer in a model that has several.
+
+        Args:
+            names: Fields that may list them.
+            kinds: Kinds by the words of files.
+            default: Returns the kind of a layer, from 0, if the file has no list.
+        """
+        name = next((name for name in names if name in self.fields), None)
+        if name is None:
+            return tuple(default(layer) for layer in range(self.num_layers))
+        words = self.fields.get(name)
+        if not isinstance(words, list) or not words or not all(word in kinds for word in words):
+            known = ", ".join(kinds)
+            raise self.fields.error(name, f"expected a list of kinds of layers ({known})")
+        return tuple(kinds[word] for word in words)
+
     def window(self, kinds: Sequence[str], default: int | None = None) -> SlidingWindow | None:
         """The window of the layers that have one; None also where no context is longer."""
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
@@ -138,6 +160,9 @@ class Family:
         kv_heads: int | None = None,
         moe: MoEConfig | None = None,
         latent: LatentConfig | None = None,
+        intermediate_size: int | None = None,
+        longest: str = "max_position_embeddings",
+        is_encoder: bool = False,
         mtp: MtpConfig | None = None,
     ) -> ModelConfig:
         """The model's configuration.
@@ -151,32 +176,45 @@ class Family:
             kv_heads: Default number of K and V heads; None: as many as query heads.
             moe: Experts of some layers.
             latent: Sizes of latent attention.
+            intermediate_size: Inner width of MLPs where the file's field does not say it.
+            longest: Field of the longest context.
+            is_encoder: Whether tokens also attend to later ones, where the file asks for it.
             mtp: The MTP head that the checkpoint may bring.
         """
         fields, whole = self.fields, self.whole
-        if moe is not None and decoder.mlp.activation != "silu":
+        if moe is not None and moe.is_gated and decoder.mlp.activation != "silu":
             raise fields.error("hidden_act", "experts are supported with silu alone")
-        rotated = [layer.rope for layer in decoder.layers if layer.rope is not None]
+        if is_bidirectional(self._raw) and not is_encoder:
+            raise fields.error("is_causal", "only causal attention is supported")
+        architecture = whole.get("architectures")[0]
+        attention = decoder.attention
+        layers = [layer for layer in decoder.layers if isinstance(layer, AttentionConfig)]
+        rotated = [layer.rope for layer in layers or [attention] if layer.rope is not None]
         # The field may be in the text model's section or at the top of the file.
         tied = fields.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", is_tied))
+        names = names or NamesConfig()
+        if not names.blocks and len(decoder.layers) != self.num_layers:
+            raise fields.error("num_hidden_layers", f"{len(decoder.layers)} layers are listed")
         config = ModelConfig(
-            architecture=whole.get("architectures")[0],
+            architecture=architecture,
+            head="none" if architecture.endswith(HEADLESS) else "tokens",
+            is_encoder=is_encoder,
             model_type=whole.text("model_type", ""),
             vocab_size=fields.positive("vocab_size"),
             hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
+            num_layers=len(decoder.layers),
             num_heads=self.num_heads,
             num_kv_heads=fields.positive("num_key_value_heads", kv_heads or self.num_heads),
             head_dim=self.head_dim() if head_dim is None else head_dim,
-            intermediate_size=fields.positive("intermediate_size"),
+            intermediate_size=intermediate_size or fields.positive("intermediate_size"),
             rms_norm_eps=decoder.norm.eps,
             rope=rotated[0] if rotated else RopeConfig(theta=1.0),
-            max_position_embeddings=max_positions(fields),
+            max_position_embeddings=max_positions(fields, longest),
             tie_word_embeddings=tied,
-            qkv_bias=decoder.layers[0].qkv_bias,
-            o_bias=decoder.layers[0].o_bias,
+            qkv_bias=attention.qkv_bias,
+            o_bias=attention.o_bias,
             mlp_bias=decoder.mlp.bias,
-            qk_norm=decoder.layers[0].head_norm is not None,
+            qk_norm=attention.head_norm is not None,
             moe=moe,
             latent=latent,
             sliding_window=window,
@@ -184,7 +222,7 @@ class Family:
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(whole),
             decoder=decoder,
-            names=names or NamesConfig(),
+            names=names,
             mtp=mtp,
         )
         check_shape(config, fields)

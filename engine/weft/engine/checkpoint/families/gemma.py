@@ -4,11 +4,11 @@ in most layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
 from weft.engine.checkpoint.families.family import FULL, SLIDING, VISION, Family
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
@@ -59,7 +59,9 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     their own.
     """
     family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
-    family.only("use_bidirectional_attention", False)
+    is_encoder = family.fields.flag("use_bidirectional_attention", False)
+    if is_encoder:
+        family.only("attn_logit_softcapping", None)
     pattern = family.fields.positive("sliding_window_pattern", 6)
     kinds = family.kinds(lambda layer: SLIDING if (layer + 1) % pattern else FULL)
     norm = HeadNormConfig(norm=family.rms(adds_one=True))
@@ -84,11 +86,19 @@ def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     return family.config(
         _decoder(family, layers, _cap(family, "final_logit_softcapping")),
         head_dim=family.head_dim(256),
-        window=family.window(kinds, 4096),
+        window=_bidirectional_window(family, kinds) if is_encoder else family.window(kinds, 4096),
         names=names,
         is_tied=True,
         kv_heads=4,
+        is_encoder=is_encoder,
     )
+
+
+def _bidirectional_window(family: Family, kinds: Sequence[str]) -> SlidingWindow | None:
+    """EmbeddingGemma's windows: a token sees half of the file's length to each side."""
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+    length = family.fields.positive("sliding_window", 4096)
+    return SlidingWindow(length=length // 2 + 1, layers=layers) if layers else None
 
 
 def _gemma3_rope(family: Family, kind: str) -> RopeConfig:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 from weft.engine.base.config import EngineConfig
-from weft.engine.base.errors import ModelError
+from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.vocabularies import check_same_vocabulary
 from weft.engine.executor.graphs import Progress
@@ -69,6 +69,9 @@ class DraftModel:
         self._loaded = loaded
         self.layout = loaded.model.kv_layout(config.page_size)
         """Layout of a page of its pool."""
+        if self.layout.states is not None:
+            message = f"draft_dir = {config.draft_dir}: models with recurrent layers draft nothing"
+            raise ConfigError(message, param="draft_dir")
         self._max_rows = config.prefill_chunk_tokens + STEADY_TOKENS * config.max_running_requests
         """Rows of its largest step."""
 

@@ -1,27 +1,101 @@
-"""BERT, RoBERTa and XLM-R: layers with a norm after each addition (post-norm)."""
+"""BERT and its kin: layers with a norm after each addition (post-norm)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from weft.engine.checkpoint.architectures import encoder_stem
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.encoder_config import EncoderConfig
+from weft.engine.checkpoint.encoder_config import BODIES, EncoderConfig
 from weft.engine.model.encoder import Encoder
-from weft.engine.model.layers.encoder import EncoderAttention, LayerNorm, PlainMLP, Ragged
+from weft.engine.model.layers.encoder import EncoderAttention, GluMLP, LayerNorm, PlainMLP, Ragged
+from weft.engine.model.layers.rotary import cos_sin_table
 from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 
-_PREFIXES = ("bert", "roberta")
 _WORDS = "embeddings.word_embeddings"
+
+
+class _Names(NamedTuple):
+    """What a checkpoint calls its parts."""
+
+    layers: str
+    qkv: tuple[str, ...]
+    o: str
+    attention_norm: str
+    up: tuple[str, ...]
+    """Of a gated block: what is activated, and what it is multiplied by."""
+    down: str
+    mlp_norm: str
+    norm: str = "embeddings.LayerNorm"
+    """Norm of the embeddings."""
+    activates_last: bool = False
+    """Whether `up` is one tensor, whose second half is the activated one."""
+
+
+_BERT = _Names(
+    layers="encoder.layer",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    o="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up=("intermediate.dense",),
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+)
+_FLASH = _Names(
+    layers="encoder.layers",
+    qkv=("mixer.Wqkv",),
+    o="mixer.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    mlp_norm="norm2",
+    norm="emb_ln",
+)
+_ROTARY = _Names(
+    layers="layers",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    o="self_attn.o_proj",
+    attention_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    mlp_norm="post_mlp_layernorm",
+)
+_GTE = _Names(
+    layers="encoder.layer",
+    qkv=("attention.qkv_proj",),
+    o="attention.o_proj",
+    attention_norm="attn_ln",
+    up=("mlp.up_gate_proj",),
+    down="mlp.down_proj",
+    mlp_norm="mlp_ln",
+    activates_last=True,
+)
+_NOMIC = _FLASH._replace(qkv=("attn.Wqkv",), o="attn.out_proj", up=("mlp.fc12", "mlp.fc11"))
+_JINA_2 = _BERT._replace(up=("mlp.gated_layers",), down="mlp.wo", mlp_norm="mlp.layernorm")
+_JINA_3 = _ROTARY._replace(up=("mlp.fc1",), down="mlp.fc2")
+_NAMES: Mapping[str, tuple[_Names, ...]] = {
+    "Bert": (_BERT,),
+    "Gte": (_ROTARY, _GTE),
+    "JinaBert": (_JINA_2,),
+    "JinaEmbeddingsV3": (_JINA_3, _FLASH),
+    "New": (_GTE,),
+    "NomicBert": (_ROTARY, _NOMIC),
+    "Roberta": (_BERT,),
+    "XLMRoberta": (_BERT, _FLASH),
+}
+"""The names that an architecture's checkpoints may have: transformers', then their authors'."""
 
 
 class _Layer(NamedTuple):
     attention: EncoderAttention
     attention_norm: LayerNorm
-    mlp: PlainMLP
+    mlp: PlainMLP | GluMLP
     mlp_norm: LayerNorm
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
@@ -37,56 +111,99 @@ class BertModel(Encoder):
         super().__init__(config, weights.dtype)
         self._config = config
         top, size, eps = weights, config.hidden_size, config.norm_eps
-        prefix = next((one for one in _PREFIXES if weights.has(f"{one}.{_WORDS}.weight")), None)
+        prefix = next((one for one in BODIES if weights.has(f"{one}.{_WORDS}.weight")), None)
         weights = weights if prefix is None else weights.at(prefix)
         parts = weights.at("embeddings")
-        rows = config.max_position_embeddings + config.position_offset
         self._words = parts.vocabulary("word_embeddings", config.vocab_size, size)
-        self._positions = parts.vocabulary("position_embeddings", rows, size)
-        self._types = parts.vocabulary("token_type_embeddings", config.num_token_types, size)
-        self._norm = LayerNorm.read(parts, "LayerNorm", size, eps)
-        layers = weights.at("encoder").at("layer")
-        self._layers = [_layer(config, layers.at(i)) for i in range(config.num_layers)]
+        self._positions = self._types = None
+        if config.positions == "table":
+            rows = config.max_position_embeddings + config.position_offset
+            self._positions = parts.vocabulary("position_embeddings", rows, size)
+        if config.num_token_types:
+            self._types = parts.vocabulary("token_type_embeddings", config.num_token_types, size)
+        names = _names_of(config, weights)
+        self._norm = LayerNorm.read(weights, names.norm, size, eps)
+        cos_sin, slopes = _cos_sin(config, weights.device), _slopes(config, weights.device)
+        layers = weights.at(names.layers)
+        self._layers = [
+            _layer(config, names, layers.at(i), cos_sin, slopes) for i in range(config.num_layers)
+        ]
         self.classes = _classes(config, top, weights) if config.head == "classes" else None
 
     def encode(self, step: Step, batch: Ragged) -> torch.Tensor:
         """See `Encoder.encode`."""
         x = self._words.index_select(0, step.token_ids)
-        x += self._positions.index_select(0, batch.positions + self._config.position_offset)
-        if step.token_types is None or self._config.num_token_types == 1:
-            x += self._types[0]
-        else:
-            x += self._types.index_select(0, step.token_types)
+        if self._positions is not None:
+            places = batch.positions + self._config.position_offset
+            x += self._positions.index_select(0, places)
+        if self._types is not None:
+            if step.token_types is None or len(self._types) == 1:
+                x += self._types[0]
+            else:
+                x += self._types.index_select(0, step.token_types)
         x = self._norm(x)
         for layer in self._layers:
             x = layer(x, batch)
         return x
 
 
-def _layer(config: EncoderConfig, weights: Weights) -> _Layer:
+def _names_of(config: EncoderConfig, weights: Weights) -> _Names:
+    known = _NAMES[encoder_stem(config.architecture)]
+    return next((one for one in known if weights.at(one.layers).has(f"0.{one.o}.weight")), known[0])
+
+
+def _cos_sin(config: EncoderConfig, device: torch.device) -> torch.Tensor | None:
+    if config.positions != "rotary":
+        return None
+    table = cos_sin_table(config.rope, config.head_dim, config.max_position_embeddings)
+    return table.to(device)
+
+
+def _slopes(config: EncoderConfig, device: torch.device) -> torch.Tensor | None:
+    """ALiBi's slopes (arXiv 2108.12409): 2^(-8 i / n) for n heads; where n is no power of 2, those
+    of the next lower one, then every other one of the next higher.
+    """
+    if config.positions != "alibi":
+        return None
+    heads = config.num_heads
+    lower = 1 << int(math.log2(heads))
+    exact = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    further = [2.0 ** (-4 * i / lower) for i in range(1, 2 * lower + 1, 2)]
+    return torch.tensor([*exact, *further][:heads], device=device)
+
+
+def _layer(
+    config: EncoderConfig,
+    names: _Names,
+    weights: Weights,
+    cos_sin: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> _Layer:
     size, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
-    attention, output = weights.at("attention"), weights.at("output")
-    qkv = LinearSpec(names=("query", "key", "value"), in_features=size, rows=(size,) * 3, bias=True)
-    mixed = attention.at("output")
-    return _Layer(
-        EncoderAttention(
-            num_heads=config.num_heads,
-            qkv=attention.at("self").linear(qkv),
-            out=mixed.linear(_dense(size, size)),
-        ),
-        LayerNorm.read(mixed, "LayerNorm", size, eps),
-        PlainMLP(
-            up=weights.at("intermediate").linear(_dense(size, inner)),
-            down=output.linear(_dense(inner, size)),
-            activation=config.activation,
-            is_fixed=weights.arena.is_fixed,
-        ),
-        LayerNorm.read(output, "LayerNorm", size, eps),
+
+    def product(names: tuple[str, ...], columns: int, rows: int, *, bias: bool) -> LinearSpec:
+        shares = (rows // len(names),) * len(names)
+        return LinearSpec(names=names, in_features=columns, rows=shares, bias=bias)
+
+    attention = EncoderAttention(
+        num_heads=config.num_heads,
+        qkv=weights.linear(product(names.qkv, size, 3 * size, bias=config.qkv_bias)),
+        out=weights.linear(product((names.o,), size, size, bias=config.o_bias)),
+        cos_sin=cos_sin,
+        slopes=slopes,
     )
-
-
-def _dense(in_features: int, out_features: int) -> LinearSpec:
-    return LinearSpec(names=("dense",), in_features=in_features, rows=(out_features,), bias=True)
+    attention_norm = LayerNorm.read(weights, names.attention_norm, size, eps)
+    width = 2 * inner if config.is_gated else inner
+    up = weights.linear(product(names.up, size, width, bias=config.mlp_bias))
+    down = weights.linear(product((names.down,), inner, size, bias=config.down_bias))
+    is_fixed, kind = weights.arena.is_fixed, config.activation
+    mlp: PlainMLP | GluMLP = PlainMLP(up=up, down=down, activation=kind, is_fixed=is_fixed)
+    if config.is_gated:
+        last = names.activates_last
+        mlp = GluMLP(up=up, down=down, activation=kind, activates_last=last, is_fixed=is_fixed)
+    return _Layer(
+        attention, attention_norm, mlp, LayerNorm.read(weights, names.mlp_norm, size, eps)
+    )
 
 
 def _classes(config: EncoderConfig, top: Weights, weights: Weights) -> DenseLayers:

@@ -11,16 +11,30 @@ from weft.engine.checkpoint.parts import (
     DecoderConfig,
     HeadNormConfig,
     NormConfig,
+    ParallelConfig,
+)
+from weft.engine.checkpoint.recurrent_config import (
+    DeltaAttentionConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    RecurrentConfig,
 )
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
 from weft.engine.model.layers.attention import Attention, attention_spec, o_spec, qkv_spec
+from weft.engine.model.layers.delta_attention import DeltaAttention
+from weft.engine.model.layers.gated_conv import GatedConv
+from weft.engine.model.layers.gated_delta import GatedDelta
 from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.layers.plain_moe import PlainSparseMLP
+from weft.engine.model.layers.recurrent import RecurrentMixer
 from weft.engine.model.layers.rotary import Rotaries
+from weft.engine.model.layers.side_by_side import SideBySide
 from weft.engine.model.stack import Stack
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
@@ -36,7 +50,7 @@ class Decoder(DecoderOnlyLM):
         assert parts is not None, "its configuration is read by a family"
         self._multiplier, self._softcap = parts.logit_multiplier, parts.logit_softcap
         body = next(
-            (name for name in names.bodies if weights.at(name).has("embed_tokens.weight")),
+            (name for name in names.bodies if weights.at(name).has(f"{names.embedding}.weight")),
             names.bodies[-1],
         )
         head = next((n for n in names.heads if weights.has(f"{n}.weight")), names.heads[0])
@@ -47,9 +61,17 @@ class Decoder(DecoderOnlyLM):
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """See `Model.kv_layout`."""
-        if self.config.latent is None:
-            return super().kv_layout(page_size)
-        return latent_layout(self.config.latent, self.config.num_layers, self.dtype, page_size)
+        parts, latent = self.config.decoder, self.config.latent
+        assert parts is not None
+        layout = super().kv_layout(page_size)
+        if latent is not None:
+            layout = latent_layout(latent, len(parts.attention_layers), self.dtype, page_size)
+        if not parts.recurrent_layers:
+            return layout
+        mixer = self.model.layers[parts.recurrent_layers[0]].mixer
+        recurrent = mixer.recurrent if isinstance(mixer, SideBySide) else mixer
+        assert isinstance(recurrent, RecurrentMixer)
+        return replace(layout, states=recurrent.state_plane(len(parts.recurrent_layers)))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
         """Reads a layer like the model's last one, which is none of its own.
@@ -61,10 +83,12 @@ class Decoder(DecoderOnlyLM):
         """
         config, parts = self.config, self.config.decoder
         assert parts is not None, "its configuration is read by a family"
-        attention = replace(parts.layers[-1], first_position=first_position)
+        attention = parts.layers[-1]
+        assert isinstance(attention, AttentionConfig), "MTP heads have attention"
+        attention = replace(attention, first_position=first_position)
         parts = replace(parts, layers=(*parts.layers, attention))
         config = config if is_sparse else replace(config, moe=None)
-        return _layer(config, parts, config.num_layers, weights, self._rotaries)
+        return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
 
     def scale_logits(self, logits: torch.Tensor) -> None:
         """See `DecoderOnlyLM.scale_logits`."""
@@ -77,27 +101,38 @@ class Decoder(DecoderOnlyLM):
 def _build_stack(
     config: ModelConfig, parts: DecoderConfig, weights: Weights, rotaries: Rotaries
 ) -> Stack:
-    embed_tokens = weights.vocabulary("embed_tokens", *vocabulary_size(config))
-    layers = [
-        _layer(config, parts, index, weights.at("layers").at(index), rotaries)
-        for index in range(config.num_layers)
-    ]
+    names, of_layers = config.names, weights.at("layers")
+    embed_tokens = weights.vocabulary(names.embedding, *vocabulary_size(config))
+
+    def layer(index: int) -> Layer:
+        number, feed = names.blocks[index] if names.blocks else (index, index)
+        of_feed = None if feed is None else of_layers.at(feed)
+        return _layer(config, parts, index, of_layers.at(number), of_feed, rotaries)
+
+    layers = [layer(index) for index in range(config.num_layers)]
     place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     return Stack(embed_tokens, layers, last, parts.embedding_multiplier)
 
 
 def _layer(
-    config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
+    config: ModelConfig,
+    parts: DecoderConfig,
+    index: int,
+    own: Weights,
+    of_feed: Weights | None,
+    rotaries: Rotaries,
 ) -> Layer:
     names, order = config.names, parts.order
 
-    def norm(name: str) -> AnyNorm:
-        return read_norm(parts.norm, weights, name, config.hidden_size)
+    def norm(name: str, below: Weights = own) -> AnyNorm:
+        return read_norm(parts.norm, below, name, config.hidden_size)
 
     before = None if order == "after" else norm(names.input_norm)
-    mixer = _mixer(config, parts.layers[index], index, weights.at("self_attn"), rotaries)
-    between = norm(names.feed_norm) if order in ("before", "around") else before
+    mixer = _mixer(config, parts, index, own, rotaries)
+    if of_feed is None:
+        return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
+    between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
     is_behind = order in ("after", "around")
     form = Form(
         norm(names.mixer_post) if is_behind else None,
@@ -105,16 +140,39 @@ def _layer(
         parts.residual_multiplier,
         order == "parallel",
     )
-    return Layer(index, before, mixer, between, _feed(config, parts, index, weights), form)
+    return Layer(index, before, mixer, between, _feed(config, parts, index, of_feed), form)
 
 
 def _mixer(
-    config: ModelConfig, layer: AttentionConfig, index: int, weights: Weights, rotaries: Rotaries
+    config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Mixer:
+    layer, names = parts.layers[index], config.names
+    attention, recurrent = weights.at(names.attention), weights.at(names.recurrent)
+    if isinstance(layer, ParallelConfig):
+        return SideBySide(
+            _attention(config, layer.attention, index, attention, rotaries),
+            _recurrent(config, parts, layer.mamba, index, recurrent),
+            (layer.attention_factor, layer.mamba_factor),
+        )
+    if not isinstance(layer, AttentionConfig):
+        return _recurrent(config, parts, layer, index, recurrent)
     if config.latent is not None:
         rotary = rotaries.of(layer.rope)
-        return LatentAttention.read(config, config.latent, layer, index, weights, rotary)
-    return _attention(config, layer, index, weights, rotaries)
+        return LatentAttention.read(config, config.latent, layer, index, attention, rotary)
+    return _attention(config, layer, index, attention, rotaries)
+
+
+def _recurrent(
+    config: ModelConfig, parts: DecoderConfig, layer: RecurrentConfig, index: int, weights: Weights
+) -> RecurrentMixer:
+    place = (config.hidden_size, index, parts.recurrent_layers.index(index), weights)
+    if isinstance(layer, GatedDeltaConfig):
+        return GatedDelta.read(layer, *place)
+    if isinstance(layer, DeltaAttentionConfig):
+        return DeltaAttention.read(layer, *place)
+    if isinstance(layer, Mamba2Config):
+        return Mamba2.read(layer, *place)
+    return GatedConv.read(layer, *place)
 
 
 def _attention(
@@ -138,7 +196,9 @@ def _attention(
         spec,
         index,
         rotary.cos_sin,
-        qkv_proj=weights.linear(qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv)),
+        qkv_proj=weights.linear(
+            qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv, has_gate=layer.has_gate)
+        ),
         o_proj=weights.linear(
             o_spec(hidden, config.num_heads, config.head_dim, bias=layer.o_bias, name=names.o)
         ),
@@ -147,6 +207,7 @@ def _attention(
         num_adjacent=rotary.num_adjacent,
         change=change,
         q_scales=None if layer.q_growth is None else _q_scales(config, *layer.q_growth, weights),
+        has_gate=layer.has_gate,
     )
 
 
@@ -182,11 +243,15 @@ def _q_scales(config: ModelConfig, growth: float, original: int, weights: Weight
 
 def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:
     names, moe = config.names, config.moe
+    feeds = [weights.at(name) if name else weights for name in names.feeds]
     if moe is None or not moe.is_sparse(index):
-        return _mlp(config, parts, index, weights.at(names.feeds[-1]))
-    feeds = [weights.at(name) for name in names.feeds]
+        down = f"{names.down}.weight"
+        found = next((feed for feed in feeds if feed.has(down)), feeds[-1])
+        return _mlp(config, parts, index, found)
     router = f"{names.moe.router}.weight"
     found = next((feed for feed in feeds if feed.has(router)), feeds[0])
+    if not moe.is_gated:
+        return PlainSparseMLP.read(moe, config.hidden_size, found, names.moe)
     return SparseMLP.read(moe, index, config.hidden_size, found, names.moe)
 
 
@@ -197,12 +262,19 @@ def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights
     if not mlp.is_gated:
         up = weights.linear(up_spec(hidden, inner, bias=mlp.bias, name=names.up))
         return PlainMLP(index, up, down, mlp.activation, is_gated=False)
-    has_silu = mlp.activation == "silu"
-    spec = gate_up_spec(hidden, inner, bias=mlp.bias, fused=names.gate_up, is_gated=has_silu)
+    has_silu = mlp.activation == "silu" and mlp.factors == (1.0, 1.0)
+    spec = gate_up_spec(
+        hidden,
+        inner,
+        bias=mlp.bias,
+        names=(names.gate, names.up),
+        fused=names.gate_up,
+        is_gated=has_silu,
+    )
     both = weights.linear(spec)
     if has_silu:
         return GatedMLP(index, both, down)
-    return PlainMLP(index, both, down, mlp.activation, is_gated=True)
+    return PlainMLP(index, both, down, mlp.activation, is_gated=True, factors=mlp.factors)
 
 
 def read_norm(norm: NormConfig, weights: Weights, name: str, size: int) -> AnyNorm:

@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import cast
 
 from weft.engine.checkpoint.architectures import load_class
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.encoder_config import EncoderConfig
+from weft.engine.model.archs.bidirectional import BidirectionalDecoder
 from weft.engine.model.interface import ModelClass
+
+
+def class_of(config: ModelConfig) -> ModelClass:
+    """The class that implements a configuration.
+
+    Raises:
+        ModelError: See `model_class`.
+    """
+    if config.is_encoder and not isinstance(config, EncoderConfig):
+        return BidirectionalDecoder
+    return model_class(config.architecture)
 
 
 def model_class(architecture: str) -> ModelClass:

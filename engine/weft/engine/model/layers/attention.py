@@ -26,12 +26,16 @@ def qkv_spec(
     *,
     bias: bool = False,
     fused: str | None = None,
+    has_gate: bool = False,
 ) -> LinearSpec:
-    """The projections of q, k and v of all heads."""
+    """The projections of q, k and v of all heads; `has_gate`: each head's q is followed by a gate
+    of its result.
+    """
+    of_q = (2 if has_gate else 1) * num_heads * head_dim
     return LinearSpec(
         names=("q_proj", "k_proj", "v_proj"),
         in_features=in_features,
-        rows=(num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim),
+        rows=(of_q, num_kv_heads * head_dim, num_kv_heads * head_dim),
         split="out",
         unit=head_dim,
         bias=bias,
@@ -75,6 +79,7 @@ class Attention:
         num_adjacent: int = 0,
         change: HeadChange | None = None,
         q_scales: torch.Tensor | None = None,
+        has_gate: bool = False,
     ) -> None:
         """Assembles the layer from its parts.
 
@@ -90,6 +95,7 @@ class Attention:
             num_adjacent: See `rope_and_cache`.
             change: Another change of q and k before the rotation, or None.
             q_scales: [max_positions] float32: factors on q by its position, or None.
+            has_gate: Whether `qkv_proj` has a gate of each head's result behind its q.
         """
         self.layer = self.in_pool = layer
         self.group = 0
@@ -102,15 +108,17 @@ class Attention:
         self.k_norm = k_norm
         self.change = change
         self.q_scales = q_scales
+        self.has_gate = has_gate
         # With several ranks, the share of the heads of this rank.
         heads = o_proj.in_features // spec.dim
-        kv_heads = (qkv_proj.out_features // spec.dim - heads) // 2
+        of_q = 2 * heads if has_gate else heads
+        kv_heads = (qkv_proj.out_features // spec.dim - of_q) // 2
         self.spec = spec._replace(heads=heads, kv_heads=kv_heads, is_fixed=qkv_proj.is_fixed)
 
     @property
     def is_usual(self) -> bool:
         """Whether `DenseRun` supports all operations of this layer on heads."""
-        has_extras = self.change is not None or self.q_scales is not None
+        has_extras = self.change is not None or self.q_scales is not None or self.has_gate
         has_extras = has_extras or self.spec.first_position > 0
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         are_typed = all(norm.weight.dtype == self.qkv_proj.dtype for norm in norms)
@@ -130,8 +138,9 @@ class Attention:
         pool = group.pool_of(pool)
         if not pool.is_cuda or group.is_settled:
             return step
-        spec, dtype, shape = self.spec, self.qkv_proj.dtype, (rows, self.qkv_proj.out_features)
+        spec, dtype = self.spec, self.qkv_proj.dtype
         heads = (spec.heads, spec.kv_heads)
+        shape = (rows, (spec.heads + 2 * spec.kv_heads) * spec.dim)
         check_rope(shape, dtype, step.positions, self.cos_sin, pool, group.places, heads)
         groups = list(step.groups)
         groups[self.group] = settled(group, spec, rows, dtype, pool)
@@ -140,7 +149,9 @@ class Attention:
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Writes K and V of all rows."""
         group, spec = step.groups[self.group], self.spec
-        qkv = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer))
+        qkv, gate = x.linear(self.qkv_proj, addition_to(step.lora, "qkv", self.layer)), None
+        if self.has_gate:
+            qkv, gate = self._apart(qkv)
         positions = step.positions
         if self.change is not None:
             qkv = self.change(qkv, positions, spec.heads * spec.dim)
@@ -167,7 +178,15 @@ class Attention:
         )
         if self.q_scales is not None:
             q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
-        return Query(q, own)
+        return Query(q, own, gate)
+
+    def _apart(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, [T, (Hq + 2 * Hkv) * D], and gates, [T, Hq * D]."""
+        spec = self.spec
+        of_q = 2 * spec.heads * spec.dim
+        both = torch.unflatten(projected[:, :of_q], 1, (spec.heads, 2, spec.dim))
+        q, gate = (part.flatten(1) for part in both.unbind(2))
+        return torch.cat((q, projected[:, of_q:]), dim=1), gate
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the requests' pages and projects the result."""
@@ -175,6 +194,8 @@ class Attention:
         mixed = paged_attention(
             query.q, group.pool_of(pool), self.in_pool, self.spec, group, query.own
         )
+        if query.gate is not None:
+            mixed = mixed * query.gate.sigmoid()
         return Sum(mixed, self.o_proj, addition_to(step.lora, "o", self.layer))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:

@@ -59,6 +59,8 @@ class EncoderAttention:
     """Tokens to each side that a token sees; None: all."""
     cos_sin: torch.Tensor | None = None
     """[max_positions, head_dim] float32: rotations of q and k; None: none."""
+    slopes: torch.Tensor | None = None
+    """[num_heads] float32: how much scores fall with each token of distance; None: they do not."""
 
     def __call__(
         self, x: torch.Tensor, batch: Ragged, residual: torch.Tensor | None = None
@@ -69,7 +71,7 @@ class EncoderAttention:
         if self.cos_sin is not None:
             cos, sin = self.cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        mixed = encoder_attention(q, k, v, batch.bounds, self.reach)
+        mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
         return linear(mixed.view(len(x), -1), self.out, residual)
 
 
@@ -91,17 +93,23 @@ class PlainMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GluMLP:
-    """down(activation(a) * b), where one product computes a and b as its halves."""
+    """down(activation(a) * b), where one product computes a and b as its halves, in this order or
+    the other.
+    """
 
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
+    activates_last: bool = False
+    """Whether the second half is the activated one."""
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], with `residual` added."""
         half, gate = linear(x, self.up).chunk(2, dim=-1)
+        if self.activates_last:
+            half, gate = gate, half
         activated = _activated(self.activation, half, is_fixed=self.is_fixed)
         return linear(activated * gate, self.down, residual)
 

@@ -156,7 +156,9 @@ class LatentAttention:
         found = x.linear(self.down_proj, None)
         widths = (sizes.kv_rank, sizes.rope_dim)
         low, latent, key = torch.split(found, [found.shape[1] - sum(widths), *widths], dim=1)
-        turns, adjacent = self.rotary.cos_sin[step.positions], self.rotary.num_adjacent
+        table, adjacent = self.rotary.cos_sin, self.rotary.num_adjacent
+        is_rotated = table.shape[0] > 1
+        turns = table[step.positions if is_rotated else torch.zeros_like(step.positions)]
         key = rotated(key.unsqueeze(1), turns, adjacent)[:, 0]
         latent = self.kv_norm(latent.contiguous())
         vectors = torch.cat((latent, key), dim=1)

@@ -19,13 +19,22 @@ class Query(NamedTuple):
     """Queries of rows for the positions to which they attend."""
 
     q: torch.Tensor
-    """[T, Hq, D], rotated."""
+    """[T, Hq, D], rotated; of a recurrent layer the result, [T, all heads]."""
     own: OwnKv | None = None
     """See `weft.kernels.attention.own_kv`."""
+    gate: torch.Tensor | None = None
+    """[T, Hq * D]: what the result is weighed by, before the sigmoid; None: it is not."""
+    beside: torch.Tensor | None = None
+    """[T, ...]: the result of a recurrent layer beside attention, or None."""
 
     def of_rows(self, rows: torch.Tensor) -> Query:
         """The queries of some of the rows ([L] int64)."""
-        return Query(self.q.index_select(0, rows))
+        q, gate, beside = (
+            None if each is None else each.index_select(0, rows)
+            for each in (self.q, self.gate, self.beside)
+        )
+        assert q is not None
+        return Query(q, gate=gate, beside=beside)
 
 
 class Mixer(Protocol):
@@ -100,13 +109,17 @@ class Layer(NamedTuple):
     """None: the mixer reads the stream as it is."""
     mixer: Mixer
     post_norm: AnyNorm | None
-    feed: FeedForward
+    feed: FeedForward | None
+    """None: the layer ends with its mixer."""
     form: Form = Form()
 
     def finish(self, stream: Stream, query: Query, step: Step, pool: torch.Tensor) -> None:
         """The rest of the layer once the mixer has written."""
         form = self.form
         mixed = self.mixer.attend(query, step, pool)
+        if self.feed is None:
+            stream.add(self._made(stream, mixed, form.mixer_post))
+            return
         if form.is_parallel:
             made = self._made(stream, self.feed(stream.normed(self.post_norm), step), None)
             stream.add(self._made(stream, mixed, None))
@@ -121,13 +134,16 @@ class Layer(NamedTuple):
         is_usual = self.form == Form() and all(
             isinstance(norm, Norm) for norm in (self.input_norm, self.post_norm)
         )
-        return is_usual and self.mixer.folds(rows, lora) and self.feed.folds(rows, lora)
+        if self.feed is None or not is_usual:
+            return False
+        return self.mixer.folds(rows, lora) and self.feed.folds(rows, lora)
 
     def shape_key(self) -> object:
         """A key that is equal for layers that can be in one run."""
         form = self.form
         kinds = [type(norm) for norm in (self.input_norm, self.post_norm, *form[:2])]
-        return self.mixer.shape_key(), self.feed.shape_key(), kinds, form[2:]
+        feed = None if self.feed is None else self.feed.shape_key()
+        return self.mixer.shape_key(), feed, kinds, form[2:]
 
     def _made(self, stream: Stream, pending: Pending, norm: AnyNorm | None) -> Pending:
         """A block's addition, after the norm of its result and the factor."""

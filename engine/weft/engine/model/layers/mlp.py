@@ -8,9 +8,9 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import Activation, activate
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
-from weft.kernels.stream import GatedSum, Normed, Sum, can_fold
+from weft.kernels.stream import Computed, GatedSum, Normed, Sum, can_fold
 
 
 def gate_up_spec(
@@ -63,11 +63,22 @@ class GatedMLP:
 
     @classmethod
     def of_size(
-        cls, layer: int, hidden: int, inner: int, weights: Weights, *, bias: bool = False
+        cls,
+        layer: int,
+        hidden: int,
+        inner: int,
+        weights: Weights,
+        *,
+        bias: bool = False,
+        fused: str | None = None,
+        down: str = "down_proj",
     ) -> GatedMLP:
-        """Like `read`, with another inner width than the configuration's."""
-        gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias))
-        return cls(layer, gate_up_proj, weights.linear(down_spec(hidden, inner, bias=bias)))
+        """Like `read`, with another inner width than the configuration's; `fused` and `down` are
+        names.
+        """
+        gate_up_proj = weights.linear(gate_up_spec(hidden, inner, bias=bias, fused=fused))
+        of_down = down_spec(hidden, inner, bias=bias, name=down)
+        return cls(layer, gate_up_proj, weights.linear(of_down))
 
     def __call__(self, x: Normed, step: Step) -> GatedSum:
         """See `FeedForward`."""
@@ -102,19 +113,29 @@ class PlainMLP:
         activation: Activation,
         *,
         is_gated: bool,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Assembles the block of a layer (its index); a gate is the first half of `up_proj`."""
+        """Assembles the block of a layer (its index); a gate is the first half of `up_proj`.
+        `factors` are on the gate before its activation, and on the result.
+        """
         self.layer = layer
         self.up_proj = up_proj
         self.down_proj = down_proj
         self.activation = activation
         self.is_gated = is_gated
+        self.factors = factors
 
-    def __call__(self, x: Normed, step: Step) -> Sum:
+    def __call__(self, x: Normed, step: Step) -> Sum | Computed:
         """See `FeedForward`."""
         inner = x.linear(self.up_proj, addition_to(step.lora, "gate_up", self.layer))
+        on_gate, on_result = self.factors
+        if on_gate != 1.0:
+            inner[:, : inner.shape[1] // 2] *= on_gate
         inner = activate(inner, self.activation, is_gated=self.is_gated)
-        return Sum(inner, self.down_proj, addition_to(step.lora, "down", self.layer))
+        added = Sum(inner, self.down_proj, addition_to(step.lora, "down", self.layer))
+        if on_result == 1.0:
+            return added
+        return Computed(linear(added.x, added.w, lora=added.lora) * on_result)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

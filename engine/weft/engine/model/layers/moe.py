@@ -82,11 +82,18 @@ class SparseMLP:
             (weights.at(names.experts) if names.experts else weights).experts(experts),
             config.num_experts_per_tok,
             config.norm_topk_prob,
-            _router_form(config, weights, names),
+            router_form(config, weights, names),
         )
         if not config.shared_size:
             return cls(layer, weight)
-        shared = GatedMLP.of_size(layer, hidden, config.shared_size, weights.at(names.shared))
+        shared = GatedMLP.of_size(
+            layer,
+            hidden,
+            config.shared_size,
+            weights.at(names.shared),
+            fused=names.shared_gate_up,
+            down=names.shared_down,
+        )
         if not config.has_shared_gate:
             return cls(layer, weight, shared)
         gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,))
@@ -110,7 +117,8 @@ class SparseMLP:
         return SparseMLP, shape_of(w.router), experts.inner_size, experts.dtype, w.top_k, shared
 
 
-def _router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
+def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> RouterForm:
+    """Reads how a router's logits become shares."""
     router, correction = config.router, None
     if router.has_correction:
         axes = (1,) * names.correction_axes

@@ -81,7 +81,7 @@ class LinearSpec:
 
     def weights(self, shard: Shard) -> list[TensorSlice]:
         """A shard of each projection's weight, [rows, columns]."""
-        columns = self._columns(shard)
+        columns = self.columns_of(shard)
         return [
             TensorSlice(f"{name}.weight", (rows, self.in_features), (own, columns))
             for name, rows, own in self._parts(shard)
@@ -100,7 +100,7 @@ class LinearSpec:
 
     def stacked_weights(self, name: str, index: int, count: int, shard: Shard) -> list[TensorSlice]:
         """Like `weights`, where one tensor [count, all rows, columns] holds this at `index`."""
-        shape, columns = (count, sum(self.rows), self.in_features), self._columns(shard)
+        shape, columns = (count, sum(self.rows), self.in_features), self.columns_of(shard)
         return [TensorSlice(name, shape, (index, own, columns)) for own in self._stacked(shard)]
 
     def _parts(self, shard: Shard) -> list[tuple[str, int, slice]]:
@@ -123,7 +123,7 @@ class LinearSpec:
 
     def share_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the product's matrix [all rows, columns]."""
-        return self.rows_of(whole, shard)[:, self._columns(shard)].contiguous()
+        return self.rows_of(whole, shard)[:, self.columns_of(shard)].contiguous()
 
     def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the rows, [all rows, ...], of each projection."""
@@ -135,7 +135,12 @@ class LinearSpec:
             return slice(0, rows)
         return shard.of(rows, self.unit, may_repeat=True)
 
-    def _columns(self, shard: Shard) -> slice:
+    def columns_of(self, shard: Shard) -> slice:
+        """A shard of the columns.
+
+        Raises:
+            ValueError: They do not divide.
+        """
         if self.split != "in":
             return slice(0, self.in_features)
         return shard.of(self.in_features, self.unit, may_repeat=False)

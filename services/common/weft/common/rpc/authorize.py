@@ -25,6 +25,7 @@ _FRONT = frozenset({"rest", "cli", "client", ANYONE})
 _FILLED = frozenset({"decode", "prefill"})
 OPERATORS = frozenset({"cli"})
 _WATCHERS = frozenset({"gateway", "cli"})
+_CONSOLE = frozenset({"rest", "cli"})
 
 CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Chat": _FRONT,
@@ -36,6 +37,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.GatewayService/Cancel": _FRONT,
     "/weft.v1.GatewayService/EndSession": _FRONT,
     "/weft.v1.GatewayService/GetFleet": OPERATORS,
+    "/weft.v1.GatewayService/DrainWorker": OPERATORS,
+    "/weft.v1.GatewayService/UndrainWorker": OPERATORS,
     # These calls change what all tenants see. Over REST, API keys with that right may call them
     # too.
     "/weft.v1.GatewayService/LoadAdapter": OPERATORS,
@@ -78,7 +81,16 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.ServerService/Ping": _FRONT,
     "/weft.v1.ServerService/HealthGenerate": _FRONT,
     "/weft.v1.ServerService/TokenizerInfo": _FRONT,
-    "/weft.v1.ServerService/Metrics": frozenset({"rest", "cli"}),
+    "/weft.v1.ServerService/Metrics": _CONSOLE,
+    # The gateway itself checks who may watch, and who may change something.
+    "/weft.v1.MeshService/WatchMesh": _CONSOLE,
+    "/weft.v1.MeshService/ListRequestSpans": _CONSOLE,
+    "/weft.v1.MeshService/DrainMember": _CONSOLE,
+    "/weft.v1.MeshService/UndrainMember": _CONSOLE,
+    "/weft.v1.MeshService/FlushMember": _CONSOLE,
+    "/weft.v1.MeshService/SetMemberLogLevel": _CONSOLE,
+    "/weft.v1.MeshService/LoadMeshAdapter": _CONSOLE,
+    "/weft.v1.MeshService/UnloadMeshAdapter": _CONSOLE,
     # Only gateways may submit requests, because they have checked tenants and limits.
     "/weft.v1.DecodeService/Session": frozenset({"gateway"}),
     # Only services with pools exchange pages, since a handle tells where NIXL may write and read.
@@ -90,13 +102,15 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/weft.v1.KvStoreService/Put": _FILLED,
     "/weft.v1.KvStoreService/PutData": _FILLED,
     "/weft.v1.KvStoreService/ReportCorrupt": _FILLED,
-    "/weft.v1.KvStoreService/GetStoreInfo": _FILLED | OPERATORS,
-    "/weft.v1.KvStoreService/Stats": OPERATORS,
+    "/weft.v1.KvStoreService/GetStoreInfo": _FILLED | _WATCHERS,
+    "/weft.v1.KvStoreService/Stats": _WATCHERS,
     "/weft.v1.WorkerService/GetInfo": _WATCHERS,
     "/weft.v1.WorkerService/WatchLoad": _WATCHERS,
     "/weft.v1.WorkerService/WatchKv": _WATCHERS,
     "/weft.v1.WorkerService/ListHeldAdapters": _WATCHERS,
-    "/weft.v1.WorkerService/Drain": OPERATORS,
+    # Gateways pass on what operators ask of them.
+    "/weft.v1.WorkerService/Drain": _WATCHERS,
+    "/weft.v1.WorkerService/Undrain": _WATCHERS,
     # A false report would free pages that a write may still reach.
     "/weft.v1.WorkerService/ReportExit": OPERATORS,
     # These are served on a port of their own, and need its token.
@@ -114,6 +128,9 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPERATORS | {"client"},
 }
 """Services that may call each method, by its full path."""
+RELAYED = frozenset({"/weft.v1.AdminService/FlushCache", "/weft.v1.AdminService/SetLogLevel"})
+"""Methods that a gateway may call on operators' ports too, with the token that an operator sent it.
+"""
 
 _LOG_EVERY_S = 1.0
 
@@ -131,10 +148,14 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         among: Callers that are accepted at all, whatever is listed; None: any.
+        relayed: Methods that gateways may call too, whatever is listed.
     """
 
-    def __init__(self, among: frozenset[str] | None = None) -> None:
+    def __init__(
+        self, among: frozenset[str] | None = None, relayed: frozenset[str] = frozenset()
+    ) -> None:
         self._among = among
+        self._relayed = relayed
         self._log_at = 0.0
 
     async def intercept_service(
@@ -176,6 +197,8 @@ class AuthorizeInterceptor(grpc.aio.ServerInterceptor):
         services = services_of(names)
         is_among = self._among is None or not services.isdisjoint(self._among)
         if is_among and may_call(services, method):
+            return
+        if method in self._relayed and "gateway" in services:
             return
         caller = ", ".join(sorted(services)) or "a caller without a service's certificate"
         now = time.monotonic()

@@ -26,7 +26,7 @@ from weft.common.tasks import start_logged, tell_standstills
 from weft.common.telemetry.otlp import OtlpExport
 from weft.common.telemetry.spans import Tracer
 from weft.common.telemetry.tracing import SERVICE_NAME as TRACE_SERVICE
-from weft.common.telemetry.tracing import FanOut, TraceServicer, make_tracer, start_export
+from weft.common.telemetry.tracing import TraceServicer, make_tracer, start_export
 from weft.engine.base.errors import ConfigError
 from weft.v1 import trace_pb2_grpc
 
@@ -57,7 +57,7 @@ class ServiceServer:
         admin: AdminBackend | None = None,
         identity: Identity | None = None,
         tracer: Tracer | None = None,
-        fan_out: FanOut | None = None,
+        spans: TraceServicer | None = None,
         requires_client: bool = True,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
@@ -69,7 +69,7 @@ class ServiceServer:
             interceptors: Interceptors outside the error interceptor, in this order.
             admin: Calls for operators, served if the settings give them a port.
             tracer: Keeps this service's spans; default: one of its own.
-            fan_out: Asks the services behind this one for spans.
+            spans: Finds them, and those of the services behind this one; default: this one's alone.
             identity: Identity for TLS; default: the one that the settings name.
             requires_client: Whether callers need a certificate, with TLS.
             options: Further options of gRPC, for its port.
@@ -88,7 +88,7 @@ class ServiceServer:
         self._service_names: tuple[str, ...] = ()
         self._admin: AdminServer | None = None
         self._tracer = tracer or make_tracer(settings, "")
-        self._fan_out = fan_out
+        self._spans = spans or TraceServicer(self._tracer)
         self._export: OtlpExport | None = None
         self._telling: asyncio.Task[None] | None = None
         if settings.admin_port is not None:
@@ -139,10 +139,9 @@ class ServiceServer:
             raise
 
     async def _start(self, service_names: Sequence[str]) -> None:
-        spans = TraceServicer(self._tracer, self._fan_out)
         for server in (self.grpc, self.admin_grpc):
             if server is not None:
-                trace_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)
+                trace_pb2_grpc.add_TraceServiceServicer_to_server(self._spans, server)
         service_names = (*service_names, TRACE_SERVICE)
         self._service_names = ("", *service_names)
         await self.set_serving(False)
@@ -203,6 +202,11 @@ class ServiceServer:
     def admin_address(self) -> str:
         """Address host:port of the operators' service, once started; empty if disabled."""
         return "" if self._admin is None else self._admin.address
+
+    @property
+    def admin_port(self) -> int:
+        """Port of that address, once started; 0 if disabled."""
+        return int(self.admin_address.rpartition(":")[2] or 0)
 
     async def set_serving(self, serving: bool, but: Collection[str] = ()) -> None:
         """Sets the state that grpc.health.v1 reports. From `stop` on it stays NOT_SERVING.

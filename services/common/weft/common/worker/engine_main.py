@@ -69,14 +69,15 @@ class ServerLink:
         """Ends a `wait` from another thread."""
         os.eventfd_write(self._wake, 1)
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits for a message, a wake-up or the time-out."""
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for a message, a wake-up or the time-out; False: it was the time-out."""
         # `poll` counts in milliseconds, too coarse for a step.
         number = self._sock.fileno()
         sending = [number] if self._unsent else []
-        readable, _, _ = select.select([self._wake, number], sending, [], timeout_s)
+        readable, writable, _ = select.select([self._wake, number], sending, [], timeout_s)
         if self._wake in readable:
             os.eventfd_read(self._wake)
+        return bool(readable or writable)
 
     def read(self) -> list[bytes]:
         """Returns the bodies of the frames that have arrived.
@@ -147,7 +148,7 @@ def load(link: ServerLink) -> Engine:
     def progress(done: int, total: int, what: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if done == total or now - last > 0.1:
+        if done in (0, total) or now - last > 0.1:
             last = now
             link.write(FromEngine(progress=(done, total, what)))
 
@@ -175,7 +176,19 @@ def run(engine: Engine, link: ServerLink) -> None:
         else:
             link.flush()
         if (rest_s := engine.rest_s()) > 0.0:
-            link.wait(rest_s)
+            rest(engine, link, rest_s)
+
+
+def rest(engine: Engine, link: ServerLink, most_s: float) -> None:
+    """Waits for a message, a wake-up, arrived pages or the time-out."""
+    poll_s = engine.arrival_poll_s()
+    if poll_s is None:
+        link.wait(most_s)
+        return
+    until = time.monotonic() + most_s
+    while (left_s := until - time.monotonic()) > 0.0:
+        if link.wait(min(left_s, poll_s)) or engine.has_arrived():
+            return
 
 
 def main(argv: list[str]) -> int:

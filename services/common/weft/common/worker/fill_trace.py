@@ -56,13 +56,18 @@ class FillTrace:
             # The engine's clock is this process's: both are CLOCK_MONOTONIC.
             self._accepted_s = timings.accepted_at
             self._stage("queue", 0.0, timings.queued_s, {})
+            computed_s = timings.last_chunk_computed_s
             if timings.computed_tokens:
                 tokens: dict[str, Attribute] = {"weft.tokens": timings.computed_tokens}
-                computed_s = timings.last_chunk_computed_s
-                self._stage("compute", timings.queued_s, computed_s, tokens)
-            # Earlier chunks are read and written while later ones are computed.
+                self._stage("plan", timings.queued_s, timings.planned_s, {})
+                self._stage("compute", timings.planned_s, computed_s, tokens)
+            # The rest is of the last chunk; earlier ones leave while later ones are computed.
+            digested_s = timings.last_digested_s
+            gathered_s = max(computed_s, digested_s - timings.last_digest_s)
             posted_s, written_s = timings.last_write_posted_s, timings.last_write_complete_s
-            self._stage("read", timings.last_chunk_computed_s, posted_s, {})
+            self._stage("gather", computed_s, gathered_s, {})
+            self._stage("digest", gathered_s, digested_s, {})
+            self._stage("post", digested_s, posted_s, {})
             size: dict[str, Attribute] = {"weft.bytes": timings.bytes}
             self._stage("write", posted_s, written_s, size)
             self._stage("report", written_s, timings.reported_s, {})

@@ -135,6 +135,7 @@ def target_to_proto(target: NixlTargetInfo) -> kv_pb2.NixlTarget:
         num_pages=target.num_pages,
         device_id=target.device_id,
         memory_type=target.memory_type,
+        max_notified_digests=target.max_notified_digests,
     )
 
 
@@ -150,6 +151,7 @@ def target_from_proto(message: kv_pb2.NixlTarget) -> NixlTargetInfo:
         num_pages=message.num_pages,
         device_id=message.device_id,
         memory_type=message.memory_type,
+        max_notified_digests=message.max_notified_digests,
     )
 
 

@@ -287,6 +287,7 @@ class WorkerHost:
             settings.kvstores,
             settings.advertise,
             self._adapters,
+            lambda: server.admin_port,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
         service.add_to(server.grpc)
@@ -406,8 +407,8 @@ async def _end_by_quarantine(
 
 
 def _progress_writer(settings: WorkerSettings) -> Callable[[int, int, str], None]:
-    """Writes the loading progress for a supervisor: a line `done total what` in a file beside the
-    ready file.
+    """Writes the progress of the start for a supervisor: a line `done total what` in a file beside
+    the ready file.
     """
     ready_file = settings.ready_file
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from weft.common.worker.adapters import AdapterFollower
 from weft.common.worker.engine_client import EngineClient
 from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.tiers import tier_to_proto
-from weft.engine.base.errors import PeerUnavailable
+from weft.engine.base.errors import Draining, PeerUnavailable
 from weft.engine.base.faults import FaultSpec, FaultState
 from weft.engine.protocol.fills import LeaseQuery, ProcessExited
 from weft.engine.protocol.messages import FaultOrder, Inbox, Outbox
@@ -117,6 +118,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         advertised: host:port at which other workers reach this one; empty: the address that
             gateways use.
         adapters: the worker's adapters; None: it serves the base model alone.
+        admin_port: returns the number of its operators' port; 0: it has none.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         kvstores: Sequence[str] = (),
         advertised: str = "",
         adapters: AdapterFollower | None = None,
+        admin_port: Callable[[], int] = lambda: 0,
     ) -> None:
         self._engine = engine
         self._queries = queries
@@ -145,6 +148,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._kvstores = tuple(kvstores)
         self._advertised = advertised
         self._adapters = adapters
+        self._admin_port = admin_port
+        self._is_draining = False
+        self._is_ending = False
 
     async def GetInfo(
         self,
@@ -186,6 +192,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             notices=info.notices,
             kvstores=self._kvstores,
             advertised_address=self._advertised,
+            admin_port=self._admin_port(),
         )
         if self._adapters is not None and info.max_loras:
             response.adapters.max_rank = info.max_lora_rank
@@ -246,7 +253,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DrainResponse:
         """See worker.proto."""
         timeout = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else 60.0
-        return worker_pb2.DrainResponse(idle=await self.drain(timeout))
+        self._begin_drain()
+        await self._reports_drain(True)
+        idle = await self._finish_drain(timeout, hands_back=not request.keep_running)
+        load = self._engine.load
+        running = 0 if idle or load is None else load.running_requests + load.filling_requests
+        return worker_pb2.DrainResponse(idle=idle, running_requests=running)
+
+    async def Undrain(
+        self,
+        request: worker_pb2.UndrainRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.UndrainResponse:
+        """See worker.proto."""
+        if self._is_ending:
+            raise Draining("this worker is shutting down", stage="undrain")
+        self._engine.send(Inbox(drains=[False]))
+        was_draining, self._is_draining = self._is_draining, False
+        await self._reports_drain(False)
+        return worker_pb2.UndrainResponse(was_draining=was_draining)
 
     async def ReportExit(
         self,
@@ -258,7 +283,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.ReportExitResponse(released_pages=released)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accepts no new work and hands back waiting requests; running ones may finish.
+        """Accepts no new work as long as this process lives, and hands back waiting requests;
+        running ones may finish.
 
         Args:
             timeout_s: Seconds until running requests are handed back too, and leases are stopped.
@@ -266,19 +292,29 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         Returns:
             Whether no request and no lease is left.
         """
+        self._is_ending = True
         if self._engine.gone.done():
             return False
-        self._engine.send(Inbox(drain=True))
+        self._begin_drain()
+        return await self._finish_drain(timeout_s, hands_back=True)
+
+    def _begin_drain(self) -> None:
+        self._engine.send(Inbox(drains=[True]))
+        self._is_draining = True
+
+    async def _finish_drain(self, timeout_s: float, *, hands_back: bool) -> bool:
         if await self._becomes_idle(timeout_s):
             return True
-        if not self._engine.gone.done():
-            self._engine.send(Inbox(hand_back=True))
+        if not hands_back or not self._is_draining or self._engine.gone.done():
+            return False
+        self._engine.send(Inbox(hand_back=True))
         return await self._becomes_idle(HAND_BACK_S)
 
     async def _becomes_idle(self, timeout_s: float) -> bool:
+        """Waits until the draining engine is idle, for as long as it is to drain."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while not self._engine.gone.done():
+        while self._is_draining and not self._engine.gone.done():
             load = self._engine.load
             if load is not None and load.is_draining and load.is_idle:
                 return True
@@ -286,6 +322,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 break
             await asyncio.sleep(_IDLE_POLL_S)
         return False
+
+    async def _reports_drain(self, is_draining: bool) -> None:
+        """Waits until the engine has obeyed.
+
+        Raises:
+            PeerUnavailable: It did not in time.
+        """
+        deadline = time.monotonic() + QUERY_TIMEOUT_S
+        while (load := self._engine.load) is None or load.is_draining != is_draining:
+            self._engine.require()
+            if time.monotonic() >= deadline:
+                message = f"the engine did not answer within {QUERY_TIMEOUT_S:.0f} s"
+                raise PeerUnavailable(message, stage="engine")
+            await asyncio.sleep(_IDLE_POLL_S)
 
     def _transport_detail(self) -> str:
         load = self._engine.load

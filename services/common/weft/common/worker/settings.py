@@ -92,6 +92,12 @@ class WorkerSettings(PageSettings):
         "auto frees them behind the window where this worker exchanges no pages, has no tiers and "
         "drafts no tokens; keep keeps all",
     )
+    checkpoint_tokens: int = engine_field(
+        "checkpoint_tokens",
+        1024,
+        "models with recurrent layers: tokens from one state that the prefix cache keeps of a "
+        "prompt to the next",
+    )
     max_context_tokens: int | None = engine_field(
         "max_context_tokens", None, "longest prompt plus output in tokens; default the model's"
     )

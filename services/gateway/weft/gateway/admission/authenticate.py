@@ -34,6 +34,9 @@ KEYLESS = frozenset(
         # Calls of operators: with TLS, `weft.common.rpc.authorize` refuses all others.
         "/weft.v1.GatewayService/GetFleet",
         "/weft.v1.GatewayService/ListAdapters",
+        # These two refuse callers without an operator's certificate.
+        "/weft.v1.GatewayService/DrainWorker",
+        "/weft.v1.GatewayService/UndrainWorker",
     }
 )
 """Methods of the faces that need no key."""
@@ -103,7 +106,7 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if not method.startswith(FACES) or method in KEYLESS:
             return await continuation(handler_call_details)
-        tenant = self._keys.find(_bearer(handler_call_details.invocation_metadata))
+        tenant = self._keys.find(bearer(handler_call_details.invocation_metadata))
         if tenant is None:
             self._note()
             return grpc.stream_stream_rpc_method_handler(_refuse)
@@ -148,8 +151,8 @@ def tenant_session(tenant: Tenant | None, session_id: str) -> str:
     return hashlib.blake2b(session_id.encode(), key=name, digest_size=32).hexdigest()
 
 
-def _bearer(metadata: Any) -> str:
-    """The API key that a call brings: that of a bearer token, else of `x-api-key`."""
+def bearer(metadata: Any) -> str:
+    """The secret that a call brings: that of a bearer token, else of `x-api-key`; empty: none."""
     given = {key: value for key, value in metadata or () if isinstance(value, str)}
     scheme, _, key = given.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else given.get("x-api-key", "")

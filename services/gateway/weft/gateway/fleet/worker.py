@@ -79,7 +79,8 @@ class FleetWorker:
         self._models = models
         self._settings = settings
         self._channel = open_channel(endpoint.address, endpoint.role, identity)
-        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self.stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        """The worker's own calls, on the connection that its load is followed on."""
         self._failure = "not reached yet"
         self._load: worker_pb2.WatchLoadResponse | None = None
         self._load_time = 0.0
@@ -157,13 +158,13 @@ class FleetWorker:
             self._channel.renew()
 
     async def _follow(self, backoff: ReconnectBackoff) -> None:
-        info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
+        info = await self.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S)
         self._check(info)
         self._worker_ids.take(self, info)
         self.info, self.member = info, _member(self.endpoint, info)
         interval = Duration()
         interval.FromNanoseconds(int(self._settings.load_interval_s * 1e9))
-        call: Any = self._stub.WatchLoad(
+        call: Any = self.stub.WatchLoad(
             worker_pb2.WatchLoadRequest(interval=interval, adapter_changes=True)
         )
         try:
@@ -212,7 +213,7 @@ class FleetWorker:
         """The follower of its KV events; a new one only if it serves another model now."""
         if self._follower is None or self._follower[0] != model:
             self._forget()
-            made = self._make_follower(self._stub, model)
+            made = self._make_follower(self.stub, model)
             self._follower = None if made is None else (model, made)
         return None if self._follower is None else self._follower[1]
 
@@ -278,6 +279,16 @@ class FleetWorker:
         if self._load is None or not self._load.draining:
             now = asyncio.get_running_loop().time()
             self.breaker.failed(now, "its session broke")
+
+    @property
+    def report(self) -> worker_pb2.WatchLoadResponse | None:
+        """The newest load report; None: it sends none now."""
+        return self._load
+
+    @property
+    def num_adapters(self) -> int:
+        """Number of adapters that it reports."""
+        return len(self._adapters)
 
     @property
     def own_requests(self) -> int:

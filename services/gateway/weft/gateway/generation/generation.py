@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from weft.common.tasks import log_failure
 from weft.engine.base.errors import Internal, Overloaded, PeerUnavailable, WeftError
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.gateway.fleet.session import ReconnectBackoff
 from weft.gateway.generation.prompt_scores import PromptScores
 from weft.gateway.generation.prompt_vectors import PromptVectors
@@ -124,6 +125,8 @@ class Generation:
         self.vectors = PromptVectors(_num_vectors(request, prompt))
         """Vectors of the prompt, where they are wanted."""
         self.attempt = 0
+        self.worker_id = ""
+        """Id of its owner, or of the last one; empty: it had none yet."""
         self.error: WeftError | None = None
         """The error with which the prompt failed for good."""
         self.cached_prompt_tokens = 0
@@ -153,6 +156,11 @@ class Generation:
         return timeline
 
     @property
+    def fills(self) -> Sequence[common_pb2.FillTimeline]:
+        """Fills of the prompt, as the last owner reported them."""
+        return self._timeline.fills
+
+    @property
     def _open_samples(self) -> set[int]:
         return {i for i, sample in enumerate(self.samples) if sample.finish_reason is None}
 
@@ -165,7 +173,8 @@ class Generation:
         now = asyncio.get_running_loop().time()
         trace = self._trace.attempt(self.wire_id, self.attempt + 1)
         placement = self._router.place(self._routing, self._avoided)
-        trace.routed(placement.session.worker_id, len(placement.candidates))
+        self.worker_id = placement.session.worker_id
+        trace.routed(self.worker_id, len(placement.candidates))
         messages = submit_messages(
             self._request,
             self.prompt,
@@ -430,7 +439,7 @@ def _num_vectors(request: GenerateRequest, prompt: PreparedPrompt) -> int:
     """Vectors that a prompt's owner sends."""
     if request.wants is None:
         return 0
-    return len(prompt.ids) if request.wants.output == "token_embeddings" else 1
+    return len(prompt.ids) if request.wants.output in TOKEN_OUTPUTS else 1
 
 
 def _began(timeline: common_pb2.Timeline) -> tuple[float, int]:

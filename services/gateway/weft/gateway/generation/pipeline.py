@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from weft.common.durations import duration
 from weft.common.telemetry.logging import trace_id as current_trace_id
@@ -20,6 +21,7 @@ from weft.engine.base.errors import (
     PeerUnavailable,
     WeftError,
 )
+from weft.engine.base.tasks import TOKEN_OUTPUTS
 from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.gateway.admission.admission import Admission, shutting_down
 from weft.gateway.admission.authenticate import in_tenant_cache
@@ -29,6 +31,7 @@ from weft.gateway.admission.slo import NO_TARGETS
 from weft.gateway.admission.slo.gated_request import GatedRequest
 from weft.gateway.admission.tenants import Rates, Tenants
 from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
+from weft.gateway.generation.facts import RequestFacts
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.resume import ResumeLimits
 from weft.gateway.generation.stream import TokenStream
@@ -104,6 +107,7 @@ class RequestPipeline:
         tracer: Tracer,
         tenants: Tenants,
         log: GatewayRequestLog | None = None,
+        on_ended: Sequence[Callable[[RequestFacts], None]] = (),
     ) -> None:
         self._settings = settings
         self._models = models
@@ -123,6 +127,7 @@ class RequestPipeline:
         )
         """Rates of requests and tokens."""
         self._log = log
+        self._on_ended = on_ended
         self._open: dict[str, _Account] = {}
         """Requests that wait or run, by their ids, oldest first."""
         self._has_ended = False
@@ -157,6 +162,14 @@ class RequestPipeline:
     def running_ids(self) -> list[str]:
         """Ids of the requests that run, oldest first."""
         return [id_ for id_, account in self._open.items() if account.stream is not None]
+
+    def open_requests(self, limit: int) -> list[RequestFacts]:
+        """Facts about the requests that wait or run, oldest first, `limit` at most."""
+        now = asyncio.get_running_loop().time()
+        return [
+            _facts(account, now - account.arrival, "running" if account.stream else "waiting")
+            for account in islice(self._open.values(), limit)
+        ]
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
         """Cancels a request of a tenant that waits or runs.
@@ -363,6 +376,9 @@ class RequestPipeline:
                 duration_s=duration_s,
             )
         account.trace.end(account.outcome, account.model, account.request, stream)
+        facts = _facts(account, duration_s, account.outcome)
+        for take in self._on_ended:
+            take(facts)
 
     async def _prepare(
         self, served: ServedModel, card: ModelCard, request: GenerateRequest, deadline: float
@@ -498,6 +514,20 @@ class RequestPipeline:
                     metrics.observe_sample(sample)
 
 
+def _facts(account: _Account, duration_s: float, outcome: str) -> RequestFacts:
+    """Facts about a request that waits, runs or has just ended."""
+    stream = account.stream
+    return RequestFacts(
+        request_id=account.request.request_id,
+        trace_id=account.trace.trace_id,
+        model=account.request.model if stream is None else stream.model,
+        arrival=account.arrival,
+        duration_s=duration_s,
+        outcome=outcome,
+        generations=() if stream is None else tuple(stream.generations),
+    )
+
+
 def _warn(request: GenerateRequest, error: WeftError) -> None:
     _log.warning(
         "request failed: %s",
@@ -601,4 +631,4 @@ def _is_computed_anew(wants: Wants | None, pooling: PoolingConfig) -> bool:
     if wants is None:
         return False
     is_whole = pooling.is_encoder or pooling.pooling != "last"
-    return is_whole or wants.output == "token_embeddings"
+    return is_whole or wants.output in TOKEN_OUTPUTS

@@ -15,6 +15,8 @@ _MAX_TOKENS_PER_MESSAGE = 32_768
 _OUTPUTS: Mapping[Output, decode_pb2.PoolOutput.ValueType] = {
     "embedding": decode_pb2.POOL_OUTPUT_EMBEDDING,
     "token_embeddings": decode_pb2.POOL_OUTPUT_TOKEN_EMBEDDINGS,
+    "sparse": decode_pb2.POOL_OUTPUT_SPARSE,
+    "multi_vector": decode_pb2.POOL_OUTPUT_MULTI_VECTOR,
     "classes": decode_pb2.POOL_OUTPUT_CLASSES,
     "label_logits": decode_pb2.POOL_OUTPUT_LABEL_LOGITS,
 }

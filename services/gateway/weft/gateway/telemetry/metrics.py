@@ -53,6 +53,16 @@ class LoopHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Upper bounds of its buckets but the last, which has none."""
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Values observed so far, by bucket."""
+        return tuple(self._counts)
+
     def collect(self) -> Iterator[Metric]:
         """Collects the values; called by the metrics endpoint's thread."""
         family = HistogramMetricFamily(self._name, self._documentation)
@@ -90,7 +100,7 @@ class GatewayMetrics:
         """Registers the metrics.
 
         Args:
-            is_on: Whether metrics are served; if not, histograms observe nothing.
+            is_on: Whether metrics are read; if not, histograms observe nothing.
         """
         self._histogram_class = LoopHistogram if is_on else _NoHistogram
         self.registry = CollectorRegistry()

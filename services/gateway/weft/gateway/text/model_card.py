@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 _SHOWN_CHARS = 100
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
+"""Names of special tokens without a lexical weight, as in FlagEmbedding."""
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 AUTO = "auto"
 """Setting by which the chat template decides the parser."""
@@ -65,6 +67,10 @@ class ModelCard:
     max_context_tokens: int
     pooling: PoolingConfig
     """What its files are for, and how they make vectors."""
+    pooling_problem: str = ""
+    """Why these files cannot be used, so that the model can only generate; empty: they can."""
+    unweighted_ids: frozenset[int] = frozenset()
+    """Special tokens that get no lexical weight."""
     labels: tuple[str, ...] = ()
     """Names of the classes of its classification head."""
     max_token_bytes: int
@@ -134,7 +140,7 @@ def load_model_card(
     config = _text_config(read_json(folder / "config.json", required=True))
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
-    pooling = load_pooling(folder)
+    pooling, problem = _pooling(folder)
     parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser)
     tokenizer: Tokenizer = parts["tokenizer"]
     return ModelCard(
@@ -149,6 +155,8 @@ def load_model_card(
             context, max_context_tokens or context, pooling.max_tokens or context
         ),
         pooling=pooling,
+        pooling_problem=problem,
+        unweighted_ids=_ids_of(tokenizer, specials, _UNWEIGHTED),
         labels=_labels(config),
         created=int(time.time()),
     )
@@ -226,6 +234,17 @@ def _read_tokenizer(
     return fields, specials
 
 
+def _pooling(folder: Path) -> tuple[PoolingConfig, str]:
+    """How a model makes vectors, or why its files do not tell. Workers that generate need no such
+    files, and others do not start with damaged ones.
+    """
+    try:
+        return load_pooling(folder), ""
+    except ModelError as error:
+        _log.warning("%s serves text alone: %s", folder, error.message)
+        return load_pooling(folder, "generate"), error.message
+
+
 def _integer(config: dict[str, Any], name: str, default: int) -> int:
     value = config.get(name, default)
     if not isinstance(value, int) or value < 1:
@@ -294,6 +313,12 @@ def _eos_ids(
         return frozenset(ids)
     eos = tokenizer.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
     return frozenset() if eos is None else frozenset({eos})
+
+
+def _ids_of(tokenizer: Tokenizer, specials: dict[str, str], names: Sequence[str]) -> frozenset[int]:
+    """Ids of those special tokens that a model has."""
+    ids = (tokenizer.token_to_id(specials[name]) for name in names if name in specials)
+    return frozenset(id_ for id_ in ids if id_ is not None)
 
 
 def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.engine.base.tasks import Pool, Task
+from weft.engine.base.tasks import HEADED_OUTPUTS, Pool, Task
 from weft.gateway.request import (
     GenerateRequest,
     PairPrompt,
@@ -49,11 +49,19 @@ def for_model(request: GenerateRequest, card: ModelCard, task: Task) -> Generate
         if task != "generate":
             raise _other_task(card, task, "text")
         return request
+    if card.pooling_problem:
+        message = f"the pooling files of `{card.name}` cannot be used: {card.pooling_problem}"
+        raise invalid("model", message)
     if any(isinstance(prompt, PairPrompt) for prompt in request.prompts):
         return _scored(request, wants, card, task)
     wanted = Pool(output=wants.output).task
     if wanted != task:
         raise _other_task(card, task, _NEEDS[wanted])
+    if wants.output in HEADED_OUTPUTS:
+        if wants.output not in card.pooling.token_heads:
+            raise invalid("model", f"the model `{card.name}` has no head for {wants.output}")
+        if wants.dimensions is not None:
+            raise invalid("dimensions", f"{wants.output} has one width")
     ahead = _prompt_ahead(wants, card)
     if not ahead:
         return request
@@ -89,8 +97,9 @@ def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task)
 
 
 def _judged(prompt: PairPrompt, instruction: str) -> WrappedPrompt:
-    text = f"<Instruct>: {instruction}\n<Query>: {prompt.first}\n<Document>: {prompt.second}"
-    return WrappedPrompt(head=_HEAD, text=text, tail=_TAIL)
+    query = f"<Instruct>: {instruction}\n<Query>: {prompt.first}\n<Document>: "
+    text = query + prompt.second
+    return WrappedPrompt(head=_HEAD, text=text, tail=_TAIL, needed_chars=len(query))
 
 
 def _label(card: ModelCard, given: int | None, word: str) -> int:

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from tokenizers import Tokenizer
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
 from weft.gateway.request import (
@@ -28,7 +27,7 @@ from weft.gateway.settings import GatewaySettings
 from weft.gateway.text.answer.describe import with_described_tools
 from weft.gateway.text.answer.formats import ReasoningFormat
 from weft.gateway.text.model_card import ModelCard, least_tokens
-from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair
+from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, encode_parts
 from weft.gateway.validate import invalid
 
 T = TypeVar("T")
@@ -220,12 +219,12 @@ def _tokenize(model: ModelCard, prompt: Prompt) -> _Tokenized:
         ids, second = encode_pair(tokenizer, prompt.first, prompt.second)
         return _Tokenized(ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
-        return _Tokenized([one for part in _wrapped(tokenizer, prompt) for one in part])
+        return _Tokenized(encode_parts(tokenizer, prompt.head, prompt.text, prompt.tail))
     return _Tokenized(list(prompt.ids))
 
 
 def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> _Tokenized:
-    """A prompt's tokens, at most so many: what is too much is cut from the end of its text."""
+    """A prompt's tokens, at most so many: what is too much is cut from the end of its texts."""
     if isinstance(prompt, TokenPrompt):
         return _Tokenized(list(prompt.ids[:most]))
     tokenizer = model.tokenizer
@@ -233,15 +232,11 @@ def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> _Tokenized:
         ids, second = encode_pair(tokenizer, prompt.first, prompt.second, most)
         return _Tokenized(ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
-        head, text, tail = _wrapped(tokenizer, prompt)
-        return _Tokenized([*head, *text[: max(0, most - len(head) - len(tail))], *tail])
+        texts = (prompt.head, prompt.text, prompt.tail)
+        return _Tokenized(encode_parts(tokenizer, *texts, most, prompt.needed_chars))
     assert isinstance(prompt, TextPrompt)
-    return _Tokenized(encode_cut(tokenizer, prompt.text, most, prompt.add_special_tokens))
-
-
-def _wrapped(tokenizer: Tokenizer, prompt: WrappedPrompt) -> list[list[int]]:
-    texts = (prompt.head, prompt.text, prompt.tail)
-    return [encode(tokenizer, text, add_special_tokens=False) for text in texts]
+    special = prompt.add_special_tokens
+    return _Tokenized(encode_cut(tokenizer, prompt.text, most, add_special_tokens=special))
 
 
 def _render(model: ModelCard, prompt: ChatPrompt) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
+from weft.gateway.validate import invalid
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -19,19 +20,31 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
 
 
 def encode_cut(
-    tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool = True
+    tokenizer: Tokenizer, text: str, most: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Tokenises a text to at most `most` tokens; those that the tokenizer adds behind it stay."""
+    """Tokenises a text to at most `most` tokens; those that the tokenizer adds behind it stay.
+
+    Raises:
+        InvalidRequest: No token of the text would be left.
+    """
     (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
     ids = list(encoding.ids)
-    tail = _num_added_behind(encoding.special_tokens_mask)
-    return ids if len(ids) <= most else [*ids[: max(0, most - tail)], *ids[len(ids) - tail :]]
+    if len(ids) <= most:
+        return ids
+    mask = encoding.special_tokens_mask
+    if most <= sum(mask):
+        raise _too_few(most, f"the tokenizer adds {sum(mask)} to each text")
+    tail = _num_added_behind(mask)
+    return [*ids[: most - tail], *ids[len(ids) - tail :]]
 
 
 def encode_pair(
     tokenizer: Tokenizer, first: str, second: str, most: int | None = None
 ) -> tuple[list[int], int]:
-    """Tokenises two texts as the tokenizer joins them; too long ones lose the end of the second.
+    """Tokenises two texts as the tokenizer joins them.
+
+    Where they are too long, the longer one loses its end until both have one length, then both do:
+    the strategy `longest_first` of transformers.
 
     Args:
         tokenizer: The model's.
@@ -42,14 +55,60 @@ def encode_pair(
     Returns:
         The ids, and the position of the first token of the second text; 0: it does not tell texts
         apart.
+
+    Raises:
+        InvalidRequest: No token of the second text would be left.
     """
     (encoding,) = tokenizer.encode_batch([(first, second)], add_special_tokens=True)
-    ids, kinds = list(encoding.ids), list(encoding.type_ids)
+    kinds = encoding.type_ids
     start = kinds.index(1) if 1 in kinds else 0
-    if most is not None and len(ids) > most:
-        tail = _num_added_behind(encoding.special_tokens_mask)
-        ids = [*ids[: max(0, most - tail)], *ids[len(ids) - tail :]]
-    return ids, start
+    if most is None or len(encoding.ids) <= most:
+        return list(encoding.ids), start
+    parts = tokenizer.encode_batch([first, second], add_special_tokens=False)
+    lengths = [len(part.ids) for part in parts]
+    num_added = tokenizer.num_special_tokens_to_add(is_pair=True)
+    if most < num_added + 2:
+        raise _too_few(most, f"the tokenizer adds {num_added} to each pair of texts")
+    least = min(*lengths, (most - num_added) // 2)
+    kept = [least, most - num_added - least]
+    if lengths[0] > lengths[1]:
+        kept.reverse()
+    for part, length in zip(parts, kept, strict=True):
+        part.truncate(length)
+    cut = tokenizer.post_process(parts[0], parts[1], add_special_tokens=True)
+    return list(cut.ids), start - (lengths[0] - kept[0]) if start else 0
+
+
+def encode_parts(
+    tokenizer: Tokenizer, head: str, text: str, tail: str, most: int | None = None, needed: int = 0
+) -> list[int]:
+    """Tokenises three texts apart; what is too much is cut from the end of the middle one.
+
+    Args:
+        tokenizer: The model's.
+        head: What is ahead.
+        text: What may be cut.
+        tail: What is behind.
+        most: Tokens at most; None: any number.
+        needed: Characters of `text` of which none may be cut, nor the first one behind them.
+
+    Raises:
+        InvalidRequest: More than that would be cut.
+    """
+    before, inner, behind = tokenizer.encode_batch([head, text, tail], add_special_tokens=False)
+    ids, room = list(inner.ids), len(inner.ids)
+    if most is not None:
+        room = most - len(before.ids) - len(behind.ids)
+    if room < len(ids):
+        own = sum(start < needed for start, _ in inner.offsets)
+        if room <= own:
+            around = len(before.ids) + len(behind.ids)
+            raise _too_few(most, f"the query takes {own} tokens and the model's template {around}")
+    return [*before.ids, *ids[:room], *behind.ids]
+
+
+def _too_few(most: int | None, why: str) -> Exception:
+    return invalid("truncate_prompt_tokens", f"a text cut to {most} tokens has nothing left: {why}")
 
 
 def _num_added_behind(mask: Sequence[int]) -> int:

@@ -20,4 +20,5 @@ func init() {
 	forward_AnthropicService_CreateMessage_0 = forward.Stream
 	forward_OllamaService_Chat_0 = forward.Stream
 	forward_OllamaService_Generate_0 = forward.Stream
+	forward_MeshService_WatchMesh_0 = forward.Events
 }

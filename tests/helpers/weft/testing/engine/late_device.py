@@ -88,7 +88,11 @@ class LateDevice:
         self._memory = engine.memory
         self._sampler = engine._drawing._sampler
         self._executor = executor = engine._executor
-        self._pools = executor._pools
+        self._pools: list[tuple[torch.Tensor, ...]] = [(pool,) for pool in executor._pools]
+        if engine.parts.states is not None:
+            assert executor.states is not None
+            self._memories = (*self._memories, engine.parts.states.memory)
+            self._pools.append(executor.states.pools.blocks)
         self._run, self._keep = executor.run, executor.keep
         self._copy, self._zero = executor.copy, executor.zero
         self.num_told = self.num_done = 0
@@ -102,6 +106,7 @@ class LateDevice:
         for name in ("launch", "keep", "copy", "zero", "mark"):
             setattr(executor, name, getattr(self, name))
         executor.poison = lambda pages, group=0: None  # type: ignore[method-assign]
+        executor.poison_blocks = lambda blocks: None  # type: ignore[method-assign]
         self._sampler.begin = self.begin  # type: ignore[method-assign, assignment]
         for group, memory in enumerate(self._memories):
             fill_free = partial(self._fill_free, group, memory._set_free)
@@ -122,8 +127,9 @@ class LateDevice:
             engine.pipeline._begins_in_s = lambda step: begins()  # type: ignore[method-assign]
         self._kept: set[int] = set()
         """Free pages that have been given up: what lies there is still to be copied down."""
-        for pool, memory in zip(self._pools, self._memories, strict=True):
-            pool[memory._free] = float("nan")
+        for pools, memory in zip(self._pools, self._memories, strict=True):
+            for pool in pools:
+                pool[memory._free] = float("nan")
 
     # -- what it is told -------------------------------------------------------------------------
 
@@ -216,10 +222,11 @@ class LateDevice:
     def check_free(self) -> None:
         """Checks that no work wrote to a free page."""
         self._kept &= set(self._memory._free)
-        for group, (pool, memory) in enumerate(zip(self._pools, self._memories, strict=True)):
+        for group, (pools, memory) in enumerate(zip(self._pools, self._memories, strict=True)):
             kept = self._kept if group == 0 else ()
-            free = pool[[page for page in memory._free if page not in kept]]
-            assert bool(free.isnan().all()), "a step wrote to a free page"
+            free = [page for page in memory._free if page not in kept]
+            for pool in pools:
+                assert bool(pool[free].isnan().all()), "a step wrote to a free page"
 
     def _enqueue(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
@@ -234,4 +241,5 @@ class LateDevice:
             return
         if group == 0:
             self._kept.discard(page)
-        self._pools[group][page] = float("nan")
+        for pool in self._pools[group]:
+            pool[page] = float("nan")

@@ -10,6 +10,7 @@ from weft.engine.loop.engine import Engine
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.transfer.exchange import PageExchange
 from weft.engine.transfer.nixl import Notification
+from weft.engine.transfer.nixl_wire import MAX_NOTIFIED_DIGESTS
 
 VERSION = "local"
 
@@ -30,6 +31,7 @@ class LocalReceiver:
             page_bytes=region.page_bytes,
             num_pages=region.num_pages,
             memory_type=region.memory_type,
+            max_notified_digests=MAX_NOTIFIED_DIGESTS,
         )
 
     def target(self) -> NixlTargetInfo:

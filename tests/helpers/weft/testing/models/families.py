@@ -49,6 +49,14 @@ _QWEN_VISION = {
     "num_heads": 2,
     "out_hidden_size": 48,
 }
+_GATED_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 12}),
@@ -171,9 +179,148 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
         },
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **_GATED_DELTA,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "shared_expert_intermediate_size": 36,
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", _GATED_DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {
+            **_GATED_DELTA,
+            "intermediate_size": None,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "shared_expert_intermediate_size": 36,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "full") * 2],
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 20,
+            "num_local_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_key_value_heads": 6,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 20,
+            "conv_bias": True,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "num_dense_layers": 1,
+        },
+    ),
+    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1, 3], "mamba_n_groups": 2}),
+    "granite_hybrid": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 36,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "granite_hybrid-dense": (
+        "granitemoehybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 60,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 72,
+            "mamba_n_groups": 2,
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 1.5,
+            "attention_out_multiplier": 0.6,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "mlp_multipliers": [1.3, 0.6],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+        },
+    ),
+    "falcon_h1-normed": (
+        "falcon_h1",
+        {**_MAMBA, "mamba_d_ssm": 72, "mamba_rms_norm": True, "mamba_n_groups": 2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M-M*-MM-",
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+        },
+    ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "MEM*EM-",
+            "head_dim": 16,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "moe_shared_expert_intermediate_size": 36,
+            "moe_latent_size": 20,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }
 """Model types of transformers, and fields of their configurations."""
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
+    *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
+    "nemotron_h-experts",
+)
+"""Those with recurrent layers."""
 
 
 def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
@@ -201,16 +348,18 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
     )
     model = build.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
-    adds_one = "gemma" in kind or kind == "nemotron"
+    adds_one = any(stem in kind for stem in ("gemma", "qwen3_next", "qwen3_5"))
+    adds_one = adds_one or kind == "nemotron"
+    corrections = [each for each in model.named_buffers() if each[0].endswith("bias")]
     with torch.no_grad():
-        for key, value in model.named_parameters():
+        for key, value in (*model.named_parameters(), *corrections):
             noise = torch.randn(value.shape, generator=generator)
             if value.ndim > 1 and "norm" not in key:
                 value.copy_(noise if "embed" in key else noise / value.shape[-1] ** 0.5)
             elif key.endswith("bias"):
                 value.copy_(0.3 * noise)
             else:
-                value.copy_(0.2 * noise + (0.0 if adds_one else 1.0))
+                value.copy_(0.2 * noise + (0.0 if adds_one and "linear_attn" not in key else 1.0))
     model.save_pretrained(path)
     if name == "internlm3":
         # Files of the hub name the class of their own code.

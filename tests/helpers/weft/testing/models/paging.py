@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from weft.engine.memory.layout import StatePlane
 from weft.engine.model.interface import Model
+from weft.engine.model.state_step import StatePools, StateRound, StateStep
 from weft.engine.model.step import Step
 from weft.kernels.attention import GroupStep
 
@@ -18,6 +20,87 @@ class PagedRequest:
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = 0
+    blocks: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Blocks of recurrent states by the number of tokens before them: at page borders, and at the
+    end of each step.
+    """
+
+    def begin_with(self, other: PagedRequest, num_pages: int, page_size: int) -> None:
+        """Begins with the first pages of another request."""
+        self.pages, self.num_cached = other.pages[:num_pages], num_pages * page_size
+        self.blocks = {self.num_cached: other.blocks[self.num_cached]}
+
+
+class PlainStates:
+    """Blocks of a model's recurrent layers, without rings: every step writes those that the next
+    one begins with, and those of all page borders.
+    """
+
+    def __init__(self, plane: StatePlane, page_size: int, count: int = 200) -> None:
+        shapes = [(part.shape, getattr(torch, part.dtype)) for part in plane.parts]
+        self._pools = StatePools(
+            tuple(
+                torch.full((count, plane.layers, *shape), float("nan"), dtype=dtype)
+                for shape, dtype in shapes
+            ),
+            tuple(
+                torch.zeros(1, 1, plane.layers, *part.shape, dtype=getattr(torch, part.dtype))
+                for part in plane.ring
+            ),
+        )
+        for pool in self._pools.blocks:
+            pool[0] = 0.0
+        self._page_size = page_size
+        self._num_blocks = 1
+
+    def step(self, work: Sequence[tuple[PagedRequest, int]]) -> StateStep:
+        """The states of a step of so many new tokens of each request, not counted yet."""
+        pieces = []
+        first = 0
+        for request, count in work:
+            begin, end = request.num_cached, request.num_cached + count
+            size = self._page_size
+            ends = [*range((begin // size + 1) * size, end, size), end]
+            pieces.append([(first + a - begin, first + b - begin, b)
+                           for a, b in zip([begin, *ends], ends, strict=False)])  # fmt: skip
+            first += count
+        none = torch.empty(0, dtype=torch.int64)
+        rounds = [self._round(work, pieces, n) for n in range(max(map(len, pieces)))]
+        return StateStep(
+            pools=self._pools,
+            ring_slots=none,
+            ring_rows=none,
+            rounds=tuple(rounds),
+            new_rows=none,
+            new_slots=none,
+            new_ring_rows=none,
+        )
+
+    def _round(
+        self,
+        work: Sequence[tuple[PagedRequest, int]],
+        pieces: list[list[tuple[int, int, int]]],
+        index: int,
+    ) -> StateRound:
+        taken = [n for n, found in enumerate(pieces) if index < len(found)]
+        before = [n for n, found in enumerate(pieces) if index - 1 < len(found)]
+        rows: list[int] = []
+        bounds, begins, blocks = [0], [], []
+        for n in taken:
+            request, (begin, end, position) = work[n][0], pieces[n][index]
+            rows += range(begin, end)
+            bounds.append(len(rows))
+            begins.append(before.index(n) if index else request.blocks[request.num_cached])
+            blocks.append(self._num_blocks)
+            request.blocks[position] = self._num_blocks
+            self._num_blocks += 1
+        return StateRound(
+            rows=torch.tensor(rows),
+            cu_lens=torch.tensor(bounds),
+            begins=torch.tensor(begins),
+            kept=torch.arange(len(taken)),
+            blocks=torch.tensor(blocks),
+        )
 
 
 class PagedDriver:
@@ -34,6 +117,8 @@ class PagedDriver:
         self.pool = torch.full(layout.pool_shape(num_pages), float("nan"), dtype=dtype)
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
         self._free_pages: list[int] = order.tolist()
+        plane = layout.states
+        self._states = None if plane is None else PlainStates(plane, page_size)
 
     def batch(
         self,
@@ -46,6 +131,8 @@ class PagedDriver:
             work: Requests with their new tokens.
             logits_rows: Rows whose logits are wanted; None for the last row of each request.
         """
+        counts = [(request, len(tokens)) for request, tokens in work]
+        states = None if self._states is None else self._states.step(counts)
         positions: list[int] = []
         places: list[int] = []
         starts = [0]
@@ -81,6 +168,7 @@ class PagedDriver:
             groups=(group,),
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             slots=torch.tensor([request.slot for request, _ in work], device=device),
+            states=states,
         )
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from weft.cli.chaos.tiny import write_tokenizer
+from weft.testing.models.tiny_encoders import make_encoder
 from weft.testing.models.tiny_models import make_tiny, save_weights, tiny_config, tiny_weights
 
 _MODULES = "sentence_transformers.models"
@@ -141,6 +142,29 @@ def write_modules(
         for i, (kind, folder) in enumerate(folders)
     ]
     write_json(path / "modules.json", modules)
+
+
+def make_m3(path: Path, seed: int = 0, *, ends: Sequence[str] = ("pt", "pt")) -> Path:
+    """Writes an encoder with the heads of BGE-M3: dense, sparse and multi-vector outputs.
+
+    Args:
+        path: Directory to create.
+        seed: Of the weights.
+        ends: Formats of the files of its sparse and its multi-vector head: pt or safetensors.
+    """
+    hidden = 48
+    make_encoder("xlm-roberta", path, seed, hidden_size=hidden)
+    write_modules(path, hidden, seed, pooling="cls")
+    generator = torch.Generator().manual_seed(seed + 3)
+    heads = (("sparse_linear", 1), ("colbert_linear", 40))
+    for (name, width), end in zip(heads, ends, strict=True):
+        tensors = {
+            "weight": torch.randn((width, hidden), generator=generator) / hidden**0.5,
+            "bias": torch.randn(width, generator=generator) / 4,
+        }
+        save: Any = torch.save if end == "pt" else save_file
+        save(tensors, path / f"{name}.{end}")
+    return path
 
 
 def write_json(path: Path, content: object) -> None:

@@ -12,6 +12,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {"model_type": "bert", "type_vocab_size": 2},
     "roberta": {"model_type": "roberta", "type_vocab_size": 1, "pad_token_id": 1},
     "xlm-roberta": {"model_type": "xlm-roberta", "type_vocab_size": 1, "pad_token_id": 1},
+    "gte": {"model_type": "gte", "type_vocab_size": 1},
+    "nomic_bert": {"model_type": "nomic_bert", "type_vocab_size": 2},
+    "jina_embeddings_v3": {"model_type": "jina_embeddings_v3", "type_vocab_size": 1},
     "modernbert": {
         "model_type": "modernbert",
         "local_attention": 16,
@@ -25,7 +28,7 @@ def make_encoder(kind: str, path: Path, seed: int, num_labels: int = 0, **overri
     """Writes a model directory.
 
     Args:
-        kind: bert, roberta, xlm-roberta or modernbert.
+        kind: One of `CONFIGS`, or a model_type of transformers.
         path: Directory to create.
         seed: Of the weights.
         num_labels: Classes of its head; 0: it has none.
@@ -45,7 +48,7 @@ def make_encoder(kind: str, path: Path, seed: int, num_labels: int = 0, **overri
         "cls_token_id": 1,
         "sep_token_id": 2,
     }
-    settings = {**sizes, **CONFIGS[kind], **overrides}
+    settings = {**sizes, **CONFIGS.get(kind, {"model_type": kind}), **overrides}
     if num_labels:
         settings["num_labels"] = num_labels
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)

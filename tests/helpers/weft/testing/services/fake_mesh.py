@@ -42,6 +42,12 @@ class Recorder:
     def restarting(self, name: str, delay_s: float) -> None:
         append(self._record, {"event": "restarting", "name": name, "delay_s": delay_s})
 
+    def failed(self, name: str, how: str) -> None:
+        append(self._record, {"event": "failed", "name": name})
+
+    def stopping(self, grace_s: float) -> None:
+        append(self._record, {"event": "stopping"})
+
     def killed(self, name: str) -> None:
         append(self._record, {"event": "killed", "name": name})
 

@@ -19,8 +19,8 @@ class ReadyPrompts:
     def why_not(self, handle: KvHandle) -> tuple[str, str]:
         return "", ""
 
-    def queued_s(self, job: Any) -> float:
-        return 0.0
+    def waits_s(self, job: Any) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def begin(self, handle: KvHandle, *_: object) -> Any:
         job = self.jobs[handle.lease_id] = SimpleNamespace(

@@ -11,13 +11,13 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_experts
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.int_groups import MXFP4_GROUP, IntGroups, mxfp4_groups
 from weft.kernels.linear import LinearWeight
 from weft.kernels.moe import ExpertWeights
-from weft.kernels.mxfp4 import GROUP, dequantised
 
 
 class Mxfp4Scheme:
-    """A `Scheme` of experts in MXFP4, which become floats at load.
+    """A `Scheme` of experts in MXFP4, which on GPUs become floats at load.
 
     Checkpoints have `<product>_blocks` [experts, rows, columns / 32, 16] and `<product>_scales`
     [experts, rows, columns / 32], uint8.
@@ -43,9 +43,7 @@ class Mxfp4Scheme:
         """See `Scheme.head`."""
         return self._plain.head(matrix, weights)
 
-    def _experts(
-        self, spec: ExpertSpec, weights: Weights
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _experts(self, spec: ExpertSpec, weights: Weights) -> Iterator[tuple[IntGroups, IntGroups]]:
         gate_up, down = spec.stacked
         for number in range(spec.num_experts):
             yield (
@@ -55,22 +53,28 @@ class Mxfp4Scheme:
 
     def _matrix(
         self, name: str, product: LinearSpec, number: int, spec: ExpertSpec, weights: Weights
-    ) -> torch.Tensor:
+    ) -> IntGroups:
         """The shard of one expert's product, [rows, columns]."""
-        if product.in_features % GROUP:
+        if product.in_features % MXFP4_GROUP:
             raise ModelError(
                 f"{weights.full_name(name)}: {product.in_features} columns are no multiple of "
-                f"{GROUP}, which MXFP4 needs"
+                f"{MXFP4_GROUP}, which MXFP4 needs"
             )
-        shape = (spec.num_experts, sum(product.rows), product.in_features // GROUP)
-        blocks = TensorSlice(f"{name}_blocks", (*shape, GROUP // 2), (number,))
-        scales = TensorSlice(f"{name}_scales", shape, (number,))
+        shape = (spec.num_experts, sum(product.rows), product.in_features // MXFP4_GROUP)
         try:
-            whole = dequantised(
-                weights.tensor(blocks, torch.uint8),
-                weights.tensor(scales, torch.uint8),
-                weights.dtype,
+            own = product.columns_of(weights.shard)
+            if own.start % MXFP4_GROUP or own.stop % MXFP4_GROUP:
+                raise ValueError(f"{own.start} to {own.stop} cut a group of {MXFP4_GROUP}")
+            groups = slice(own.start // MXFP4_GROUP, own.stop // MXFP4_GROUP)
+            blocks, scales = (
+                product.rows_of(
+                    apart(weights.tensor(part, torch.uint8), spec, product), weights.shard
+                )[:, groups]
+                for part in (
+                    TensorSlice(f"{name}_blocks", (*shape, MXFP4_GROUP // 2), (number,)),
+                    TensorSlice(f"{name}_scales", shape, (number,)),
+                )
             )
+            return mxfp4_groups(blocks, scales)
         except ValueError as error:
             raise ModelError(f"{weights.full_name(name)}: expert {number}: {error}") from error
-        return product.share_of(apart(whole, spec, product), weights.shard)

@@ -26,6 +26,7 @@ from weft.gateway.api.tools import (
     past_call,
     use_tools,
 )
+from weft.gateway.api.worker_calls import WorkerCalls
 from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
 from weft.gateway.fleet.fleet import Fleet
 from weft.gateway.generation.pipeline import RequestPipeline
@@ -69,6 +70,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         models: Catalogue,
         fleet: Fleet,
         adapters: AdapterCalls,
+        workers: WorkerCalls,
         max_body_bytes: int,
     ) -> None:
         self._pipeline = pipeline
@@ -76,6 +78,7 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         self._models = models
         self._fleet = fleet
         self._adapters = adapters
+        self._workers = workers
         self._max_body_bytes = max_body_bytes
 
     async def Chat(self, request: gateway_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
@@ -225,6 +228,20 @@ class GrpcFace(gateway_pb2_grpc.GatewayServiceServicer):
         """See gateway.proto."""
         found = self._pipeline.cancel(request.request_id, current_tenant.get())
         return gateway_pb2.CancelResponse(found=found)
+
+    async def DrainWorker(
+        self, request: gateway_pb2.DrainWorkerRequest, context: Context
+    ) -> gateway_pb2.DrainWorkerResponse:
+        """See gateway.proto."""
+        self._workers.check_caller(context)
+        return await self._workers.drain(request, context)
+
+    async def UndrainWorker(
+        self, request: gateway_pb2.UndrainWorkerRequest, context: Context
+    ) -> gateway_pb2.UndrainWorkerResponse:
+        """See gateway.proto."""
+        self._workers.check_caller(context)
+        return await self._workers.undrain(request, context)
 
     async def LoadAdapter(
         self, request: gateway_pb2.LoadAdapterRequest, context: Context

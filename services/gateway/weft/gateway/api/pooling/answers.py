@@ -17,12 +17,22 @@ class PoolUsage(Answer):
     total_tokens: int
 
 
+class SparseVector(Answer):
+    """Lexical weights of one input."""
+
+    indices: list[int] = Field(description="token ids, ascending")
+    values: list[float] = Field(description="their weights, above 0")
+
+
 class EmbeddingAnswer(Answer):
     """The vector of one input."""
 
     object: Literal["embedding"]
     index: int
-    embedding: Vector = Field(description="numbers, or base64 of float32")
+    embedding: Vector | list[list[float]] | SparseVector = Field(
+        description="numbers, or base64 of float32; with `output_type` lists of numbers, or a "
+        "sparse vector"
+    )
 
 
 class EmbeddingsAnswer(Answer):
@@ -41,7 +51,7 @@ class PooledAnswer(Answer):
 
     object: Literal["pooling"]
     index: int
-    data: Vector | list[list[float]] = Field(
+    data: Vector | list[list[float]] | SparseVector = Field(
         description="a vector, or one for each token; base64 holds them one after another"
     )
     shape: list[int] = Field(description="of the data: vectors and numbers in each, or numbers")

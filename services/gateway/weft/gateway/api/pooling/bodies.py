@@ -89,6 +89,11 @@ class EmbeddingsBody(InputBody):
     normalize: bool | None = Field(
         None, description="length 1 or not; default as the model's files say"
     )
+    output_type: Literal["dense", "sparse", "multi_vector"] | None = Field(
+        None,
+        description="sparse: the lexical weight of each token that has one; multi_vector: a vector "
+        "for each token but the first; both for models that have heads for them; default dense",
+    )
     prompt_name: str | None = Field(
         None,
         description="one of the model's own prompts, which goes ahead of texts; default: its "
@@ -103,8 +108,8 @@ class EmbeddingsBody(InputBody):
 class PoolingBody(InputBody):
     """Body of POST /pooling."""
 
-    task: Literal["embed", "token_embed", "classify"] | None = Field(
-        None, description="default: what the model is for"
+    task: Literal["embed", "token_embed", "sparse", "multi_vector", "classify"] | None = Field(
+        None, description="default embed; sparse and multi_vector as `output_type` of embeddings"
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: float32, little-endian; default float"

@@ -22,6 +22,7 @@ from weft.gateway.api.pooling.bodies import (
 )
 from weft.gateway.api.pooling.translate import (
     NAMES,
+    OUTPUTS,
     classify_request,
     documents_of,
     embeddings_request,
@@ -51,11 +52,12 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
         """See dialects.proto."""
 
         def write(body: EmbeddingsBody, stream: TokenStream) -> Mapping[str, object]:
+            output = OUTPUTS[body.output_type or "dense"]
             data = [
                 {
                     "object": "embedding",
                     "index": index,
-                    "embedding": shown(vectors_of(one)[0], body.encoding_format),
+                    "embedding": shown(stream, one, output, body.encoding_format).data,
                 }
                 for index, one in enumerate(stream.generations)
             ]
@@ -67,18 +69,12 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
         """See dialects.proto."""
 
         def write(body: PoolingBody, stream: TokenStream) -> Mapping[str, object]:
-            data: list[object] = []
-            for index, one in enumerate(stream.generations):
-                vectors = vectors_of(one)
-                vectors = vectors if body.task == "token_embed" else vectors[0]
-                data.append(
-                    {
-                        "object": "pooling",
-                        "index": index,
-                        "data": shown(vectors, body.encoding_format),
-                        "shape": list(vectors.shape),
-                    }
-                )
+            output = OUTPUTS[body.task or "embed"]
+            made = [shown(stream, one, output, body.encoding_format) for one in stream.generations]
+            data = [
+                {"object": "pooling", "index": index, "data": one.data, "shape": one.shape}
+                for index, one in enumerate(made)
+            ]
             return {**_head(stream, "list"), "data": data}
 
         await self._answer(PoolingBody, request, pooling_request, "pool", write, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weft.engine.base.tasks import Output
 from weft.gateway.api.call_fields import call_fields
@@ -29,9 +29,12 @@ from weft.gateway.validate import check_range, invalid
 
 NAMES = {"prompt": "input"}
 """Names of the bodies' fields, by the names of the internal request's fields."""
-_OUTPUTS: dict[str, Output] = {
+OUTPUTS: Mapping[str, Output] = {
     "embed": "embedding",
+    "dense": "embedding",
     "token_embed": "token_embeddings",
+    "sparse": "sparse",
+    "multi_vector": "multi_vector",
     "classify": "classes",
 }
 
@@ -46,8 +49,13 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
     refuse(body, {"messages": "conversations as input", "task": "given as prompt_name"})
     if body.prompt_name and body.input_type and body.prompt_name != body.input_type:
         raise invalid("input_type", "contradicts prompt_name; give one of them")
+    output = OUTPUTS[body.output_type or "dense"]
+    if body.encoding_format == "base64" and output != "embedding":
+        raise invalid(
+            "encoding_format", f"base64 is not for {output}, whose shape it does not tell"
+        )
     wants = Wants(
-        output="embedding",
+        output=output,
         dimensions=body.dimensions,
         normalises=body.normalize,
         truncate_tokens=_cut(body),
@@ -57,9 +65,15 @@ def embeddings_request(body: EmbeddingsBody, facts: CallFacts) -> GenerateReques
 
 
 def pooling_request(body: PoolingBody, facts: CallFacts) -> GenerateRequest:
-    """Translates a body for raw vectors; the default task is embeddings."""
+    """Translates a body for raw vectors; the default task is embeddings.
+
+    Raises:
+        InvalidRequest: Base64 is wanted for lexical weights.
+    """
+    if body.encoding_format == "base64" and body.task == "sparse":
+        raise invalid("encoding_format", "base64 is not for sparse")
     wants = Wants(
-        output=_OUTPUTS[body.task or "embed"],
+        output=OUTPUTS[body.task or "embed"],
         dimensions=body.dimensions,
         normalises=body.normalize,
         truncate_tokens=_cut(body),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from weft.engine.base.tasks import Output
 from weft.gateway.generation.generation import Generation
 from weft.gateway.generation.stream import TokenStream
 
@@ -18,8 +21,52 @@ def vectors_of(generation: Generation) -> Float32Array:
     return np.frombuffer(collected.values, "<f4").reshape(-1, collected.width)
 
 
-def shown(vectors: Float32Array, encoding: str | None) -> object:
-    """Vectors in the form for a JSON answer: lists of numbers, or base64."""
+class Shown(NamedTuple):
+    """What a JSON answer holds of one prompt."""
+
+    data: object
+    """Numbers, lists of numbers, base64, or indices and values of a sparse vector."""
+    shape: list[int]
+    """Of the data: vectors and numbers in each, or numbers."""
+
+
+def shown(
+    stream: TokenStream, generation: Generation, output: Output, encoding: str | None
+) -> Shown:
+    """The vectors of a prompt in the form for a JSON answer."""
+    vectors = vectors_of(generation)
+    if output == "sparse":
+        weights = lexical_weights(generation.prompt.ids, vectors[:, 0], stream.card.unweighted_ids)
+        data = {"indices": list(weights), "values": list(weights.values())}
+        return Shown(data, [len(weights)])
+    if output == "multi_vector":
+        vectors = vectors[1:]  # As in BGE-M3, whose first token stands for the whole text.
+    elif output != "token_embeddings":
+        vectors = vectors[0]
+    return Shown(_written(vectors, encoding), list(vectors.shape))
+
+
+def lexical_weights(
+    ids: Sequence[int], weights: Float32Array, unweighted: Collection[int]
+) -> dict[int, float]:
+    """The largest weight of each token that a text has, as FlagEmbedding makes them for BGE-M3.
+
+    Args:
+        ids: The text's tokens.
+        weights: [len(ids)].
+        unweighted: Tokens that have none.
+
+    Returns:
+        Weights above 0 by token, in the order of ids.
+    """
+    found: dict[int, float] = {}
+    for id_, weight in zip(ids, weights.tolist(), strict=True):
+        if weight > 0 and id_ not in unweighted:
+            found[id_] = max(weight, found.get(id_, 0.0))
+    return dict(sorted(found.items()))
+
+
+def _written(vectors: Float32Array, encoding: str | None) -> object:
     if encoding == "base64":
         return base64.b64encode(vectors.astype("<f4", copy=False).tobytes()).decode()
     numbers: object = vectors.tolist()

@@ -1,0 +1,1 @@
+"""`weft top`: the live state of a mesh in a terminal."""

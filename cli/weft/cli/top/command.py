@@ -1,0 +1,243 @@
+"""`weft top`: members, flows and requests of a mesh, live."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.live import Live
+from weft.cli.channel import (
+    Metadata,
+    add_gateway_flags,
+    api_key_metadata,
+    cli_identity,
+    explain,
+    find_gateway,
+    open_channel,
+)
+from weft.cli.numbers import number as number_type
+from weft.cli.top.keys import reading_keys
+from weft.cli.top.picture import MeshPicture, watch_mesh
+from weft.cli.top.view import SORTS, Sort, TopState, TopView
+from weft.common.rpc.tls import Identity
+from weft.engine.base.errors import ConfigError
+from weft.v1 import mesh_pb2
+
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 60.0
+_RETRY_S = 1.0
+_PAGE_MEMBERS = 10
+_STORE_MESSAGES = 4
+"""Messages in which a KV store that has not been asked yet may appear."""
+
+
+class Gateway:
+    """The gateway that is watched."""
+
+    def __init__(self, address: str, identity: Identity | None, metadata: Metadata) -> None:
+        self.address = address
+        self._identity = identity
+        self._metadata = metadata
+
+    async def watch(
+        self, interval_s: float, take: Callable[[mesh_pb2.WatchMeshResponse], bool]
+    ) -> None:
+        """Calls `take` with each message until it returns False, or the gateway ends the stream.
+
+        Raises:
+            grpc.aio.AioRpcError: The gateway does not answer, or refuses.
+        """
+        async with (
+            open_channel(self.address, "gateway", self._identity) as channel,
+            contextlib.aclosing(watch_mesh(channel, self._metadata, interval_s)) as messages,
+        ):
+            async for message in messages:
+                if not take(message):
+                    return
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `weft top`; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    address = arguments.address
+    try:
+        address, metadata = find_gateway(arguments)
+        gateway = Gateway(address, cli_identity(arguments.tls_dir), metadata or api_key_metadata())
+        console = Console()
+        if arguments.json:
+            asyncio.run(_print_json(gateway, arguments.interval, is_once=arguments.once))
+        elif arguments.once or not console.is_terminal or console.is_dumb_terminal:
+            asyncio.run(_print_once(gateway, arguments.interval, console, arguments.sort))
+        else:
+            asyncio.run(_Screen(gateway, arguments.interval, console, arguments.sort).run())
+    except ConfigError as error:
+        sys.stderr.write(f"weft top: {error}\n")
+        return 1
+    except grpc.aio.AioRpcError as error:
+        sys.stderr.write(f"weft top: {explain(error, address)}\n")
+        return 1
+    return 0
+
+
+async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> None:
+    """Prints each message as a line, or one whole message."""
+    picture = MeshPicture()
+    num_taken = 0
+
+    def take(message: mesh_pb2.WatchMeshResponse) -> bool:
+        nonlocal num_taken
+        num_taken += 1
+        picture.take(message)
+        if is_once and _is_early(message, num_taken):
+            return True
+        if is_once:
+            del message.points[:], message.ended_requests[:]
+            message.points.extend(picture.points)
+            message.ended_requests.extend(picture.ended)
+        found = MessageToDict(
+            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        sys.stdout.write(json.dumps(found, indent=2 if is_once else None) + "\n")
+        sys.stdout.flush()
+        return not is_once
+
+    await gateway.watch(interval_s, take)
+
+
+async def _print_once(gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
+    """Prints the picture, every line of it."""
+    picture = MeshPicture()
+    num_taken = 0
+
+    def take(message: mesh_pb2.WatchMeshResponse) -> bool:
+        nonlocal num_taken
+        num_taken += 1
+        picture.take(message)
+        return _is_early(message, num_taken)
+
+    await gateway.watch(interval_s, take)
+    console.print(TopView(picture, TopState(sort=sort), gateway.address, is_whole=True))
+
+
+def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
+    """Whether KV stores are still to be asked, which the gateway does once somebody watches."""
+    stores = (one for one in message.members if one.role == mesh_pb2.MEMBER_ROLE_KVSTORE)
+    return num_taken < _STORE_MESSAGES and any(not one.epoch for one in stores)
+
+
+class _Screen:
+    """The whole terminal until `q` or Ctrl-C."""
+
+    def __init__(self, gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
+        self._gateway = gateway
+        self._interval_s = interval_s
+        self._picture = MeshPicture()
+        self._state = TopState(sort=sort)
+        view = TopView(self._picture, self._state, gateway.address)
+        self._live = Live(view, console=console, screen=True, auto_refresh=False)
+        self._has_ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Draws until the user ends it.
+
+        Raises:
+            grpc.aio.AioRpcError: The gateway did not answer at first, or refuses.
+        """
+        loop = asyncio.get_running_loop()
+        first = asyncio.Event()
+        watching = asyncio.create_task(self._watch(first))
+        waiting = asyncio.create_task(first.wait())
+        try:
+            # The screen is taken over once there is something to draw.
+            await asyncio.wait([watching, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+                return
+            with self._live, reading_keys(self._on_key):
+                loop.add_signal_handler(signal.SIGWINCH, self._live.refresh)
+                loop.add_signal_handler(signal.SIGTERM, self._has_ended.set)
+                ended = asyncio.create_task(self._has_ended.wait())
+                await asyncio.wait([watching, ended], return_when=asyncio.FIRST_COMPLETED)
+                ended.cancel()
+            if watching.done():
+                watching.result()
+        finally:
+            for number in (signal.SIGWINCH, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            for task in (watching, waiting):
+                task.cancel()
+            await asyncio.gather(watching, waiting, return_exceptions=True)
+
+    async def _watch(self, first: asyncio.Event) -> None:
+        def take(message: mesh_pb2.WatchMeshResponse) -> bool:
+            if first.is_set() and len(message.points) > 1 and self._state.notice:
+                # A new stream tells everything again.
+                self._picture.points.clear()
+                self._picture.ended.clear()
+            self._picture.take(message)
+            self._state.notice = ""
+            first.set()
+            self._live.refresh()
+            return True
+
+        while True:
+            try:
+                await self._gateway.watch(self._interval_s, take)
+                self._state.notice = "the gateway has ended; asking again"
+            except grpc.aio.AioRpcError as error:
+                if not first.is_set():
+                    raise
+                self._state.notice = explain(error, self._gateway.address)
+            self._live.refresh()
+            await asyncio.sleep(_RETRY_S)
+
+    def _on_key(self, key: str) -> None:
+        state = self._state
+        if key in ("q", "Q", "\x03"):
+            self._has_ended.set()
+        elif key == "s":
+            state.sort = SORTS[(SORTS.index(state.sort) + 1) % len(SORTS)]
+        elif key == "r":
+            state.reverses = not state.reverses
+        elif key in ("up", "k"):
+            state.first_member = max(0, state.first_member - 1)
+        elif key in ("down", "j"):
+            state.first_member += 1
+        elif key == "page up":
+            state.first_member = max(0, state.first_member - _PAGE_MEMBERS)
+        elif key == "page down":
+            state.first_member += _PAGE_MEMBERS
+        self._live.refresh()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft top",
+        description="Members, flows and requests of a mesh, live. Keys: q ends it, s sorts the "
+        "members by another column, r reverses them, arrows scroll them.",
+    )
+    add_gateway_flags(parser)
+    parser.add_argument(
+        "--interval",
+        type=number_type(_MIN_INTERVAL_S, _MAX_INTERVAL_S),
+        default=1.0,
+        metavar="S",
+        help="time between pictures (default 1)",
+    )
+    parser.add_argument("--sort", choices=SORTS, default="role", help="order of the members")
+    parser.add_argument(
+        "--once", action="store_true", help="one picture as text, as where there is no terminal"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="messages of MeshService.WatchMesh, one a line; with --once one of them",
+    )
+    return parser

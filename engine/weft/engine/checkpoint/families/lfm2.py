@@ -1,0 +1,89 @@
+"""LFM2 (arXiv 2511.23404): short convolutions between gates, and attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.experts import lfm2_experts
+from weft.engine.checkpoint.families.family import FULL, Family
+from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
+from weft.engine.checkpoint.recurrent_config import ShortConvConfig
+
+_CONV = "conv"
+_KINDS = {_CONV: _CONV, FULL: FULL}
+
+
+def read_lfm2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """LFM2, dense."""
+    family = Family(raw, generation, where)
+    return _config(family, _inner_size(family), None, norm="embedding_norm")
+
+
+def read_lfm2_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """LFM2 with experts behind its first layers."""
+    family = Family(raw, generation, where)
+    inner = family.fields.positive("intermediate_size")
+    return _config(family, inner, lfm2_experts(family.fields), norm="embedding_norm")
+
+
+def _config(family: Family, inner: int, moe: MoEConfig | None, *, norm: str) -> ModelConfig:
+    fields, rms = family.fields, family.rms(eps=1e-5, name="norm_eps")
+    dim = family.head_dim()
+    attention = AttentionConfig(
+        rope=family.rope(theta=1e6),
+        scale=dim**-0.5,
+        head_norm=HeadNormConfig(norm=rms, q_name="q_layernorm", k_name="k_layernorm"),
+    )
+    conv = ShortConvConfig(
+        width=family.hidden_size,
+        taps=fields.positive("conv_L_cache", 3),
+        bias=fields.flag("conv_bias", False),
+    )
+    if conv.taps < 2:
+        raise fields.error("conv_L_cache", f"expected at least 2, got {conv.taps}")
+    with_attention = fields.indices("full_attn_idxs") or tuple(range(family.num_layers))
+    kinds = family.listed(["layer_types"], _KINDS, lambda n: FULL if n in with_attention else _CONV)
+    if len(set(kinds)) < 2:
+        raise fields.error("layer_types", "expected layers with and without attention")
+    decoder = DecoderConfig(
+        norm=rms,
+        layers=tuple(attention if kind == FULL else conv for kind in kinds),
+        mlp=MlpConfig(),
+    )
+    names = NamesConfig(
+        input_norm="operator_norm",
+        feed_norm="ffn_norm",
+        last_norm=norm,
+        recurrent="conv",
+        o="out_proj",
+        gate="w1",
+        up="w3",
+        down="w2",
+        feeds=("feed_forward",),
+        moe=MoENamesConfig(correction="expert_bias", gate_up=("w1", "w3"), down="w2"),
+    )
+    # The field that says whether the embedding is also the LM head has two names.
+    is_tied = fields.flag("tie_embedding", True)
+    return family.config(
+        decoder, names=names, moe=moe, is_tied=is_tied, kv_heads=8, intermediate_size=inner
+    )
+
+
+def _inner_size(family: Family) -> int:
+    """Columns of an MLP: two thirds of what the file says, times a factor, rounded up."""
+    fields = family.fields
+    size = fields.positive("block_ff_dim", fields.positive("intermediate_size", 12288))
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    unit = fields.positive("block_multiple_of", 256)
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    return -(-size // unit) * unit

@@ -1,0 +1,95 @@
+"""What an engine does otherwise for models with recurrent layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.memory.layout import CacheLayout, StatePlane
+from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.state_index import StateIndex
+from weft.engine.memory.tree import PrefixTree
+from weft.engine.scheduler.state_blocks import StateBlocks
+
+
+def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
+    """The settings with which a model is served: with recurrent layers, no pages are exchanged,
+    since nobody sends the blocks of states that belong to them.
+    """
+    if layout.states is None:
+        return config
+    return replace(
+        config,
+        local_prefill_max_tokens=NEVER_SHIP_TOKENS,
+        has_store=False,
+        host_cache_bytes=0,
+        disk_cache_dir=None,
+    )
+
+
+def check_recurrent(config: EngineConfig, layout: CacheLayout, device: torch.device) -> None:
+    """Refuses settings under which no model with recurrent layers runs.
+
+    Raises:
+        ConfigError: One of them is set, and the model has such layers.
+    """
+    if layout.states is None:
+        return
+    refused = (
+        ("device", device.type != "cpu", "cpu, the only device for recurrent layers so far"),
+        ("tp", config.tp > 1, "1 for models with recurrent layers, whose states are not divided"),
+        (
+            "drafter",
+            config.drafter not in ("none", "ngram"),
+            "none or ngram for models with recurrent layers",
+        ),
+        ("enable_lora", config.enable_lora, "off for models with recurrent layers"),
+        (
+            "deterministic",
+            config.deterministic,
+            "off for models with recurrent layers, whose sums depend on how prompts are cut",
+        ),
+    )
+    for name, is_wrong, wanted in refused:
+        if is_wrong:
+            raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
+
+
+def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> list[str]:
+    """Describes the memory of recurrent layers, and what their model goes without here."""
+    plane = layout.states
+    if plane is None:
+        return []
+    told = [
+        f"{plane.layers} recurrent layers ({plane.name}): {num_blocks:,} blocks of "
+        f"{plane.block_bytes:,} bytes, as much as the KV of "
+        f"{plane.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
+    ]
+    without = (
+        (config.role == "prefill", "fills no pages of other workers"),
+        (
+            config.role == "decode" and not config.never_fills,
+            "computes all prompts itself, since prefill workers send no states",
+        ),
+        (config.has_store, "does not use the KV store"),
+        (
+            config.host_cache_bytes > 0 or config.disk_cache_dir is not None,
+            "keeps no pages in host memory or on disk",
+        ),
+    )
+    lacks = "; ".join(text for is_so, text in without if is_so)
+    return [*told, f"recurrent layers: this worker {lacks}"] if lacks else told
+
+
+def make_states(
+    config: EngineConfig, plane: StatePlane | None, num_blocks: int, prefixes: PrefixTree | None
+) -> StateBlocks | None:
+    """The owner of blocks; None: the model has none."""
+    if plane is None:
+        return None
+    index = None if prefixes is None else StateIndex(prefixes)
+    memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
+    sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
+    return StateBlocks(memory, index, *sizes)

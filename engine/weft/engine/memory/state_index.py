@@ -1,0 +1,198 @@
+"""Index of the blocks of recurrent layers, which belong to nodes of the prefix tree.
+
+A node is a page of KV. It may have a block in addition: the states behind the page's last token. A
+request can continue after a node only if the node has one. Few nodes do, since a block is as large
+as the KV of thousands of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+
+from weft.engine.memory.prefix_cache import Evicted
+from weft.engine.memory.tree import Node, PrefixTree
+
+BLOCKS_OF_REQUEST = 3
+"""Most blocks that a running request needs itself: the one that is certain, and one of each step of
+the two that may be under way.
+"""
+_MIN_HEAP = 64
+"""Heap size up to which stale entries are not removed."""
+
+_Worth = tuple[bool, int]
+"""Whether the node is pinned for a chat session, and the priority of the block."""
+
+
+class _Kept:
+    """A block of a node."""
+
+    __slots__ = ("base", "block", "node", "num_uses", "ticket")
+
+    def __init__(self, node: Node, block: int) -> None:
+        self.node = node
+        self.block = block
+        self.num_uses = 1
+        """Requests that began with it, and the one that wrote it."""
+        self.base = 0
+        """The index's `_floor` when the block was used last."""
+        self.ticket = 0
+        """Ticket of the block's entry in the heap; 0: it is in use."""
+
+
+class StateIndex:
+    """Implements `weft.engine.memory.prefix_cache.PageIndex` for blocks.
+
+    Eviction takes the block with the smallest number of pages that it saves times its uses, since
+    all blocks are of one size. What it saves is computed from the nearest block before it. A block
+    that is not used any more loses against new ones, because these begin above what was evicted
+    last: the rule is GreedyDual-Size with frequency (Cherkasova, 1998); Marconi (Pan et al., 2024)
+    weighs computation saved by bytes for such states. Blocks of pinned nodes come last.
+
+    Args:
+        tree: Index of the KV pages.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._of_node: dict[Node, _Kept] = {}
+        self._of_block: dict[int, _Kept] = {}
+        self._heap: list[tuple[_Worth, int, _Kept]] = []
+        self._floor = self._num_tickets = 0
+        self.num_unused_pages = 0
+        """See `PageIndex.num_unused_pages`."""
+        self.on_lost: Callable[[int], None] = lambda block: None
+        """Called with each unused block whose node has left the tree."""
+        self.on_reached: Callable[[bytes, bytes], None] = lambda key, parent: None
+        """Called with the keys of each page that now has a block behind it or a later page, and of
+        the page before it. Only such pages save a request anything.
+        """
+        self.on_unreached: Callable[[bytes], None] = lambda key: None
+        """Called with the key of each page behind which the last block is gone."""
+        self._num_reaching: dict[Node, int] = {}
+        """By node: its own block, and its children that are in this dictionary."""
+        tree.on_removed.append(self._removed)
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """See `PageIndex.num_evictable_pages`: all unused blocks, in any order."""
+        return self.num_unused_pages
+
+    def continuable(self, path: Sequence[Node], num_pages: int) -> int:
+        """The most leading pages of a path, up to `num_pages`, behind which there is a block."""
+        while num_pages and path[num_pages - 1] not in self._of_node:
+            num_pages -= 1
+        return num_pages
+
+    def block_of(self, node: Node) -> int | None:
+        """The block behind a node; None: it has none."""
+        kept = self._of_node.get(node)
+        return None if kept is None else kept.block
+
+    def add(self, node: Node, block: int) -> bool:
+        """Adds a block, which is in use, to a node; False: the node has one already."""
+        if node in self._of_node:
+            return False
+        self._of_node[node] = self._of_block[block] = _Kept(node, block)
+        self._reach(node)
+        return True
+
+    def note_hit(self, block: int) -> None:
+        """Notes that a request begins with a block, which is in use."""
+        self._of_block[block].num_uses += 1
+
+    def has_page(self, page: int) -> bool:
+        """See `PageIndex.has_page`."""
+        return page in self._of_block
+
+    def mark_unused(self, page: int) -> None:
+        """See `PageIndex.mark_unused`."""
+        kept = self._of_block[page]
+        kept.base = self._floor
+        self.num_unused_pages += 1
+        self._offer(kept)
+
+    def mark_used(self, page: int) -> None:
+        """See `PageIndex.mark_used`."""
+        self._of_block[page].ticket = 0
+        self.num_unused_pages -= 1
+
+    def evict(self) -> Evicted | None:
+        """See `PageIndex.evict`."""
+        while self._heap:
+            worth, ticket, kept = heappop(self._heap)
+            if kept.ticket != ticket:
+                continue
+            if self._worth(kept) > worth:
+                self._offer(kept)  # A block before it was evicted, or its node was pinned.
+                continue
+            self._floor = max(self._floor, worth[1])
+            self._forget(kept)
+            node = kept.node
+            assert node.parent is not None
+            return Evicted(kept.block, node.key, node.parent.key)
+        return None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless blocks, nodes and the heap belong together."""
+        assert {kept.node: kept for kept in self._of_block.values()} == self._of_node
+        assert all(node.page >= 0 for node in self._of_node), "a node has left the tree"
+        waiting = {kept.block for _, ticket, kept in self._heap if kept.ticket == ticket}
+        unused = {kept.block for kept in self._of_block.values() if kept.ticket}
+        assert waiting == unused
+        assert len(unused) == self.num_unused_pages
+        reaching: set[Node] = set()
+        for node in self._of_node:
+            while node.parent is not None and node not in reaching:
+                reaching.add(node)
+                node = node.parent
+        assert reaching == self._num_reaching.keys()
+
+    def _worth(self, kept: _Kept) -> _Worth:
+        num_saved, node = 1, kept.node.parent
+        while node is not None and node.parent is not None and node not in self._of_node:
+            num_saved, node = num_saved + 1, node.parent
+        return kept.node.num_pins > 0, kept.base + num_saved * kept.num_uses
+
+    def _offer(self, kept: _Kept) -> None:
+        self._num_tickets += 1
+        kept.ticket = self._num_tickets
+        heappush(self._heap, (self._worth(kept), kept.ticket, kept))
+        if len(self._heap) > _MIN_HEAP + 2 * len(self._of_block):
+            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
+            heapify(self._heap)
+
+    def _removed(self, node: Node) -> None:
+        kept = self._of_node.get(node)
+        if kept is not None:
+            is_unused = kept.ticket > 0
+            self._forget(kept)
+            if is_unused:
+                self.on_lost(kept.block)
+
+    def _forget(self, kept: _Kept) -> None:
+        del self._of_node[kept.node], self._of_block[kept.block]
+        self._unreach(kept.node)
+        self.num_unused_pages -= kept.ticket > 0
+        kept.ticket = 0
+
+    def _reach(self, node: Node) -> None:
+        """Counts a new block of a node."""
+        path: list[tuple[bytes, bytes]] = []
+        while node.parent is not None:
+            count = self._num_reaching[node] = self._num_reaching.get(node, 0) + 1
+            if count > 1:
+                break
+            path.append((node.key, node.parent.key))
+            node = node.parent
+        for key, parent in reversed(path):
+            self.on_reached(key, parent)
+
+    def _unreach(self, node: Node) -> None:
+        """Counts a block of a node that is gone."""
+        while node.parent is not None:
+            count = self._num_reaching[node] = self._num_reaching[node] - 1
+            if count:
+                return
+            del self._num_reaching[node]
+            self.on_unreached(node.key)
+            node = node.parent

@@ -1,0 +1,95 @@
+"""Decoders that were trained to attend in both directions: EmbeddingGemma, gte-Qwen2.
+
+Layers are those of the decoder; their attention alone is another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from weft.engine.checkpoint.architectures import load_class
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.encoder import Encoder
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.encoder import Ragged
+from weft.engine.model.layers.layer import Query
+from weft.engine.model.step import Step
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.encoder_attention import encoder_attention
+from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.rope import rotated
+from weft.kernels.stream import Normed, Sum
+
+_NO_POOL = torch.empty(0)
+
+
+class BidirectionalAttention:
+    """Attention of each token to all of its prompt, or to those near it: a `Mixer`.
+
+    Args:
+        causal: The decoder's, whose projections, norms and rotations are used.
+    """
+
+    def __init__(self, causal: Attention) -> None:
+        assert causal.spec.softcap is None, "configurations with both are refused"
+        self._causal = causal
+
+    def move(self, group: int, in_pool: int) -> None:
+        """Nothing: there are no pages."""
+
+    def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
+        """The step as it is."""
+        return step
+
+    def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
+        """Writes nothing; the query has all heads, [T, Hq + 2 * Hkv, D]."""
+        own, spec = self._causal, self._causal.spec
+        qkv = x.linear(own.qkv_proj, addition_to(step.lora, "qkv", own.layer))
+        if own.change is not None:
+            qkv = own.change(qkv, step.positions, spec.heads * spec.dim)
+        heads = [spec.heads, spec.kv_heads, spec.kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), -1, spec.dim), heads, dim=1)
+        if own.q_norm is not None:
+            q = own.q_norm(q.reshape(-1, spec.dim)).view(q.shape)
+        if own.k_norm is not None:
+            k = own.k_norm(k.reshape(-1, spec.dim)).view(k.shape)
+        if own.cos_sin.shape[0] > 1:
+            turns = own.cos_sin[step.positions]
+            q, k = rotated(q, turns, own.num_adjacent), rotated(k, turns, own.num_adjacent)
+        return Query(torch.cat((q, k, v), dim=1))
+
+    def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
+        """See `Mixer.attend`."""
+        own, spec = self._causal, self._causal.spec
+        q, k, v = torch.split(query.q, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        reach = None if spec.window is None else spec.window - 1
+        mixed = encoder_attention(q, k, v, step.bounds, reach, scale=spec.scale)
+        return Sum(mixed.flatten(1), own.o_proj, addition_to(step.lora, "o", own.layer))
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return self._causal.folds(rows, lora)
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return BidirectionalAttention, self._causal.shape_key()
+
+
+class BidirectionalDecoder(Encoder):
+    """A decoder, whose tokens also attend to later ones."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights.dtype)
+        decoder: DecoderOnlyLM = load_class(config.architecture)(config, weights)
+        layers = []
+        for layer in decoder.model.layers:
+            assert isinstance(layer.mixer, Attention)
+            layers.append(layer._replace(mixer=BidirectionalAttention(layer.mixer)))
+        self._stack = decoder.model.with_layers(layers)
+        self.classes = decoder.classes
+
+    def encode(self, step: Step, batch: Ragged) -> torch.Tensor:
+        """See `Encoder.encode`."""
+        return self._stack.of_all_rows(replace(step, bounds=batch.bounds), _NO_POOL)

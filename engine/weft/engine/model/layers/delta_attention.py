@@ -1,0 +1,165 @@
+"""Kimi Delta Attention: the gated delta rule with a decay of each element of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from weft.engine.checkpoint.recurrent_config import DeltaAttentionConfig
+from weft.engine.memory.layout import StatePart
+from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.gated_delta import gated_delta
+from weft.kernels.gated_norm import gated_norm
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.short_conv import short_conv
+from weft.kernels.stream import Normed
+
+
+class _Projections(NamedTuple):
+    """The products of a layer's input."""
+
+    qkv: LinearWeight
+    beta: LinearWeight
+    low: LinearWeight
+    """[hidden] -> the narrow inputs of the next two."""
+    decay: LinearWeight
+    gate: LinearWeight
+
+
+class DeltaAttention(RecurrentMixer):
+    """The delta rule behind short convolutions of q, k and v.
+
+    Rows of inputs have q, k and v of one head after another, so that a rank's heads are one range.
+    """
+
+    kind = "delta-attention"
+
+    def __init__(
+        self,
+        config: DeltaAttentionConfig,
+        layer: int,
+        in_plane: int,
+        *,
+        projections: _Projections,
+        conv: torch.Tensor,
+        rates: torch.Tensor,
+        dt_bias: torch.Tensor,
+        norm: torch.Tensor,
+        out_proj: LinearWeight,
+        dtype: torch.dtype,
+    ) -> None:
+        """Assembles the layer from its parts, those of this rank's heads.
+
+        Args:
+            config: Sizes, over all ranks.
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            projections: Of the layer's input.
+            conv: [channels, taps], in the order of rows of inputs.
+            rates: [H, 1] float32: negative rates of the decay.
+            dt_bias: [H, D] float32.
+            norm: [D]: weight of the norm of each head's result.
+            out_proj: All heads -> [hidden].
+            dtype: The model's.
+        """
+        super().__init__(layer, in_plane, dtype, out_proj)
+        self.config = config
+        self.projections = projections
+        self.conv = conv
+        self.rates = rates
+        self.dt_bias = dt_bias
+        self.norm = norm
+        self.heads = rates.shape[0]
+
+    @classmethod
+    def read(
+        cls, config: DeltaAttentionConfig, hidden: int, layer: int, in_plane: int, weights: Weights
+    ) -> DeltaAttention:
+        """Reads the parameters below one prefix of the names; other arguments as above."""
+        heads, dim, taps = config.heads, config.dim, config.taps
+        own, width = weights.shard.of(heads, 1, may_repeat=False), heads * dim
+
+        def product(
+            width_in: int, *names: str, rows: int = width, is_split: bool = True
+        ) -> LinearWeight:
+            spec = LinearSpec(
+                names=names,
+                in_features=width_in,
+                rows=(rows,) * len(names),
+                split="out" if is_split else "none",
+            )
+            return weights.linear(spec)
+
+        kinds = [read_taps(weights, f"{name}_conv1d", width, taps) for name in "qkv"]
+        conv = torch.stack([kind.view(heads, dim, taps) for kind in kinds], dim=1)
+        rates = weights.tensor(TensorSlice("A_log", (1, 1, heads, 1)), torch.float32).exp()
+        dt_bias = weights.tensor(TensorSlice("dt_bias", (width,)), torch.float32)
+        out = LinearSpec(names=("o_proj",), in_features=width, rows=(hidden,), split="in")
+        return cls(
+            config,
+            layer,
+            in_plane,
+            projections=_Projections(
+                qkv=product(hidden, "q_proj", "k_proj", "v_proj"),
+                beta=product(hidden, "b_proj", rows=heads),
+                low=product(hidden, "f_a_proj", "g_a_proj", rows=dim, is_split=False),
+                decay=product(dim, "f_b_proj"),
+                gate=product(dim, "g_b_proj"),
+            ),
+            conv=conv[own].flatten(0, 2).contiguous(),
+            rates=-rates.view(heads, 1)[own],
+            dt_bias=dt_bias.view(heads, dim)[own],
+            norm=weights.norm("o_norm", dim),
+            out_proj=weights.linear(out),
+            dtype=weights.dtype,
+        )
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.parts`: the state and the last inputs of the convolutions."""
+        dim = self.config.dim
+        tail = (self.conv.shape[0], self.config.taps - 1)
+        return (
+            StatePart("state", (self.heads, dim, dim), "float32"),
+            StatePart("conv", tail, self.dtype),
+        )
+
+    @property
+    def ring(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.ring`: inputs of the convolutions, decays and beta of each head."""
+        return (
+            StatePart("qkv", (self.conv.shape[0],), self.dtype),
+            StatePart("decay", (self.heads, self.config.dim), "float32"),
+            StatePart("beta", (self.heads,), "float32"),
+        )
+
+    def project(self, x: Normed) -> Projected:
+        """See `RecurrentMixer.project`."""
+        products, of_heads = self.projections, (self.heads, self.config.dim)
+        qkv = x.linear(products.qkv, None)
+        by_kind = qkv.view(len(qkv), 3, *of_heads)
+        low = [part.contiguous() for part in x.linear(products.low, None).chunk(2, dim=1)]
+        decay = torch.unflatten(linear(low[0], products.decay), 1, of_heads).float()
+        decay = self.rates * F.softplus(decay + self.dt_bias)
+        beta = x.linear(products.beta, None).sigmoid().float()
+        gate = torch.unflatten(linear(low[1], products.gate), 1, of_heads)
+        return Projected((by_kind.transpose(1, 2).flatten(1), decay, beta), gate)
+
+    def scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentMixer.scan`."""
+        (qkv, decay, beta), (state, tail) = inputs, states
+        mixed, tail = short_conv(qkv, self.conv, None, tail, cu_lens, has_silu=True)
+        q, k, v = torch.unflatten(mixed, 1, (self.heads, 3, self.config.dim)).unbind(2)
+        out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
+        return out, (state, tail)
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentMixer.gated`."""
+        return gated_norm(out, gate, self.norm, self.config.eps, form="sigmoid").flatten(1)

@@ -1,0 +1,106 @@
+"""Short convolutions between two gates: LFM2's layers without attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from weft.engine.checkpoint.recurrent_config import ShortConvConfig
+from weft.engine.memory.layout import StatePart
+from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight
+from weft.kernels.short_conv import short_conv
+from weft.kernels.stream import Normed
+
+
+class GatedConv(RecurrentMixer):
+    """C * conv(B * x), each channel by itself."""
+
+    kind = "short-conv"
+
+    def __init__(
+        self,
+        layer: int,
+        in_plane: int,
+        *,
+        in_proj: LinearWeight,
+        conv: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        out_proj: LinearWeight,
+        dtype: torch.dtype,
+    ) -> None:
+        """Assembles the layer from its parts, those of this rank's channels.
+
+        Args:
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            in_proj: [hidden] -> B, C and x.
+            conv: [channels, taps].
+            conv_bias: [channels], or None.
+            out_proj: All channels -> [hidden].
+            dtype: The model's.
+        """
+        super().__init__(layer, in_plane, dtype, out_proj)
+        self.in_proj = in_proj
+        self.conv = conv
+        self.conv_bias = conv_bias
+
+    @classmethod
+    def read(
+        cls, config: ShortConvConfig, hidden: int, layer: int, in_plane: int, weights: Weights
+    ) -> GatedConv:
+        """Reads the parameters below one prefix of the names; other arguments as above."""
+        width, bias = config.width, config.bias
+        own = weights.shard.of(width, 1, may_repeat=False)
+        into = LinearSpec(
+            names=("b", "c", "x"),
+            in_features=hidden,
+            rows=(width,) * 3,
+            split="out",
+            bias=bias,
+            fused="in_proj",
+        )
+        out = LinearSpec(
+            names=("out_proj",), in_features=width, rows=(hidden,), split="in", bias=bias
+        )
+        part = TensorSlice("conv.bias", (width,), (own,))
+        return cls(
+            layer,
+            in_plane,
+            in_proj=weights.linear(into),
+            conv=read_taps(weights, "conv", width, config.taps)[own].contiguous(),
+            conv_bias=weights.tensor(part, torch.float32) if bias else None,
+            out_proj=weights.linear(out),
+            dtype=weights.dtype,
+        )
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.parts`: the last inputs of the convolution."""
+        channels, taps = self.conv.shape
+        return (StatePart("conv", (channels, taps - 1), self.dtype),)
+
+    @property
+    def ring(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.ring`: inputs of the convolution."""
+        return (StatePart("bx", (self.conv.shape[0],), self.dtype),)
+
+    def project(self, x: Normed) -> Projected:
+        """See `RecurrentMixer.project`."""
+        b, c, values = x.linear(self.in_proj, None).chunk(3, dim=1)
+        return Projected((b * values,), c)
+
+    def scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentMixer.scan`."""
+        (bx,), (tail,) = inputs, states
+        out, tail = short_conv(bx, self.conv, self.conv_bias, tail, cu_lens, has_silu=False)
+        return out, (tail,)
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentMixer.gated`."""
+        return gate * out

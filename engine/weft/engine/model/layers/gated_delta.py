@@ -1,0 +1,169 @@
+"""Gated delta nets: Qwen3-Next's and Qwen3.5's linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
+from weft.engine.memory.layout import StatePart
+from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, by_head, read_taps
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.gated_delta import gated_delta
+from weft.kernels.gated_norm import gated_norm
+from weft.kernels.linear import LinearWeight
+from weft.kernels.short_conv import short_conv
+from weft.kernels.stream import Normed
+
+
+class GatedDelta(RecurrentMixer):
+    """The gated delta rule behind a short convolution of q, k and v.
+
+    Rows of inputs have the channels of one key head after another, those of its value heads among
+    them, so that a rank's heads are one range.
+    """
+
+    kind = "gated-delta"
+
+    def __init__(
+        self,
+        config: GatedDeltaConfig,
+        layer: int,
+        in_plane: int,
+        *,
+        projections: tuple[LinearWeight, ...],
+        conv: torch.Tensor,
+        rates: torch.Tensor,
+        dt_bias: torch.Tensor,
+        norm: torch.Tensor,
+        out_proj: LinearWeight,
+        dtype: torch.dtype,
+    ) -> None:
+        """Assembles the layer from its parts, those of this rank's heads.
+
+        Args:
+            config: Sizes, over all ranks.
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            projections: To qkvz and ba of each key head, or to q, k and v, to z, and to b and a.
+            conv: [channels, taps], in the order of rows of inputs.
+            rates: [Hv] float32: negative rates of the decay.
+            dt_bias: [Hv] float32.
+            norm: [Dv]: weight of the norm of each head's result.
+            out_proj: All heads -> [hidden].
+            dtype: The model's.
+        """
+        super().__init__(layer, in_plane, dtype, out_proj)
+        self.config = config
+        self.projections = projections
+        self.conv = conv
+        self.rates = rates
+        self.dt_bias = dt_bias
+        self.norm = norm
+        self.value_heads = rates.shape[0]
+        self._shared = config.value_heads // config.key_heads
+        self.key_heads = self.value_heads // self._shared
+
+    @classmethod
+    def read(
+        cls, config: GatedDeltaConfig, hidden: int, layer: int, in_plane: int, weights: Weights
+    ) -> GatedDelta:
+        """Reads the parameters below one prefix of the names; other arguments as above."""
+        heads, shard = config.key_heads, weights.shard
+        shared = config.value_heads // heads
+        own = shard.of(heads, 1, may_repeat=False)
+        values = slice(own.start * shared, own.stop * shared)
+        keys, all_values = heads * config.key_dim, config.value_heads * config.value_dim
+
+        def product(names: tuple[str, ...], *rows: int, fused: str | None = None) -> LinearWeight:
+            spec = LinearSpec(names=names, in_features=hidden, rows=rows, split="out", fused=fused)
+            return weights.linear(spec)
+
+        def of_heads(name: str) -> torch.Tensor:
+            part = TensorSlice(name, (config.value_heads,), (values,))
+            return weights.tensor(part, torch.float32)
+
+        projections: tuple[LinearWeight, ...]
+        if config.is_fused:
+            projections = (
+                product(("in_proj_qkvz",), 2 * keys + 2 * all_values),
+                product(("in_proj_ba",), 2 * config.value_heads),
+            )
+        else:
+            projections = (
+                product(("q", "k", "v"), keys, keys, all_values, fused="in_proj_qkv"),
+                product(("in_proj_z",), all_values),
+                product(("in_proj_b", "in_proj_a"), config.value_heads, config.value_heads),
+            )
+        widths = (config.key_dim, config.key_dim, shared * config.value_dim)
+        conv = by_head(
+            read_taps(weights, "conv1d", heads * sum(widths), config.taps), heads, widths
+        )
+        out = LinearSpec(names=("out_proj",), in_features=all_values, rows=(hidden,), split="in")
+        return cls(
+            config,
+            layer,
+            in_plane,
+            projections=projections,
+            conv=conv[own].flatten(0, 1).contiguous(),
+            rates=-of_heads("A_log").exp(),
+            dt_bias=of_heads("dt_bias"),
+            norm=weights.norm("norm", config.value_dim),
+            out_proj=weights.linear(out),
+            dtype=weights.dtype,
+        )
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.parts`: the state and the last inputs of the convolution."""
+        config = self.config
+        state = (self.value_heads, config.key_dim, config.value_dim)
+        tail = (self.conv.shape[0], config.taps - 1)
+        return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
+
+    @property
+    def ring(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.ring`: inputs of the convolution, decay and beta of each value head."""
+        return (
+            StatePart("qkv", (self.conv.shape[0],), self.dtype),
+            StatePart("decay", (self.value_heads,), "float32"),
+            StatePart("beta", (self.value_heads,), "float32"),
+        )
+
+    def project(self, x: Normed) -> Projected:
+        """See `RecurrentMixer.project`."""
+        found = [x.linear(w, None) for w in self.projections]
+        rows, config = len(found[0]), self.config
+        of_values = self._shared * config.value_dim
+        channels = 2 * config.key_dim + of_values
+        if config.is_fused:
+            qkvz, ba = (part.view(rows, self.key_heads, -1) for part in found)
+            qkv, z = torch.split(qkvz, [channels, of_values], dim=2)
+            b, a = (part.reshape(rows, -1) for part in ba.chunk(2, dim=2))
+        else:
+            widths = (config.key_dim, config.key_dim, of_values)
+            qkv = by_head(found[0].t(), self.key_heads, widths).permute(2, 0, 1)
+            z, (b, a) = found[1], found[2].chunk(2, dim=1)
+        decay = self.rates * F.softplus(a.float() + self.dt_bias)
+        gate = z.reshape(rows, self.value_heads, config.value_dim)
+        return Projected((qkv.flatten(1), decay, b.sigmoid().float()), gate)
+
+    def scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentMixer.scan`."""
+        (qkv, decay, beta), (state, tail) = inputs, states
+        config = self.config
+        mixed, tail = short_conv(qkv, self.conv, None, tail, cu_lens, has_silu=True)
+        widths = [config.key_dim, config.key_dim, self._shared * config.value_dim]
+        q, k, v = torch.split(torch.unflatten(mixed, 1, (self.key_heads, -1)), widths, dim=2)
+        v = v.reshape(len(v), self.value_heads, config.value_dim)
+        out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
+        return out, (state, tail)
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentMixer.gated`."""
+        return gated_norm(out, gate, self.norm, self.config.eps).flatten(1)

@@ -1,0 +1,156 @@
+"""Mamba 2 layers: those of Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from weft.engine.checkpoint.recurrent_config import Mamba2Config
+from weft.engine.memory.layout import StatePart
+from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.gated_norm import gated_norm
+from weft.kernels.linear import LinearWeight
+from weft.kernels.mamba2 import mamba2
+from weft.kernels.short_conv import short_conv
+from weft.kernels.stream import Normed
+
+
+class Mamba2(RecurrentMixer):
+    """A state space behind a short convolution of x, B and C."""
+
+    kind = "mamba2"
+
+    def __init__(
+        self,
+        config: Mamba2Config,
+        layer: int,
+        in_plane: int,
+        *,
+        in_proj: LinearWeight,
+        conv: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        rates: torch.Tensor,
+        dt_bias: torch.Tensor,
+        skips: torch.Tensor,
+        norm: torch.Tensor | None,
+        out_proj: LinearWeight,
+        dtype: torch.dtype,
+    ) -> None:
+        """Assembles the layer from its parts.
+
+        Args:
+            config: Sizes.
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            in_proj: [hidden] -> z, x, B, C and dt.
+            conv: [channels, taps], the factors of x, B and C among them.
+            conv_bias: [channels], or None.
+            rates: [H] float32: negative rates of the decay.
+            dt_bias: [H] float32.
+            skips: [H] float32: D.
+            norm: [groups, heads of a group * P]: weight of the norm of the result; None: no norm.
+            out_proj: All heads -> [hidden].
+            dtype: The model's.
+        """
+        super().__init__(layer, in_plane, dtype, out_proj)
+        self.config = config
+        self.in_proj = in_proj
+        self.conv = conv
+        self.conv_bias = conv_bias
+        self.rates = rates
+        self.dt_bias = dt_bias
+        self.skips = skips
+        self.norm = norm
+        self._inner = config.heads * config.head_dim
+        self._shared = config.groups * config.state_size
+
+    @classmethod
+    def read(
+        cls, config: Mamba2Config, hidden: int, layer: int, in_plane: int, weights: Weights
+    ) -> Mamba2:
+        """Reads the parameters below one prefix of the names; other arguments as above."""
+        inner, shared = config.heads * config.head_dim, config.groups * config.state_size
+        widths, channels = (inner, inner, shared, shared, config.heads), inner + 2 * shared
+
+        def vector(name: str, size: int) -> torch.Tensor:
+            return weights.tensor(TensorSlice(name, (size,)), torch.float32)
+
+        conv = read_taps(weights, "conv1d", channels, config.taps)
+        factors = conv.new_tensor(config.factors[1:4])
+        sizes = torch.tensor(widths[1:4], device=conv.device)
+        conv *= factors.repeat_interleave(sizes)[:, None]
+        spec = LinearSpec(
+            names=("z", "x", "b", "c", "dt"),
+            in_features=hidden,
+            rows=widths,
+            bias=config.bias,
+            fused="in_proj",
+        )
+        out = LinearSpec(
+            names=("out_proj",), in_features=inner, rows=(hidden,), bias=config.out_bias
+        )
+        norm = None if config.norm == "none" else weights.norm("norm", inner)
+        return cls(
+            config,
+            layer,
+            in_plane,
+            in_proj=weights.linear(spec),
+            conv=conv,
+            conv_bias=vector("conv1d.bias", channels) if config.conv_bias else None,
+            rates=-vector("A_log", config.heads).exp(),
+            dt_bias=vector("dt_bias", config.heads),
+            skips=vector("D", config.heads),
+            norm=None if norm is None else norm.view(config.groups, -1),
+            out_proj=weights.linear(out),
+            dtype=weights.dtype,
+        )
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.parts`: the state and the last inputs of the convolution."""
+        config = self.config
+        state = (config.heads, config.state_size, config.head_dim)
+        tail = (self.conv.shape[0], config.taps - 1)
+        return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
+
+    @property
+    def ring(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.ring`: inputs of the convolution, and time steps."""
+        return (
+            StatePart("xbc", (self.conv.shape[0],), self.dtype),
+            StatePart("dt", (self.config.heads,), "float32"),
+        )
+
+    def project(self, x: Normed) -> Projected:
+        """See `RecurrentMixer.project`."""
+        config = self.config
+        widths = [self._inner, self.conv.shape[0], config.heads]
+        z, xbc, dt = torch.split(x.linear(self.in_proj, None), widths, dim=1)
+        if config.factors[0] != 1.0:
+            z = z * config.factors[0]
+        steps = F.softplus(dt.float() * config.factors[4] + self.dt_bias)
+        steps = steps.clamp(min=config.least_step, max=config.largest_step)
+        return Projected((xbc, steps), torch.unflatten(z, 1, (config.groups, -1)))
+
+    def scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentMixer.scan`."""
+        (xbc, dt), (state, tail), config = inputs, states, self.config
+        mixed, tail = short_conv(xbc, self.conv, self.conv_bias, tail, cu_lens, has_silu=True)
+        x, b, c = torch.split(mixed, [self._inner, self._shared, self._shared], dim=1)
+        x = torch.unflatten(x, 1, (config.heads, config.head_dim))
+        b, c = (torch.unflatten(part, 1, (config.groups, config.state_size)) for part in (b, c))
+        out, state = mamba2(x, dt, self.rates, b, c, self.skips, state, cu_lens)
+        return out, (state, tail)
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentMixer.gated`."""
+        first = self.config.norm == "behind gate"
+        grouped = out.reshape(gate.shape)
+        normed = gated_norm(grouped, gate, self.norm, self.config.eps, gates_first=first)
+        return normed.flatten(1)

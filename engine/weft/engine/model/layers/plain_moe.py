@@ -1,0 +1,122 @@
+"""Mixtures of experts without gates: Nemotron 3's feed-forward blocks."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
+from weft.engine.model.layers.layer import shape_of
+from weft.engine.model.layers.mlp import down_spec, up_spec
+from weft.engine.model.layers.moe import router_form
+from weft.engine.model.step import Step
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.activation import activate
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep
+from weft.kernels.moe import RouterForm, route
+from weft.kernels.plain_experts import PlainExperts, plain_experts
+from weft.kernels.stream import Computed, Normed, Sum
+
+_LATENT = ("fc1_latent_proj", "fc2_latent_proj")
+
+
+class PlainSparseMLP:
+    """Routed MLPs, of the stream or of a narrower projection of it, and a shared one: a
+    `FeedForward`.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        router: LinearWeight,
+        form: RouterForm,
+        experts: PlainExperts,
+        latent: tuple[LinearWeight, LinearWeight] | None,
+        shared: tuple[LinearWeight, LinearWeight] | None,
+    ) -> None:
+        """Assembles the block.
+
+        Args:
+            config: Counts and forms.
+            router: [E, H].
+            form: How the router's logits become shares.
+            experts: MLPs of width H, or that of the latent.
+            latent: Projections to the experts' width and back, or None.
+            shared: Up and down projection of the expert of all rows, or None.
+        """
+        self.config = config
+        self.router = router
+        self.form = form
+        self.experts = experts
+        self.latent = latent
+        self.shared = shared
+
+    @classmethod
+    def read(
+        cls, config: MoEConfig, hidden: int, weights: Weights, names: MoENamesConfig
+    ) -> PlainSparseMLP:
+        """Reads the parameters below one prefix of the names."""
+        width, inner = config.latent_size or hidden, config.intermediate_size
+
+        def product(spec: LinearSpec, *below: str | int) -> LinearWeight:
+            own = weights
+            for name in below:
+                own = own.at(name)
+            return own.linear(spec)
+
+        numbers = range(config.num_experts)
+        up, down = up_spec(width, inner), down_spec(width, inner)
+        latent, shared = None, None
+        if config.latent_size:
+            first, second = ((hidden, width, _LATENT[0]), (width, hidden, _LATENT[1]))
+            into, back = (
+                LinearSpec(names=(name,), in_features=columns, rows=(rows,))
+                for columns, rows, name in (first, second)
+            )
+            latent = product(into), product(back)
+        if config.shared_size:
+            shared = (
+                product(up_spec(hidden, config.shared_size), names.shared),
+                product(down_spec(hidden, config.shared_size), names.shared),
+            )
+        router = LinearSpec(names=(names.router,), in_features=hidden, rows=(config.num_experts,))
+        return cls(
+            config,
+            router=product(router),
+            form=router_form(config, weights, names),
+            experts=PlainExperts(
+                tuple(product(up, names.experts, number) for number in numbers),
+                tuple(product(down, names.experts, number) for number in numbers),
+                "relu2",
+            ),
+            latent=latent,
+            shared=shared,
+        )
+
+    def __call__(self, x: Normed, step: Step) -> Computed:
+        """See `FeedForward`."""
+        config = self.config
+        logits = linear(x.value, self.router, out_dtype=torch.float32)
+        routing = route(
+            logits,
+            config.num_experts_per_tok,
+            renormalise=config.norm_topk_prob,
+            form=self.form,
+        )
+        rows = x.value if self.latent is None else x.linear(self.latent[0], None)
+        made = plain_experts(rows, routing, self.experts)
+        if self.latent is not None:
+            made = linear(made, self.latent[1])
+        if self.shared is None:
+            return Computed(made)
+        inner = activate(x.linear(self.shared[0], None), "relu2", is_gated=False)
+        return Computed(Sum(inner, self.shared[1], None).added_to(made))
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return PlainSparseMLP, shape_of(self.router), shape_of(self.experts.up[0])

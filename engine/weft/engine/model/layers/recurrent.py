@@ -1,0 +1,127 @@
+"""Layers that keep a state of fixed size of all rows before, in place of their K and V."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from weft.engine.memory.layout import StatePart, StatePlane
+from weft.engine.model.layers.layer import Query, shape_of
+from weft.engine.model.step import Step
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep
+from weft.kernels.stream import Normed, Sum
+
+
+class Projected(NamedTuple):
+    """What a recurrent layer computes of each row by itself."""
+
+    inputs: tuple[torch.Tensor, ...]
+    """For each part of the ring, [T, *shape]: what later states depend on."""
+    gate: torch.Tensor
+    """[T, ...]: what the row's own result is multiplied by, before its activation."""
+
+
+class RecurrentMixer(ABC):
+    """A `Mixer` with a state: rows are projected, taken through the state, gated, projected back.
+
+    All of it but the last projection happens in `write`, since a row's result depends on the rows
+    before it.
+    """
+
+    kind: str
+    """Name of the state plane."""
+
+    def __init__(
+        self, layer: int, in_plane: int, dtype: torch.dtype, out_proj: LinearWeight
+    ) -> None:
+        """Assembles the parts that all kinds have.
+
+        Args:
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            dtype: The model's.
+            out_proj: All heads -> [hidden].
+        """
+        self.layer = layer
+        self.in_plane = in_plane
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.out_proj = out_proj
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.parts`."""
+
+    @property
+    @abstractmethod
+    def ring(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.ring`."""
+
+    @abstractmethod
+    def project(self, x: Normed) -> Projected:
+        """Computes what there is of each row by itself."""
+
+    @abstractmethod
+    def scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Takes sequences of rows through their states: a `Scan`."""
+
+    @abstractmethod
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[T, ...] from `scan` and the gate: [T, all heads], the input of the last projection."""
+
+    def state_plane(self, layers: int) -> StatePlane:
+        """The plane of this many layers of this shape."""
+        return StatePlane(name=self.kind, layers=layers, parts=self.parts, ring=self.ring)
+
+    def move(self, group: int, in_pool: int) -> None:
+        """See `Mixer.move`: there are no pages."""
+        return
+
+    def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
+        """See `Mixer.prepare`."""
+        return step
+
+    def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
+        """Takes all rows through the states."""
+        assert step.states is not None, "a model with recurrent layers has states"
+        projected = self.project(x)
+        out = step.states.run(self.in_plane, projected.inputs, self.scan)
+        return Query(self.gated(out, projected.gate))
+
+    def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
+        """Projects the result."""
+        return Sum(query.q, self.out_proj, None)
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return type(self), shape_of(self.out_proj), self.parts
+
+
+def by_head(whole: torch.Tensor, heads: int, widths: Sequence[int]) -> torch.Tensor:
+    """Reorders rows that are sorted by kind, then head: [heads * sum(widths), ...] -> [heads,
+    sum(widths), ...].
+
+    Args:
+        whole: Rows of all heads for each kind in turn.
+        heads: Number of heads.
+        widths: Rows of one head of each kind.
+    """
+    kinds = torch.split(whole, [heads * width for width in widths])
+    return torch.cat([torch.unflatten(kind, 0, (heads, -1)) for kind in kinds], dim=1)
+
+
+def read_taps(weights: Weights, name: str, channels: int, taps: int) -> torch.Tensor:
+    """The weight [channels, taps] of a short convolution, float32."""
+    part = TensorSlice(f"{name}.weight", (channels, 1, taps))
+    return weights.tensor(part, torch.float32)[:, 0]

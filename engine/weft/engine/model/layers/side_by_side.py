@@ -1,0 +1,61 @@
+"""Attention and a recurrent layer side by side: Falcon-H1's mixers."""
+
+from __future__ import annotations
+
+import torch
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Query
+from weft.engine.model.layers.recurrent import RecurrentMixer
+from weft.engine.model.step import Step
+from weft.kernels.linear import linear
+from weft.kernels.lora import LoraStep
+from weft.kernels.stream import Computed, Normed, Sum
+
+
+class SideBySide:
+    """Two mixers that read the same rows and whose results are added up: a `Mixer`."""
+
+    def __init__(
+        self, attention: Attention, recurrent: RecurrentMixer, factors: tuple[float, float]
+    ) -> None:
+        """Takes both, and the factors on their results."""
+        self.attention = attention
+        self.recurrent = recurrent
+        self.factors = factors
+
+    def move(self, group: int, in_pool: int) -> None:
+        """See `Mixer.move`."""
+        self.attention.move(group, in_pool)
+
+    def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
+        """See `Mixer.prepare`."""
+        return self.attention.prepare(step, rows, pool)
+
+    def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
+        """Writes K and V, and takes the rows through the states."""
+        mixed = self.recurrent.write(x, step, pool)
+        return self.attention.write(x, step, pool)._replace(beside=mixed.q)
+
+    def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Computed:
+        """Attends, projects both results and adds them up."""
+        assert query.beside is not None, "written by this layer"
+        sums = (
+            self.attention.attend(query, step, pool),
+            self.recurrent.attend(Query(query.beside), step, pool),
+        )
+        first, second = (
+            factor * _projected(each) for factor, each in zip(self.factors, sums, strict=True)
+        )
+        return Computed(first + second)
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return SideBySide, self.attention.shape_key(), self.recurrent.shape_key()
+
+
+def _projected(pending: Sum) -> torch.Tensor:
+    return linear(pending.x, pending.w, lora=pending.lora)

@@ -1,0 +1,124 @@
+"""What recurrent layers read and write in a step: blocks at page borders, and rings of inputs.
+
+Of a request that brings positions [start, end), a layer begins with the block of a page border at
+or before `start`. It computes again the positions between, whose inputs are in the ring of the
+request's slot, then the new ones. Blocks are written at some of the borders that it passes:
+
+    block       ring              new positions
+    |-----------------------|-----------------|--------------------|
+    border                start         another border            end
+                                          a block is written here
+
+A block is never written over while anything may read it, and the inputs of a position are written
+once. So drafts that are not accepted need no undoing: the next step's `start` leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Scan(Protocol):
+    """The mathematics of a recurrent layer over ragged sequences; changes none of its arguments."""
+
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Continues S sequences, N positions in all.
+
+        Args:
+            inputs: For each part of `StatePlane.ring`, [N, *shape] in the part's dtype.
+            cu_lens: [S + 1] int64: where each sequence begins; each has at least one position.
+            states: For each part of `StatePlane.parts`, [S, *shape]: before the first position.
+
+        Returns:
+            [N, ...]: outputs; and the states behind each sequence's last position, like `states`.
+        """
+
+
+class StatePools(NamedTuple):
+    """The memory of a model's recurrent layers."""
+
+    blocks: tuple[torch.Tensor, ...]
+    """For each part of `StatePlane.parts`, [num_blocks, layers, *shape]; block 0 is zeros."""
+    rings: tuple[torch.Tensor, ...]
+    """For each part of `StatePlane.ring`, [slots + 1, ring_rows, layers, *shape]; position p lies
+    in row p % ring_rows.
+    """
+
+
+class StateRound(NamedTuple):
+    """Sequences that one call of a `Scan` continues, at most one of each request."""
+
+    rows: torch.Tensor
+    """[N] int64: rows of the gathered ring rows followed by the step's rows."""
+    cu_lens: torch.Tensor
+    """[S + 1] int64."""
+    begins: torch.Tensor
+    """[S] int64: blocks with which they begin; in rounds after the first, sequences of the round
+    before.
+    """
+    kept: torch.Tensor
+    """[W] int64: sequences whose last states are written to blocks."""
+    blocks: torch.Tensor
+    """[W] int64: these blocks, all different."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateStep:
+    """The states of a step's requests. All tensors live on the model's device."""
+
+    pools: StatePools
+    ring_slots: torch.Tensor
+    """[M] int64: slot of each ring row that is read."""
+    ring_rows: torch.Tensor
+    """[M] int64: its row in the slot's ring."""
+    rounds: tuple[StateRound, ...]
+    """Together they have each row of the step once."""
+    new_rows: torch.Tensor
+    """[K] int64: rows of the step whose inputs later steps need."""
+    new_slots: torch.Tensor
+    """[K] int64: their slots."""
+    new_ring_rows: torch.Tensor
+    """[K] int64: their rows in these slots' rings, all different for one slot."""
+
+    def run(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """Runs a recurrent layer: reads and writes blocks and rings.
+
+        Args:
+            layer: Index of the layer in the state plane.
+            inputs: For each part of `StatePlane.ring`, [T, *shape], of the step's rows.
+            scan: The layer's mathematics.
+
+        Returns:
+            [T, ...]: outputs of the step's rows.
+        """
+        blocks, rings = self.pools
+        num_old = self.ring_slots.shape[0]
+        gathered = [
+            torch.cat((ring[self.ring_slots, self.ring_rows, layer], new.to(ring.dtype)))
+            for ring, new in zip(rings, inputs, strict=True)
+        ]
+        outputs: torch.Tensor | None = None
+        states: Sequence[torch.Tensor] = ()
+        for number, part in enumerate(self.rounds):
+            begins = [pool[part.begins, layer] for pool in blocks]
+            if number:
+                begins = [state.index_select(0, part.begins) for state in states]
+            rows = [each.index_select(0, part.rows) for each in gathered]
+            made, states = scan(rows, part.cu_lens, begins)
+            if outputs is None:
+                outputs = made.new_empty((gathered[0].shape[0], *made.shape[1:]))
+            outputs[part.rows] = made
+            if part.kept.shape[0]:
+                for pool, state in zip(blocks, states, strict=True):
+                    pool[part.blocks, layer] = state.index_select(0, part.kept).to(pool.dtype)
+        for ring, new in zip(rings, inputs, strict=True):
+            kept = new.index_select(0, self.new_rows).to(ring.dtype)
+            ring[self.new_slots, self.new_ring_rows, layer] = kept
+        assert outputs is not None, "a step has rows"
+        return outputs[num_old:]

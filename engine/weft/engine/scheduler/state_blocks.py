@@ -1,0 +1,306 @@
+"""Blocks of requests in recurrent layers: what a step begins with, and where it leaves new states.
+
+A running request has the block of the last page border that is certain, and for moments those that
+steps under way write. Its rows since that border are in the ring of its slot:
+
+    0            border                     start        end
+    |-- block ------|-- computed again --------|-- rows ----|
+                 the newest block      inputs in the ring
+
+What a step writes is certain when the step begins: a border is written if the rows before it are of
+a prompt, or at most one behind the request's last token. Drafts cross a border only in the next
+step, which knows which of them were accepted. So no state of a token that was not accepted exists.
+
+Blocks are kept for later requests at the end of a prompt, every `checkpoint_tokens`, where a prompt
+left a path of cached pages or another prompt leaves this one, and where a request was when it ended
+or was preempted. A request without room for a block that it does not need itself keeps none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from weft.engine.base.state_rows import StateRows
+from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
+from weft.engine.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
+from weft.engine.memory.tree import Match, Node
+from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.state import Request
+
+
+class _Block(NamedTuple):
+    number: int
+    end: int
+    """The block is written once so many of the request's tokens are computed. Where drafts crossed
+    the border, this is later than the border itself.
+    """
+
+
+_ZEROS = _Block(NULL_PAGE, 0)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The blocks of one request."""
+
+    blocks: dict[int, _Block] = field(default_factory=lambda: {0: _ZEROS})
+    """Blocks by border, in pages; borders rise."""
+    keeps: set[int] = field(default_factory=set)
+    """Borders at which a block is kept, apart from checkpoints."""
+    num_reserved: int = 0
+    spare: set[int] = field(default_factory=set)
+    """Borders of `blocks` that the request does not need itself; reserved in addition."""
+
+    @property
+    def newest(self) -> int:
+        """The last border with a block, in pages; the block may still be written."""
+        return next(reversed(self.blocks))
+
+    @property
+    def pages(self) -> list[int]:
+        """All its blocks."""
+        return [block.number for block in self.blocks.values() if block is not _ZEROS]
+
+    def written(self, num_computed: int) -> int:
+        """The last border whose block is written when so many tokens are computed."""
+        return [border for border, block in self.blocks.items() if block.end <= num_computed][-1]
+
+
+class StateBlocks:
+    """Gives requests blocks, and keeps some for later requests.
+
+    Args:
+        memory: The owner of blocks, which counts and evicts them as it does pages.
+        index: Its index; None: nothing is cached.
+        page_size: Token positions a page.
+        checkpoint_tokens: Tokens from one kept block of a request to the next.
+        max_requests: Number of slots.
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        index: StateIndex | None,
+        page_size: int,
+        checkpoint_tokens: int,
+        max_requests: int,
+    ) -> None:
+        self.memory = memory
+        self._index = index
+        self._page_size = page_size
+        self._checkpoint = max(1, checkpoint_tokens // page_size)
+        self._held: dict[Request, _Held] = {}
+        self._num_reserved = 0
+        self._returning: deque[tuple[int, _Held]] = deque()
+        self._newest = np.zeros((2, max_requests), np.int64)
+        """By slot: position of the newest block's border, and the block."""
+        if index is not None:
+            index.on_lost = memory.forget
+
+    def watch(
+        self, on_reached: Callable[[bytes, bytes], None], on_unreached: Callable[[bytes], None]
+    ) -> None:
+        """See `StateIndex.on_reached` and `StateIndex.on_unreached`."""
+        if self._index is not None:
+            self._index.on_reached, self._index.on_unreached = on_reached, on_unreached
+
+    def __len__(self) -> int:
+        """Number of requests that have blocks or a reservation."""
+        return len(self._held)
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    def continuable(self, path: Sequence[Node], num_pages: int) -> int:
+        """See `StateIndex.continuable`."""
+        return 0 if self._index is None else self._index.continuable(path, num_pages)
+
+    def take(self, request: Request, found: Match) -> None:
+        """Gives a request the block at which it continues behind a match."""
+        held = self._held.setdefault(request, _Held())
+        begin = len(found.path) - found.num_rerun
+        if begin:
+            assert self._index is not None
+            block = self._index.block_of(found.path[begin - 1])
+            assert block is not None, "a match ends at a block"
+            self.memory.retain([block])
+            held.blocks = {begin: _Block(block, 0)}
+        if found.num_rerun:
+            held.keeps.add(len(found.path))
+
+    def note_hit(self, request: Request) -> None:
+        """Notes that a request was admitted with the block that `take` gave it."""
+        held = self._held.get(request)
+        if self._index is not None and held is not None:
+            for block in held.pages:
+                if self._index.has_page(block):
+                    self._index.note_hit(block)
+
+    def share(self, first: Request, request: Request, num_pages: int) -> bool:
+        """Gives a request the block behind as many pages of another one; False: it is not there any
+        more, or there is no room for it.
+        """
+        own = self._held[first].blocks.get(num_pages)
+        number = own.number if own is not None and own.end <= first.num_computed else None
+        node = self._node_at(first, num_pages)
+        if number is None and node is not None and self._index is not None:
+            number = self._index.block_of(node)
+        if (num_pages and number is None) or not self.reserve(request):
+            return False
+        if num_pages and number is not None:
+            self.memory.retain([number])
+            self._held[request].blocks = {num_pages: _Block(number, 0)}
+        return True
+
+    def keep_at(self, request: Request, num_pages: int) -> None:
+        """Has a block kept behind as many pages of a request, if no step has passed them yet."""
+        held = self._held.get(request)
+        if held is None or not num_pages:
+            return
+        held.keeps.add(num_pages)
+        block = held.blocks.get(num_pages)
+        if block is not None and block.end <= request.num_computed:
+            self._keep(request, num_pages, block)
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def has_room(self, request: Request, *, soon: bool = False) -> bool:
+        """Whether the request can be admitted, or is; or can be once steps under way have ended."""
+        held = self._held.get(request)
+        if held is not None and held.num_reserved:
+            return True
+        num_soon = sum(held.num_reserved for _, held in self._returning) if soon else 0
+        num_wanted = self._num_reserved + BLOCKS_OF_REQUEST - num_soon
+        return num_wanted <= self.memory.num_usable_pages
+
+    def reserve(self, request: Request) -> bool:
+        """Reserves what the request needs at most; False: there is no room for it."""
+        if not self.has_room(request):
+            return False
+        held = self._held.setdefault(request, _Held())
+        if not held.num_reserved:
+            held.num_reserved = BLOCKS_OF_REQUEST
+            self._num_reserved += BLOCKS_OF_REQUEST
+        return True
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan) -> StateRows:
+        """Gives the requests of a step, which is about to begin, the blocks that it writes."""
+        size, writes = self._page_size, list[tuple[int, int, int]]()
+        slots = [item.request.slot for item in plan.verifies]
+        slots += [item.request.slot for item in plan.chunks]
+        known = self._newest[:, np.concatenate([plan.slots, np.array(slots, np.int64)])]
+        crossed = (plan.starts + 1) // size * size > known[0, : len(plan.slots)]
+        for number in np.flatnonzero(crossed).tolist():
+            end = int(plan.starts[number]) + 1
+            self._write(plan.decodes[number], number, end, writes)
+        number = len(plan.decodes)
+        for item in plan.verifies:
+            self._write(item.request, number, item.start + 1, writes)
+            number += 1
+        for request, start, num_tokens, *_ in plan.chunks:
+            # The slot may have been another request's.
+            held = self._held[request]
+            known[:, number] = held.newest * size, held.blocks[held.newest].number
+            self._newest[:, request.slot] = known[:, number]
+            self._write(request, number, start + num_tokens, writes)
+            number += 1
+        return StateRows(known[0], known[1], np.array(writes, np.int64).reshape(-1, 3).T)
+
+    def _write(
+        self, request: Request, number: int, end: int, writes: list[tuple[int, int, int]]
+    ) -> None:
+        """Notes what is written of a request whose tokens up to `end` are certain."""
+        held, newest = self._held[request], end // self._page_size
+        if newest <= held.newest:
+            return
+        for border in [*self._kept_between(request, held.newest, newest), newest]:
+            if border < newest:
+                if self._num_reserved >= self.memory.num_usable_pages:
+                    continue
+                held.spare.add(border)
+                held.num_reserved += 1
+                self._num_reserved += 1
+            (block,) = self.memory.allocate(1)
+            held.blocks[border] = _Block(block, end)
+            writes.append((number, border * self._page_size, block))
+        self._newest[:, request.slot] = newest * self._page_size, block
+
+    def _kept_between(self, request: Request, first: int, end: int) -> list[int]:
+        """Borders at which blocks are kept behind `first` and before `end`."""
+        if self._index is None:
+            return []
+        step = self._checkpoint
+        checkpoints = range((first // step + 1) * step, end, step)
+        return sorted({*checkpoints, *(b for b in self._keeps(request) if first < b < end)})
+
+    def _keeps(self, request: Request) -> set[int]:
+        return self._held[request].keeps | {(request.num_prompt_tokens - 1) // self._page_size}
+
+    def committed(self, request: Request) -> None:
+        """Notes how far a request's tokens are computed: keeps blocks, and frees those that no
+        further step begins with.
+        """
+        held = self._held[request]
+        newest, keeps = held.written(request.num_computed), self._keeps(request)
+        for border in [border for border in held.blocks if border <= newest]:
+            block = held.blocks[border]
+            if border in keeps or border % self._checkpoint == 0:
+                self._keep(request, border, block)
+            if border < newest:
+                del held.blocks[border]
+                if block is not _ZEROS:
+                    self.memory.release([block.number])
+                if border in held.spare:
+                    held.spare.remove(border)
+                    held.num_reserved -= 1
+                    self._num_reserved -= 1
+
+    def _keep(self, request: Request, border: int, block: _Block) -> None:
+        """Enters a written block into the index, unless there is another one in its place."""
+        if self._index is None or block is _ZEROS or self._index.has_page(block.number):
+            return
+        node = self._node_at(request, border)
+        if node is not None:
+            self._index.add(node, block.number)
+
+    @staticmethod
+    def _node_at(request: Request, num_pages: int) -> Node | None:
+        """The node of the request's last one of so many pages, if it is in the tree."""
+        node = request.cache_leaf
+        if node is None or node.page < 0 or not 0 < num_pages <= request.num_published_pages:
+            return None
+        for _ in range(request.num_published_pages - num_pages):
+            assert node is not None
+            node = node.parent
+        return node
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def drop(self, request: Request, newest_step: int) -> None:
+        """Keeps the last certain block of a request and releases all its blocks, at once or, if it
+        takes part in steps under way, when that step has ended.
+        """
+        if request not in self._held:
+            return
+        self.committed(request)
+        held = self._held.pop(request)
+        newest = held.written(request.num_computed)
+        self._keep(request, newest, held.blocks[newest])
+        if request.num_launched:
+            self._returning.append((newest_step, held))
+        else:
+            self._release(held)
+
+    def end_step(self, number: int) -> None:
+        """Notes that a step, and all before it, have ended on the device too."""
+        while self._returning and self._returning[0][0] <= number:
+            self._release(self._returning.popleft()[1])
+
+    def _release(self, held: _Held) -> None:
+        self.memory.release(held.pages)
+        self._num_reserved -= held.num_reserved

@@ -1,0 +1,141 @@
+"""The gated delta rule: linear attention whose state forgets, and replaces what a key finds.
+
+A head's state S is a matrix [Dk, Dv], here in float32. A row first decays it, then moves what its
+key finds towards its value, then reads it:
+
+    S = a * S;  S = S + k (beta * (v - k^T S))^T;  o = scale * q^T S
+
+Gated DeltaNet (arXiv 2412.06464) has one decay a head, Kimi Delta Attention (arXiv 2510.26692) one
+for each element of a key. Pieces of many rows are computed by matrix products: the updates u of a
+piece solve a triangular system (section 3.3 of the first paper, there the UT transform).
+"""
+
+from __future__ import annotations
+
+import torch
+from weft.kernels.segments import LONGEST, Segments, Wave
+
+_LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
+"""Rows of a piece; with decays of each element the products of a piece are its length times larger.
+"""
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    cu_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the rows of ragged sequences through the state of each.
+
+    Args:
+        q: [T, Hk, Dk]; each head is normalised to length 1, then divided by the root of Dk.
+        k: [T, Hk, Dk]; each head is normalised to length 1.
+        v: [T, Hv, Dv]; Hv / Hk consecutive heads share a head of q and k.
+        decay: [T, Hv], or [T, Hv, Dk] for one of each element: logarithms of a, at most 0.
+        beta: [T, Hv], between 0 and 1, or 2.
+        states: [S, Hv, Dk, Dv] before the first rows; not changed. Their dtype, float32 or
+            float64, is that of the computation.
+        cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+
+    Returns:
+        [T, Hv, Dv] of the dtype of `v`, and the states behind the last rows, [S, Hv, Dk, Dv].
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    segments = Segments.of(cu_lens, _LONGEST if decay.dim() == 2 else _LONGEST_BY_ELEMENT)
+    _check(q, k, v, decay, beta, states, segments)
+    dtype, shared = states.dtype, v.shape[1] // k.shape[1]
+
+    def of_heads(wave: Wave, rows: torch.Tensor) -> torch.Tensor:
+        """[n, Hv, L, ...]."""
+        return wave.of(rows).to(dtype).transpose(1, 2)
+
+    def piece(wave: Wave, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, queries = (
+            unit_length(of_heads(wave, rows)).repeat_interleave(shared, dim=1) for rows in (k, q)
+        )
+        out, after = _piece(
+            queries * q.shape[2] ** -0.5,
+            keys,
+            of_heads(wave, v),
+            of_heads(wave, decay).cumsum(2),
+            of_heads(wave, beta),
+            before,
+        )
+        return out.transpose(1, 2), after
+
+    return segments.run(piece, states, torch.empty_like(v))
+
+
+def unit_length(x: torch.Tensor) -> torch.Tensor:
+    """Vectors along the last axis, normalised to length 1, with an epsilon of 1e-6."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _piece(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decayed: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One piece of all heads: [n, H, L, ...] each, `decayed` summed up; the states are
+    [n, H, Dk, Dv]. Rows of zeros change nothing.
+    """
+    of_keys = decayed if decayed.dim() == 4 else decayed[..., None]
+    grown = of_keys.exp()
+    found = (k * grown) @ states
+    u = beta[..., None] * (v - found)
+    length = q.shape[2]
+    if length > 1:
+        system = (beta[..., None] * _products(k, k, decayed)).tril(-1)
+        system.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
+    out = (q * grown) @ states + _products(q, k, decayed).tril() @ u
+    last = of_keys[:, :, -1:]
+    left = (k * (last - of_keys).exp()).transpose(2, 3) @ u
+    return out, states * last.exp().transpose(2, 3) + left
+
+
+def _products(left: torch.Tensor, k: torch.Tensor, decayed: torch.Tensor) -> torch.Tensor:
+    """Products of each row of `left` with each key, times what has decayed between the two; of
+    later keys they are of no use: [n, H, L, L].
+    """
+    if decayed.dim() == 3:
+        between = (decayed[..., :, None] - decayed[..., None, :]).clamp(max=0.0)
+        return (left @ k.transpose(2, 3)) * between.exp()
+    between = (decayed[..., :, None, :] - decayed[..., None, :, :]).clamp_(max=0.0)
+    return torch.einsum("nhid,nhjd,nhijd->nhij", left, k, between.exp_())
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    segments: Segments,
+) -> None:
+    rows, heads, value = v.shape
+    shared, dim = k.shape[1:]
+    fits = (
+        q.shape == k.shape == (rows, shared, dim)
+        and heads % shared == 0
+        and decay.shape in ((rows, heads), (rows, heads, dim))
+        and beta.shape == (rows, heads)
+        and states.shape == (len(segments.ends), heads, dim, value)
+        and rows == segments.num_rows
+    )
+    if not fits:
+        shapes = [tuple(t.shape) for t in (q, k, v, decay, beta, states)]
+        raise ValueError(
+            f"q, k, v, decay, beta, states {shapes} do not fit {segments.num_rows} rows of "
+            f"{len(segments.ends)} sequences"
+        )

@@ -1,0 +1,43 @@
+"""RMS norms of the results of recurrent layers, together with the gates on them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+GateForm = Literal["silu", "sigmoid"]
+
+
+def gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    form: GateForm = "silu",
+    gates_first: bool = False,
+) -> torch.Tensor:
+    """Normalises groups of elements and multiplies them by a gate.
+
+    Args:
+        x: [T, G, D]: each group of D is normalised by itself.
+        gate: [T, G, D], before its activation.
+        weight: [G, D] or [D] of the norm; None: there is no norm, only the gate.
+        eps: Added to the mean square.
+        form: The gate's activation.
+        gates_first: Whether the norm is behind the gate.
+
+    Returns:
+        [T, G, D], dtype of `gate`; computed in float32.
+    """
+    wide = x.float()
+    factor = F.silu(gate.float()) if form == "silu" else torch.sigmoid(gate.float())
+    if gates_first or weight is None:
+        wide = wide * factor
+    if weight is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        if not gates_first:
+            wide = wide * factor
+    return wide.to(gate.dtype)

@@ -1,0 +1,63 @@
+"""Short causal convolutions: each channel of a row is a weighted sum of its last few values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from weft.kernels.segments import Segments
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tails: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    has_silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolves the rows of ragged sequences.
+
+    Args:
+        x: [T, C].
+        weight: [C, K], K at least 2, the weight of a row's own value last.
+        bias: [C], or None.
+        tails: [S, C, K - 1]: each sequence's values before its first row, the latest last; zeros
+            at the beginning of a context. Not changed.
+        cu_lens: [S + 1] int64: where each sequence begins; each has at least one row.
+        has_silu: Whether SiLU is applied to the sums.
+
+    Returns:
+        [T, C] of the dtype of `x`, computed in float32 or wider, and the tails behind the last
+        rows, [S, C, K - 1] of the dtype of `tails`.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    channels, taps = weight.shape
+    segments, before = Segments.of(cu_lens), taps - 1
+    count = len(segments.ends)
+    if x.shape != (segments.num_rows, channels) or tails.shape != (count, channels, before):
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and tails {tuple(tails.shape)} do "
+            f"not fit {segments.num_rows} rows of {count} sequences"
+        )
+    # Each sequence's tail lies before its rows.
+    places = torch.arange(segments.num_rows, device=x.device)
+    places += (segments.sequences + 1) * before
+    ends, behind = places[segments.ends], torch.arange(before, device=x.device)
+    joined = x.new_empty((segments.num_rows + count * before, channels))
+    first = cu_lens[:-1] + torch.arange(count, device=x.device) * before
+    joined[first[:, None] + behind] = tails.transpose(1, 2).to(x.dtype)
+    joined[places] = x
+    wide = joined if x.dtype == torch.float64 else joined.float()
+    factors = weight.to(wide.dtype)
+    out = wide[places] * factors[:, -1]
+    for back in range(1, taps):
+        out += wide[places - back] * factors[:, -1 - back]
+    if bias is not None:
+        out += bias.to(wide.dtype)
+    if has_silu:
+        out = F.silu(out)
+    left = joined[ends[:, None] - before + 1 + behind]
+    return out.to(x.dtype), left.transpose(1, 2).to(tails.dtype)

@@ -1,0 +1,90 @@
+"""The calls that drain workers and put them back, for the typed face and the operators' port."""
+
+from __future__ import annotations
+
+import grpc
+from weft.common.rpc.authorize import OPERATORS
+from weft.common.rpc.errors import from_rpc_error
+from weft.common.rpc.tls import services_of
+from weft.engine.base.errors import PermissionDenied, WorkerNotFound
+from weft.gateway.api.edge import Context
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.fleet.worker import FleetWorker
+from weft.v1 import gateway_pb2, worker_pb2
+
+_DEFAULT_TIMEOUT_S = 60.0
+_MAX_TIMEOUT_S = 3600.0
+_GRACE_S = 10.0
+"""Seconds by which a call to a worker outlasts the worker's own time-out."""
+
+
+class WorkerCalls:
+    """Passes operators' calls on to one worker.
+
+    Args:
+        fleet: The workers.
+        asks_for_keys: Whether callers need API keys; no tenant's key may drain workers.
+    """
+
+    def __init__(self, fleet: Fleet, asks_for_keys: bool) -> None:
+        self._fleet = fleet
+        self._asks_for_keys = asks_for_keys
+
+    def check_caller(self, context: Context) -> None:
+        """Raises PermissionDenied unless the caller of the face may drain workers.
+
+        A gateway without API keys leaves that to its certificates; the operators' port needs its
+        token.
+        """
+        names = [name.decode() for name in context.auth_context().get("peer_dns", ())]
+        if self._asks_for_keys and OPERATORS.isdisjoint(services_of(names)):
+            raise PermissionDenied(
+                "no API key may drain workers; an operator's certificate may, and the operators' "
+                "port",
+                stage="authorize",
+            )
+
+    async def drain(
+        self, request: gateway_pb2.DrainWorkerRequest, context: Context
+    ) -> gateway_pb2.DrainWorkerResponse:
+        """See gateway.proto."""
+        worker = self._find(request.worker_id)
+        timeout_s = _DEFAULT_TIMEOUT_S
+        if request.HasField("timeout"):
+            timeout_s = request.timeout.ToNanoseconds() / 1e9
+        timeout_s = min(max(0.0, timeout_s), _MAX_TIMEOUT_S)
+        order = worker_pb2.DrainRequest(keep_running=not request.hand_back)
+        order.timeout.FromNanoseconds(int(timeout_s * 1e9))
+        try:
+            answer = await worker.stub.Drain(order, timeout=timeout_s + _GRACE_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return gateway_pb2.DrainWorkerResponse(
+            idle=answer.idle, running_requests=answer.running_requests
+        )
+
+    async def undrain(
+        self, request: gateway_pb2.UndrainWorkerRequest, context: Context
+    ) -> gateway_pb2.UndrainWorkerResponse:
+        """See gateway.proto."""
+        worker = self._find(request.worker_id)
+        try:
+            answer = await worker.stub.Undrain(worker_pb2.UndrainRequest(), timeout=_GRACE_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return gateway_pb2.UndrainWorkerResponse(was_draining=answer.was_draining)
+
+    def _find(self, worker_id: str) -> FleetWorker:
+        """The worker of an id.
+
+        Raises:
+            WorkerNotFound: There is none; the message names those that there are.
+        """
+        known: dict[str, FleetWorker] = {}
+        for worker in self._fleet.workers():
+            if worker.info is not None:
+                known[worker.info.worker_id] = worker
+        if worker_id not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise WorkerNotFound(f"no worker {worker_id!r}; there are: {names}", param="worker_id")
+        return known[worker_id]

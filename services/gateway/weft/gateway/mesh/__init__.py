@@ -1,0 +1,1 @@
+"""The mesh as one gateway sees it, for operators: members, flows, the last minutes."""

@@ -1,0 +1,55 @@
+"""The last requests of this gateway."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from weft.common.durations import duration
+from weft.common.telemetry.spans import wall_offset_s
+from weft.gateway.generation.facts import RequestFacts
+from weft.v1 import mesh_pb2
+
+MAX_REQUESTS = 200
+"""Ended requests that are kept, and running ones that are shown."""
+_MAX_MODEL_CHARS = 128
+"""A client may name anything as its model."""
+
+
+class RecentRequests:
+    """Keeps the last requests that ended, numbered in the order of their ends."""
+
+    def __init__(self) -> None:
+        self._ended: deque[mesh_pb2.MeshRequest] = deque(maxlen=MAX_REQUESTS)
+        self.num_ended = 0
+        """Requests that have ended since the start."""
+
+    def ended(self, facts: RequestFacts) -> None:
+        """Takes a request that has just ended."""
+        self._ended.append(describe(facts))
+        self.num_ended += 1
+
+    def since(self, number: int) -> list[mesh_pb2.MeshRequest]:
+        """The kept ones behind the first `number` of all, oldest first."""
+        wanted = min(self.num_ended - number, len(self._ended))
+        return [self._ended[at] for at in range(len(self._ended) - wanted, len(self._ended))]
+
+
+def describe(facts: RequestFacts) -> mesh_pb2.MeshRequest:
+    """Converts facts for the wire."""
+    message = mesh_pb2.MeshRequest(
+        request_id=facts.request_id,
+        trace_id=facts.trace_id,
+        model=facts.model[:_MAX_MODEL_CHARS],
+        worker_id=facts.worker_id,
+        duration=duration(facts.duration_s),
+        prompt_tokens=facts.num_prompt_tokens,
+        cached_tokens=facts.num_cached_tokens,
+        output_tokens=facts.num_output_tokens,
+        outcome=facts.outcome,
+        lost_attempts=sum(max(0, one.attempt - 1) for one in facts.generations),
+    )
+    # Event loop time is the monotonic clock.
+    message.arrival_time.FromNanoseconds(int((facts.arrival + wall_offset_s()) * 1e9))
+    if (first_s := facts.first_token_s) is not None:
+        message.first_token.CopyFrom(duration(first_s))
+    return message

@@ -1,0 +1,178 @@
+"""Implements weft.v1.MeshService."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from weft.common.admin import AdminServicer
+from weft.common.telemetry.tracing import TraceServicer
+from weft.gateway.admission.authenticate import bearer
+from weft.gateway.api.adapter_calls import AdapterCalls
+from weft.gateway.api.edge import Context
+from weft.gateway.api.worker_calls import WorkerCalls
+from weft.gateway.mesh.access import MeshAccess
+from weft.gateway.mesh.relay import OperatorsRelay
+from weft.gateway.mesh.view import Cursor, MeshView
+from weft.gateway.validate import invalid
+from weft.v1 import admin_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
+
+_DEFAULT_INTERVAL_S, _MIN_INTERVAL_S, _MAX_INTERVAL_S = 1.0, 0.5, 60.0
+_RELAY_TIMEOUT_S = 10.0
+_LEVELS = {
+    "debug": admin_pb2.LOG_LEVEL_DEBUG,
+    "info": admin_pb2.LOG_LEVEL_INFO,
+    "warning": admin_pb2.LOG_LEVEL_WARNING,
+    "error": admin_pb2.LOG_LEVEL_ERROR,
+}
+_LEVEL_NAMES = {level: name for name, level in _LEVELS.items()}
+
+
+class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
+    """Checks the caller, and converts.
+
+    Args:
+        view: What watchers are sent.
+        access: Who may call.
+        relay: Reaches other members.
+        admin: AdminService of this gateway.
+        spans: Finds the spans of requests.
+        adapters: Loads and unloads adapters.
+        workers: Drains workers, and puts them back.
+        gateway_id: Id of this gateway.
+        ending: Set when the gateway ends, and with it every stream.
+    """
+
+    def __init__(
+        self,
+        view: MeshView,
+        access: MeshAccess,
+        relay: OperatorsRelay,
+        admin: AdminServicer,
+        spans: TraceServicer,
+        adapters: AdapterCalls,
+        workers: WorkerCalls,
+        gateway_id: str,
+        ending: asyncio.Event,
+    ) -> None:
+        self._view = view
+        self._access = access
+        self._relay = relay
+        self._admin = admin
+        self._spans = spans
+        self._adapters = adapters
+        self._workers = workers
+        self._gateway_id = gateway_id
+        self._ending = ending
+
+    async def WatchMesh(
+        self, request: mesh_pb2.WatchMeshRequest, context: Context
+    ) -> AsyncIterator[mesh_pb2.WatchMeshResponse]:
+        """See mesh.proto."""
+        self._access.check_watch(context)
+        interval_s = _interval_s(request)
+        can_operate = self._access.may_operate(context)
+        cursor = Cursor()
+        with self._view.watching():
+            while not self._ending.is_set():
+                yield self._view.news(cursor, can_operate=can_operate)
+                try:
+                    async with asyncio.timeout(interval_s):
+                        await self._ending.wait()
+                except TimeoutError:
+                    pass
+
+    async def ListRequestSpans(
+        self, request: trace_pb2.ListSpansRequest, context: Context
+    ) -> trace_pb2.ListSpansResponse:
+        """See mesh.proto."""
+        self._access.check_watch(context)
+        request.fan_out = True
+        return await self._spans.ListSpans(request, context)
+
+    async def DrainMember(
+        self, request: mesh_pb2.DrainMemberRequest, context: Context
+    ) -> mesh_pb2.DrainMemberResponse:
+        """See mesh.proto."""
+        self._access.check_operate(context)
+        # Without time to wait the worker answers once it drains.
+        order = gateway_pb2.DrainWorkerRequest(worker_id=request.member_id, timeout=Duration())
+        answer = await self._workers.drain(order, context)
+        return mesh_pb2.DrainMemberResponse(running_requests=answer.running_requests)
+
+    async def UndrainMember(
+        self, request: mesh_pb2.UndrainMemberRequest, context: Context
+    ) -> mesh_pb2.UndrainMemberResponse:
+        """See mesh.proto."""
+        self._access.check_operate(context)
+        order = gateway_pb2.UndrainWorkerRequest(worker_id=request.member_id)
+        await self._workers.undrain(order, context)
+        return mesh_pb2.UndrainMemberResponse()
+
+    async def FlushMember(
+        self, request: mesh_pb2.FlushMemberRequest, context: Context
+    ) -> mesh_pb2.FlushMemberResponse:
+        """See mesh.proto."""
+        answer = await self._administer(
+            request.member_id, context, "FlushCache", admin_pb2.FlushCacheRequest()
+        )
+        return mesh_pb2.FlushMemberResponse(flushed_pages=answer.flushed_pages)
+
+    async def SetMemberLogLevel(
+        self, request: mesh_pb2.SetMemberLogLevelRequest, context: Context
+    ) -> mesh_pb2.SetMemberLogLevelResponse:
+        """See mesh.proto."""
+        if request.level not in _LEVELS:
+            raise invalid("level", f"must be one of {', '.join(_LEVELS)}")
+        order = admin_pb2.SetLogLevelRequest(level=_LEVELS[request.level])
+        answer = await self._administer(request.member_id, context, "SetLogLevel", order)
+        return mesh_pb2.SetMemberLogLevelResponse(
+            previous_level=_LEVEL_NAMES.get(answer.previous_level, "")
+        )
+
+    async def LoadMeshAdapter(
+        self, request: mesh_pb2.LoadMeshAdapterRequest, context: Context
+    ) -> mesh_pb2.LoadMeshAdapterResponse:
+        """See mesh.proto."""
+        self._access.check_operate(context)
+        order = gateway_pb2.LoadAdapterRequest(
+            name=request.name,
+            path=request.path,
+            model=request.model,
+            replace=request.replace,
+            pinned=request.pinned,
+        )
+        loaded = await self._adapters.load(order, context)
+        return mesh_pb2.LoadMeshAdapterResponse(digest=loaded.adapter.adapter.digest.hex())
+
+    async def UnloadMeshAdapter(
+        self, request: mesh_pb2.UnloadMeshAdapterRequest, context: Context
+    ) -> mesh_pb2.UnloadMeshAdapterResponse:
+        """See mesh.proto."""
+        self._access.check_operate(context)
+        order = gateway_pb2.UnloadAdapterRequest(name=request.name)
+        unloaded = await self._adapters.unload(order, context)
+        return mesh_pb2.UnloadMeshAdapterResponse(digest=unloaded.adapter.digest.hex())
+
+    async def _administer(self, member_id: str, context: Context, method: str, order: Any) -> Any:
+        """Calls AdminService of this gateway or of another member, with the caller's token."""
+        self._access.check_operate(context)
+        if member_id == self._gateway_id:
+            own: Callable[[Any, Context], Awaitable[Any]] = getattr(self._admin, method)
+            return await own(order, context)
+        token = bearer(context.invocation_metadata())
+        async with self._relay.reach(member_id) as stub:
+            return await getattr(stub, method)(
+                order, timeout=_RELAY_TIMEOUT_S, metadata=(("authorization", f"Bearer {token}"),)
+            )
+
+
+def _interval_s(request: mesh_pb2.WatchMeshRequest) -> float:
+    if not request.HasField("interval"):
+        return _DEFAULT_INTERVAL_S
+    given_s = request.interval.ToNanoseconds() / 1e9
+    if not _MIN_INTERVAL_S <= given_s <= _MAX_INTERVAL_S:
+        raise invalid("interval", f"must be {_MIN_INTERVAL_S:g} s to {_MAX_INTERVAL_S:g} s")
+    return given_s

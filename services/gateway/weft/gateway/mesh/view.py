@@ -1,0 +1,199 @@
+"""What everyone who watches a mesh is sent, made once for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+from weft.common.rpc.tls import Identity
+from weft.common.tasks import start_logged
+from weft.engine.base.errors import Overloaded
+from weft.gateway.adapters.holders import holders
+from weft.gateway.catalogue import Catalogue, ServedModel
+from weft.gateway.fleet.fleet import Fleet
+from weft.gateway.generation.pipeline import RequestPipeline
+from weft.gateway.mesh.flows import MeshFlows
+from weft.gateway.mesh.history import SPAN_S, MeshHistory, page_counts
+from weft.gateway.mesh.members import describe_store, describe_worker
+from weft.gateway.mesh.recent import MAX_REQUESTS, RecentRequests, describe
+from weft.gateway.mesh.stores import StoreWatch
+from weft.gateway.telemetry.metrics import GatewayMetrics
+from weft.v1 import mesh_pb2
+
+MAX_WATCHERS = 64
+MAX_ADAPTERS = 500
+"""Adapters that are shown."""
+_FRESH_S = 0.4
+"""Time for which what was made for one watcher serves the others."""
+
+
+class Cursor:
+    """How much of what is sent only once a watcher has."""
+
+    def __init__(self) -> None:
+        self.num_points = self.num_ended = 0
+
+
+class MeshView:
+    """Follows the mesh while the gateway runs, and its KV stores while somebody watches.
+
+    Args:
+        gateway_id: Id of this gateway.
+        fleet: Its workers.
+        models: Its models.
+        pipeline: Its requests.
+        metrics: Its metrics.
+        recent: The requests that ended last.
+        flows: What moves.
+        identity: Identity of the gateway; None: without TLS.
+    """
+
+    def __init__(
+        self,
+        gateway_id: str,
+        fleet: Fleet,
+        models: Catalogue,
+        pipeline: RequestPipeline,
+        metrics: GatewayMetrics,
+        recent: RecentRequests,
+        flows: MeshFlows,
+        identity: Identity | None,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._fleet = fleet
+        self._models = models
+        self._pipeline = pipeline
+        self._recent = recent
+        self._flows = flows
+        self._history = MeshHistory(metrics, fleet, pipeline.load)
+        self.stores = StoreWatch(fleet, identity)
+        """The KV stores; known while somebody watches."""
+        self._asking: asyncio.Task[None] | None = None
+        self._num_watchers = 0
+        self._shared = mesh_pb2.WatchMeshResponse()
+        self._shared_at = float("-inf")
+
+    async def run(self) -> None:
+        """Follows the mesh until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(SPAN_S)
+                self._history.tick()
+                self._flows.tick(self.stores.ids())
+        finally:
+            if self._asking is not None:
+                self._asking.cancel()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts a watcher for the duration of the block.
+
+        Raises:
+            Overloaded: There are too many.
+        """
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Overloaded(
+                f"{MAX_WATCHERS} clients watch this gateway already; close one of them",
+                stage="admit",
+                retry_after_s=5.0,
+            )
+        self._num_watchers += 1
+        if self._asking is None:
+            self._asking = start_logged(self.stores.run())
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+            if not self._num_watchers and self._asking is not None:
+                self._asking.cancel()
+                self._asking = None
+
+    def news(self, cursor: Cursor, *, can_operate: bool) -> mesh_pb2.WatchMeshResponse:
+        """The next message to a watcher, whose cursor is moved on.
+
+        Args:
+            cursor: A new one for the first message.
+            can_operate: Whether the watcher may change something.
+        """
+        now = asyncio.get_running_loop().time()
+        if now - self._shared_at >= _FRESH_S:
+            self._shared, self._shared_at = self._make(now), now
+        message = mesh_pb2.WatchMeshResponse()
+        message.CopyFrom(self._shared)
+        message.can_operate = can_operate
+        message.points.extend(self._history.since(cursor.num_points))
+        message.ended_requests.extend(self._recent.since(cursor.num_ended))
+        cursor.num_points, cursor.num_ended = self._history.num_points, self._recent.num_ended
+        return message
+
+    def _make(self, now: float) -> mesh_pb2.WatchMeshResponse:
+        """Makes what all watchers get; `now` is event loop time."""
+        message = mesh_pb2.WatchMeshResponse(gateway_id=self._gateway_id)
+        message.time.FromNanoseconds(time.time_ns())
+        message.members.append(self._describe_gateway())
+        message.members.extend(describe_worker(one, now) for one in self._fleet.workers())
+        message.members.extend(
+            describe_store(address, self.stores.states.get(address))
+            for address in self.stores.addresses()
+        )
+        message.flows.extend(self._flows.describe())
+        message.models.extend(_describe_model(served, now) for served in self._models)
+        message.adapters.extend(self._describe_adapters())
+        message.running_requests.extend(
+            describe(facts) for facts in self._pipeline.open_requests(MAX_REQUESTS)
+        )
+        return message
+
+    def _describe_gateway(self) -> mesh_pb2.MeshMember:
+        load = self._pipeline.load()
+        return mesh_pb2.MeshMember(
+            member_id=self._gateway_id,
+            role=mesh_pb2.MEMBER_ROLE_GATEWAY,
+            healthy=not self._pipeline.is_draining,
+            problem="draining" if self._pipeline.is_draining else "",
+            draining=self._pipeline.is_draining,
+            running_requests=load.running_prompts,
+            waiting_requests=load.queued_prompts + load.held_requests,
+            pages=page_counts(self._fleet),
+        )
+
+    def _describe_adapters(self) -> Iterator[mesh_pb2.MeshAdapter]:
+        for entry in islice(self._models.adapters.manifest.entries, MAX_ADAPTERS):
+            yield mesh_pb2.MeshAdapter(
+                name=entry.name,
+                parent=entry.model,
+                digest=entry.digest_bytes.hex(),
+                path=entry.path,
+                state=entry.state,
+                pinned=entry.is_pinned,
+                holders=[
+                    mesh_pb2.MeshAdapterHolder(
+                        member_id=one.worker_id,
+                        state=one.state,
+                        error=one.error,
+                        requests=one.num_requests,
+                    )
+                    for one in holders(self._fleet, entry)
+                ],
+            )
+
+
+def _describe_model(served: ServedModel, now: float) -> mesh_pb2.MeshModel:
+    problem = served.problem()
+    healthy = {
+        role: sum(not worker.problem(now) for worker in served.fleet.workers(role))
+        for role in ("prefill", "decode")
+    }
+    return mesh_pb2.MeshModel(
+        name=served.model.name,
+        ready=not problem,
+        problem=problem,
+        max_context_tokens=served.context_tokens,
+        task=served.task,
+        prefill_workers=healthy["prefill"],
+        decode_workers=healthy["decode"],
+        has_chat=served.model.template is not None,
+    )

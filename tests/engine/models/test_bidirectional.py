@@ -1,0 +1,83 @@
+"""Decoders trained to attend in both directions, and embedders that are configurations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+from weft.engine.base.errors import ModelError
+from weft.engine.base.tasks import Pool
+from weft.engine.loop.llm import LLM
+from weft.testing.models.tiny_embedders import make_embedder, write_json, write_modules
+from weft.testing.models.tiny_encoders import make_encoder
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+BOTH = {"is_causal": False}
+NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "embeddinggemma": (
+        "gemma3_text",
+        "mean",
+        {
+            "use_bidirectional_attention": True,
+            "sliding_window": 20,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "num_key_value_heads": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gte-Qwen2": ("qwen2", "lasttoken", BOTH),
+    "llama-embed-nemotron": ("llama", "mean", BOTH),
+    "qwen3, both ways": ("qwen3", "cls", BOTH),
+    "e5-mistral": ("mistral", "lasttoken", {}),
+}
+"""Kind of decoder, pooling and fields of embedders that are configurations of known parts."""
+HEADLESS = {"llama-embed-nemotron": "LlamaBidirectionalModel"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_embedders_of_decoders(tmp_path: Path, seed: int, name: str) -> None:
+    kind, pooling, fields = NAMES[name]
+    dense, sizes = (), {"intermediate_size": 112}
+    if kind == "gemma3_text":
+        dense = (96, 40)
+        model_dir = make_encoder(kind, tmp_path / "m", seed, **sizes, **fields)
+        write_modules(model_dir, 48, seed, pooling=pooling, dense=dense)
+    else:
+        model_dir = make_embedder(kind, tmp_path / "m", seed, pooling=pooling, **sizes, **fields)
+    model = AutoModel.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    prompts = [[random.randrange(5, 256) for _ in range(n)] for n in (1, 7, 33, 100, 33)]
+    wanted = []
+    for ids in prompts:
+        states = model(torch.tensor([ids])).last_hidden_state[0]
+        pooled = {"mean": states.mean(0), "lasttoken": states[-1], "cls": states[0]}[pooling]
+        for number in range(2, 2 + len(dense)):
+            layer = load_file(model_dir / f"{number}_Dense/model.safetensors")
+            pooled = layer["linear.weight"] @ pooled + layer["linear.bias"]
+            pooled = pooled.tanh() if number == 2 else pooled
+        wanted.append(pooled / pooled.norm())
+    config = json.loads((model_dir / "config.json").read_text())
+    config["architectures"] = [HEADLESS.get(name, config["architectures"][0])]
+    write_json(model_dir / "config.json", config)
+    for dtype, least in (("float32", 0.99999), ("bfloat16", 0.999)):
+        with LLM(model_dir, dtype=dtype, num_pages=200) as llm:
+            found = llm.pool(prompts, Pool(output="embedding"))
+        for one, vector in zip(found, wanted, strict=True):
+            assert float(torch.from_numpy(one[0].copy()) @ vector) > least
+    if fields:
+        with LLM(model_dir, dtype="float32", deterministic=True, num_pages=200) as llm:
+            together = llm.pool(prompts, Pool(output="embedding"))
+            alone = [llm.pool([prompt], Pool(output="embedding"))[0] for prompt in prompts]
+        assert all(np.array_equal(a, b) for a, b in zip(together, alone, strict=True))
+    if "is_causal" in fields:
+        with pytest.raises(ModelError, match="later ones"):
+            LLM(model_dir, task="generate")

@@ -1,0 +1,241 @@
+"""Models with recurrent layers: right tokens wherever a request begins, goes on or is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.errors import ConfigError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.engine.model import loader
+from weft.engine.model.archs.registry import model_class
+from weft.testing.engine.engine_pair import ManualClock, make_engine
+from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
+from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.threads import one_thread
+from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
+
+PAGE = 8
+VOCAB = 517
+NUM_NEW = 24
+ALONE = {"transport": "data", "local_prefill_max_tokens": NEVER_SHIP_TOKENS}
+FULL = pytest.mark.full
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hybrid() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        serve_hybrid(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    return make_hybrid(tmp_path_factory.mktemp("hybrid"), seed)
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> torch.nn.Module:
+    return reference_hybrid(model_dir)
+
+
+def random_prompt(length: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(length)]
+
+
+def generate(llm: LLM, prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    stop = StopCriteria(max_tokens=num_new, ignore_eos=True)
+    return [sample.token_ids for sample in llm.generate(prompts, stop=stop)]
+
+
+def check(engine: Engine) -> None:
+    check_empty(engine)
+    states = engine.parts.states
+    assert states is not None
+    states.memory.check_integrity()
+    assert not states.memory.counts().used
+    if states._index is not None:
+        states._index.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=FULL),
+        {"prefill_chunk_tokens": PAGE, "max_step_tokens": 17, "overlap": "on"},
+        {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 11},
+        pytest.param({"prefix_cache": False, "overlap": "on"}, marks=FULL),
+    ],
+)
+def test_texts_however_prompts_are_cut(
+    model_dir: Path, model: torch.nn.Module, settings: dict[str, Any]
+) -> None:
+    """Chunks and steps are as small as they can be, or drafts cross borders by the page."""
+    prompts = [random_prompt(length) for length in (1, PAGE, PAGE + 1, 45, 130)]
+    prompts[3] = prompts[3][:9] * 5  # Some drafts are accepted.
+    expected = [greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    values = {"page_size": PAGE, "poison_free_pages": True, "max_running_requests": 16, **settings}
+    with LLM(model_dir, dtype="float32", num_pages=120, **values) as llm:
+        for _ in range(2):
+            assert generate(llm, prompts, NUM_NEW) == expected
+        hits = llm.engine.counters()["prefix_hit_tokens"]
+        if settings.get("prefix_cache", True):
+            whole_pages = sum((len(prompt) - 1) // PAGE * PAGE for prompt in prompts)
+            assert hits == whole_pages, "prompts are found up to their last page border"
+        else:
+            assert not hits
+        check(llm.engine)
+
+
+def test_prompts_that_part_from_a_cached_one_anywhere(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    """The first that does computes states up to there again; the next continues there."""
+    base = random_prompt(100)
+    values = {"page_size": PAGE, "num_pages": 300, "max_step_tokens": 64, "checkpoint_tokens": 48}
+    values |= {"poison_free_pages": True, "prefill_chunk_tokens": 40}
+    borders = {48, 96}
+    with LLM(model_dir, dtype="float32", **values) as llm:
+        assert generate(llm, [base], 3) == [greedy(model, base, 3)]
+        for length in random.sample(range(1, 101), 30):
+            prompt = base[:length] + random_prompt(random.randint(1, 12))
+            before = llm.engine.counters()["prefix_hit_tokens"]
+            assert generate(llm, [prompt], 3) == [greedy(model, prompt, 3)]
+            found = llm.engine.counters()["prefix_hit_tokens"] - before
+            assert found == max((border for border in borders if border <= length), default=0)
+            borders.add(length // PAGE * PAGE)
+        check(llm.engine)
+
+
+def test_prompts_that_arrive_together_compute_what_they_share_once(
+    model_dir: Path, model: torch.nn.Module
+) -> None:
+    stem = random_prompt(9 * PAGE + 3)
+    prompts = [stem + random_prompt(5) for _ in range(4)]
+    with LLM(model_dir, dtype="float32", page_size=PAGE, prefill_chunk_tokens=3 * PAGE) as llm:
+        assert generate(llm, prompts, 4) == [greedy(model, prompt, 4) for prompt in prompts]
+        assert llm.engine.counters()["prefix_hit_tokens"] == 3 * 9 * PAGE
+        check(llm.engine)
+
+
+def test_turns_of_chats_hit_as_much_as_with_full_attention(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents with one long prompt, whose turns go on behind their answers or in other branches."""
+    rng = random.Random(7)
+    shared = random_prompt(25 * PAGE + 2)
+    hits = []
+    for is_hybrid in (True, False):
+        if not is_hybrid:
+            monkeypatch.setattr(loader, "model_class", model_class)
+        values = {"page_size": PAGE, "num_pages": 900, "checkpoint_tokens": 16 * PAGE}
+        with LLM(model_dir, dtype="float32", **values) as llm:
+            state = rng.getstate()
+            chats = [shared + random_prompt(rng.randint(3, 30)) for _ in range(4)]
+            for _ in range(4):
+                for at, answer in enumerate(generate(llm, chats, 9)):
+                    turn = [rng.randrange(3, VOCAB) for _ in range(rng.randint(5, 40))]
+                    chats[at] = chats[at] + answer + turn
+                chats[0] = chats[1][: rng.randint(26 * PAGE, len(chats[1]))] + turn
+            rng.setstate(state)
+            counters = llm.engine.counters()
+            hits.append(counters["prefix_hit_tokens"] / counters["prefix_query_tokens"])
+    assert hits[0] > 0.9 * hits[1], hits
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "prefix_cache"),
+    [
+        (16, True),
+        pytest.param(200, True, marks=FULL),
+        pytest.param(100, False, marks=FULL),
+    ],
+)
+def test_storms_on_a_device_that_is_late(
+    model_dir: Path, model: torch.nn.Module, num_requests: int, prefix_cache: bool
+) -> None:
+    """Forks, cancels and pre-emptions; blocks are NaN from the moment they are free."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, clock = random.Random(seed), ManualClock()
+    samplings = [SamplingParams(temperature=float(i % 2 == 0), seed=i, n=4) for i in range(6)]
+    texts = make_texts(make_engine(model_dir, "decode", clock, **ALONE), clock, samplings, NUM_NEW)
+    for text in texts:
+        if text.sampling.temperature == 0.0:
+            assert list(text.samples[0]) == greedy(model, list(text.prompt), NUM_NEW)
+    engine = make_engine(
+        model_dir,
+        "decode",
+        clock,
+        **ALONE,
+        num_pages=32,
+        max_running_requests=3,
+        max_step_tokens=32,
+        prefill_chunk_tokens=16,
+        checkpoint_tokens=4 * PAGE,
+        overlap="on",
+        prefix_cache=prefix_cache,
+    )
+    device = LateDevice(engine, rng, leaves=True)
+    storm = Storm(engine, [], clock, texts, rng)
+    try:
+        ride_out(storm, num_requests, 24, lambda: bool(storm.num_preempted))
+        device.work()
+        assert device.most_queued > 2
+        check(engine)
+    finally:
+        storm.close()
+
+
+@pytest.mark.parametrize("num_requests", [10, pytest.param(100, marks=FULL)])
+def test_drafts_in_a_storm(model_dir: Path, num_requests: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, clock = random.Random(seed), ManualClock()
+    samplings = [SamplingParams(temperature=0.0, seed=i, n=4) for i in range(4)]
+    texts = make_texts(make_engine(model_dir, "decode", clock, **ALONE), clock, samplings, NUM_NEW)
+    values = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 12, "num_pages": 60}
+    engine = make_engine(
+        model_dir, "decode", clock, **ALONE, **values, max_running_requests=4, max_step_tokens=64
+    )
+    storm = Storm(engine, [], clock, texts, rng)
+    try:
+        ride_out(storm, num_requests, 12)
+        check(engine)
+    finally:
+        storm.close()
+
+
+def test_settings_that_such_models_do_not_take(model_dir: Path) -> None:
+    for settings, name in (
+        ({"enable_lora": True}, "enable_lora"),
+        ({"deterministic": True}, "deterministic"),
+        ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make_engine(model_dir, "decode", ManualClock(), **settings)
+        assert error.value.param == name or name == "draft_dir"
+
+
+def test_workers_of_such_models_exchange_no_pages_and_say_so(model_dir: Path) -> None:
+    settings = {"local_prefill_max_tokens": None, "has_store": True, "host_cache_bytes": 1 << 20}
+    engine = make_engine(model_dir, "decode", ManualClock(), **settings)
+    told = next(text for text in engine.info.notices if "recurrent layers: this worker" in text)
+    assert "computes all prompts itself" in told
+    assert "KV store" in told
+    assert "host memory" in told
+    assert (engine.tiers, engine.store) == (None, None)
+    engine.close()

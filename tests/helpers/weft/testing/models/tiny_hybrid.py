@@ -1,0 +1,207 @@
+"""A small model with recurrent layers, and what it computes, by another formula.
+
+It has the parameters of a small Qwen3. Every second layer is gated linear attention behind a short
+convolution in place of attention. The engine continues states; the reference weighs all pairs of a
+text's positions, and knows neither states nor chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
+from weft.engine.model import loader
+from weft.engine.model.archs.qwen3 import qwen3_attention
+from weft.engine.model.decoder_only import DecoderOnlyLM, o_projection, qkv_projection
+from weft.engine.model.layers.attention import Attention
+from weft.engine.model.layers.layer import Query
+from weft.engine.model.step import Step
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep
+from weft.kernels.norm import Norm
+from weft.kernels.stream import Normed, Sum
+from weft.testing.models.tiny_models import make_tiny
+
+TAIL = 3
+"""Inputs before its own that a position's convolution reads."""
+TAPS = (0.3, -0.5, 0.2, 0.9)
+
+
+def make_hybrid(path: Path, seed: int, **overrides: Any) -> Path:
+    """Writes the model's directory; `serve_hybrid` must be on where it is loaded."""
+    return make_tiny("qwen3", path, seed, **{"num_hidden_layers": 4, **overrides})
+
+
+def serve_hybrid(patch: pytest.MonkeyPatch) -> None:
+    """Has Qwen3 models load as `TinyHybrid`."""
+    patch.setattr(loader, "model_class", lambda architecture: TinyHybrid)
+
+
+class _HalfAttention(Attention):
+    """Attention of every second layer."""
+
+    def move(self, group: int, in_pool: int) -> None:
+        super().move(group, in_pool // 2)
+
+
+class GatedRecurrence:
+    """Gated linear attention: a `Mixer`."""
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
+        self.heads, self.dim = (config.num_heads, config.num_kv_heads), config.head_dim
+        self._index = layer // 2
+        self._qkv: LinearWeight = qkv_projection(config, weights)
+        self._o: LinearWeight = o_projection(config, weights)
+        self._norms = [
+            Norm(weights.norm(name, config.head_dim), config.rms_norm_eps)
+            for name in ("q_norm", "k_norm")
+        ]
+
+    def move(self, group: int, in_pool: int) -> None:
+        """See `Mixer.move`."""
+
+    def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
+        """See `Mixer.prepare`."""
+        return step
+
+    def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
+        """Runs the recurrence."""
+        assert step.states is not None
+        return Query(step.states.run(self._index, [x.linear(self._qkv, None)], self._scan))
+
+    def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
+        """Projects the result."""
+        return Sum(query.q, self._o, None)
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return GatedRecurrence
+
+    def _scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        bounds, outputs, ends, tails = cu_lens.tolist(), [], [], []
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            row, tail = inputs[0][begin:end], states[1][number]
+            row = torch.cat((tail, row))
+            tails.append(row[-TAIL:])
+            q, k, v = self._heads_of(convolved(row)[TAIL:])
+            logs = decay(v)[..., 0, 0].log().cumsum(dim=0)
+            pairs = torch.einsum("thd,shd->hts", q, k)
+            weights = (logs.T[:, :, None] - logs.T[:, None, :]).exp().tril()
+            before = (q * logs.exp()[..., None]).transpose(0, 1) @ states[0][number]
+            out = (pairs * weights) @ v.transpose(0, 1) + before
+            outputs.append(out.transpose(0, 1).flatten(1))
+            left = (logs[-1] - logs).exp()[..., None]
+            added = (k * left).permute(1, 2, 0) @ v.transpose(0, 1)
+            ends.append(states[0][number] * logs[-1].exp()[:, None, None] + added)
+        return torch.cat(outputs), [torch.stack(ends), torch.stack(tails)]
+
+    def _heads_of(self, qkv: torch.Tensor) -> list[torch.Tensor]:
+        """[T, (Hq + 2 Hkv) D] -> q, k and v, [T, Hq, D] each."""
+        heads, kv_heads = self.heads
+        parts = [
+            part.reshape(len(part), -1, self.dim)
+            for part in qkv.split([heads * self.dim, *[kv_heads * self.dim] * 2], dim=1)
+        ]
+        for at, norm in enumerate(self._norms):
+            parts[at] = norm(parts[at].reshape(-1, self.dim).contiguous()).view_as(parts[at])
+        return [part.repeat_interleave(heads // part.shape[1], dim=1) for part in parts]
+
+
+def decay(v: torch.Tensor) -> torch.Tensor:
+    """How much of a state remains at a position, [..., H, 1, 1] of v, [..., H, D]."""
+    return torch.sigmoid(3.0 + v.mean(dim=-1))[..., None, None]
+
+
+def convolved(rows: torch.Tensor) -> torch.Tensor:
+    """The convolution over positions, [T, C]; zeros before the first one."""
+    padded = torch.cat((rows.new_zeros((TAIL, rows.shape[1])), rows))
+    taps = [tap * padded[at : at + len(rows)] for at, tap in enumerate(TAPS)]
+    return functional.silu(torch.stack(taps).sum(dim=0))
+
+
+class TinyHybrid(DecoderOnlyLM):
+    """The model; layers 1, 3 and so on are recurrent."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        def mixer(config: ModelConfig, layer: int, own: Weights, table: torch.Tensor) -> Any:
+            if layer % 2:
+                return GatedRecurrence(config, layer, own)
+            attention = qwen3_attention(config, layer, own, table)
+            attention.__class__ = _HalfAttention
+            return attention
+
+        super().__init__(config, weights, mixer)
+
+    def kv_layout(self, page_size: int) -> CacheLayout:
+        """See `Model.kv_layout`."""
+        config, half = self.config, self.config.num_layers // 2
+        heads = {"heads": config.num_kv_heads, "dim": config.head_dim}
+        channels = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        states = StatePlane(
+            name="gated",
+            layers=half,
+            parts=(
+                StatePart("state", (config.num_heads, *[config.head_dim] * 2), "float32"),
+                StatePart("tail", (TAIL, channels), "float32"),
+            ),
+            ring=(StatePart("qkv", (channels,), "float32"),),
+        )
+        pages = CacheLayout.of_plane(
+            PagedPlane(layers=config.num_layers - half, dtype="float32", **heads), page_size
+        )
+        return CacheLayout(page_size, pages.groups, states)
+
+
+class _Pairs(torch.nn.Module):
+    """The recurrent layer, from all pairs of positions."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.own = attention
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        own, (rows,) = self.own, hidden_states
+        dim = own.head_dim
+        q, k, v = (
+            convolved(projection(rows)).view(len(rows), -1, dim).transpose(0, 1)
+            for projection in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        q, k = own.q_norm(q), own.k_norm(k)
+        k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+        logs = decay(v)[..., 0, 0].double().log().cumsum(dim=1)
+        weights = (logs[:, :, None] - logs[:, None, :]).exp().tril().float()
+        out = (q @ k.transpose(1, 2) * weights) @ v
+        return own.o_proj(out.transpose(0, 1).flatten(1))[None], None
+
+
+def reference_hybrid(path: Path) -> torch.nn.Module:
+    """The model of a directory, as transformers has it but for the recurrent layers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for layer in model.model.layers[1::2]:
+        layer.self_attn = _Pairs(layer.self_attn)
+    return model
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: Sequence[int], num_new: int) -> list[int]:
+    """The most likely continuation, all tokens computed again for each new one."""
+    tokens = list(prompt)
+    for _ in range(num_new):
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,354 @@
+"""A scheduler around a device whose only layers are recurrent, and whose states are sums of tokens.
+
+KV of a page is the tokens that it would hold. A state is a number made of all tokens before it, so
+that any wrong, missing or additional token shows in every output behind it. Free pages and blocks
+are poisoned. Drafts are random, and so is how many of them are accepted.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from weft.engine.base.draft_shapes import DraftShape
+from weft.engine.base.pages import PageCopy
+from weft.engine.drawing.encode import step_input
+from weft.engine.executor.encodings import StepArrays
+from weft.engine.executor.states import StateMemory
+from weft.engine.memory.keys import ROOT_KEY
+from weft.engine.memory.layout import StatePart, StatePlane, num_ring_rows
+from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
+from weft.engine.memory.page_table import PageTable
+from weft.engine.memory.state_index import StateIndex
+from weft.engine.memory.tree import Node, PrefixTree
+from weft.engine.model.state_step import StateStep
+from weft.engine.protocol.timeline import Timeline
+from weft.engine.scheduler.limits import SchedulerLimits
+from weft.engine.scheduler.pages import RequestPages
+from weft.engine.scheduler.plan import Plan
+from weft.engine.scheduler.policies import make_queue
+from weft.engine.scheduler.ports import DraftGate
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.scheduler.state import Request, RequestKey, State
+from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.testing.scheduling.bare_request import bare_request
+
+PAGE = 4
+NAMESPACE = bytes(32)
+MAX_DRAFTS = 6
+VOCAB = 90
+POISON = -7
+LAYERS = 2
+_PRIME = 33_554_393
+_PLANE = StatePlane(
+    name="sums",
+    layers=LAYERS,
+    parts=(StatePart("sum", (1,), "float64"), StatePart("count", (), "float64")),
+    ring=(StatePart("token", (), "float64"),),
+)
+
+
+def sums(tokens: Sequence[int]) -> list[int]:
+    """A number for each token, made of it and all before it."""
+    found, total = [], 0
+    for token in tokens:
+        total = (total * 31 + token + 1) % _PRIME
+        found.append(total)
+    return found
+
+
+def _scan(
+    inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    tokens, bounds = inputs[0].tolist(), cu_lens.tolist()
+    outputs, totals = [], states[0][:, 0].tolist()
+    for number, total in enumerate(totals):
+        for token in tokens[bounds[number] : bounds[number + 1]]:
+            total = (total * 31 + token + 1) % _PRIME
+            outputs.append(total)
+        totals[number] = total
+    counts = states[1] + cu_lens.diff()
+    return torch.tensor(outputs, dtype=torch.float64), [
+        torch.tensor(totals, dtype=torch.float64)[:, None],
+        counts,
+    ]
+
+
+@dataclass
+class _Step:
+    number: int
+    plan: Plan
+    arrays: StepArrays
+    states: StateStep
+    copies: list[PageCopy]
+    table: np.ndarray[tuple[int, int], np.dtype[np.int32]]
+    is_done: bool = False
+
+    def run(self, bench: StateBench) -> None:
+        """The device gets to it; tokens of earlier steps have been committed."""
+        if self.is_done:
+            return
+        self.is_done = True
+        content, arrays = bench.content, self.arrays
+        for source, destination in self.copies:
+            content[destination] = list(content[source])
+        bounds, row_tokens, expected = arrays.cu_q_lens.tolist(), list[int](), list[int]()
+        drafts = dict(zip((i.request for i in self.plan.verifies), self.plan.drafts, strict=True))
+        for number, item in enumerate(self.plan):
+            begin, end = bounds[number : number + 2]
+            start = int(arrays.positions[begin])
+            tokens = [*item.request.tokens[: start + 1], *drafts.get(item.request, ())]
+            if item.request not in drafts:
+                tokens = item.request.tokens[: start + end - begin]
+            assert len(tokens) == start + end - begin
+            row_tokens += tokens[start:]
+            expected += sums(tokens)[start:]
+            for row, token in zip(range(begin, end), tokens[start:], strict=True):
+                page, offset = divmod(int(arrays.places[row]), PAGE)
+                content[page][offset] = token
+            pages = self.table[number]
+            for position, token in enumerate(tokens):
+                page, offset = pages[position // PAGE], position % PAGE
+                assert content[page][offset] == token, "a step reads another's KV"
+        inputs = torch.tensor(row_tokens, dtype=torch.float64)
+        for layer in range(LAYERS):
+            found = self.states.run(layer, [inputs + layer], _scan)
+            if layer == 0:
+                assert found.tolist() == expected, "a step continues another state"
+
+
+class RandomGate(DraftGate):
+    """Wants any number of drafts."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def shape(self, requests: Sequence[Request]) -> DraftShape:
+        return DraftShape.chain(self._rng.randint(0, MAX_DRAFTS))
+
+    def observe(self, *_: object) -> None:
+        pass
+
+
+class StateBench:
+    """A scheduler with a model that draws random tokens.
+
+    Args:
+        rng: Decides everything.
+        num_pages: Of the pool, the null page included.
+        num_blocks: The null block included.
+        limits: Budgets.
+        checkpoint_tokens: See `StateBlocks`.
+        has_cache: Whether prefixes are cached.
+        drafts: Whether requests get drafts.
+        is_overlapped: Whether a step begins before the one before it is committed.
+        stop_chance: That a drawn token ends its request, which cannot be foreseen.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        num_pages: int,
+        num_blocks: int,
+        limits: SchedulerLimits,
+        *,
+        checkpoint_tokens: int = 8 * PAGE,
+        has_cache: bool = True,
+        drafts: bool = False,
+        is_overlapped: bool = False,
+        stop_chance: float = 0.0,
+    ) -> None:
+        self.rng = rng
+        self.limits = limits
+        self.is_overlapped = is_overlapped
+        self.stop_chance = stop_chance
+        self.content = [[POISON] * PAGE for _ in range(num_pages)]
+        self.cache = PrefixTree(PAGE) if has_cache else None
+        self.memory = PageMemory(num_pages, self.cache, tracks_freed=True)
+        self.index = None if self.cache is None else StateIndex(self.cache)
+        self.told: set[bytes] = set()
+        """Keys of pages of which gateways are told."""
+        self.blocks = PageMemory(num_blocks, self.index, tracks_freed=True)
+        slots = limits.max_running_requests
+        self.states = StateBlocks(self.blocks, self.index, PAGE, checkpoint_tokens, slots)
+        self.states.watch(self._reached, self.told.remove)
+        rows = num_ring_rows(PAGE, MAX_DRAFTS)
+        self.device = StateMemory(_PLANE, num_blocks, slots, rows, torch.device("cpu"))
+        self.device.poison(range(1, num_blocks))
+        for ring in self.device.pools.rings:
+            ring.fill_(float("nan"))
+        self.table = PageTable(slots, num_pages, keeps_changes=False)
+        pages = RequestPages(self.memory, self.cache, PAGE, (), self.states)
+        queue = make_queue("fcfs", 30.0, pages.num_cached_tokens, limits.max_step_tokens)
+        self.finished: list[Request] = []
+        self.scheduler = Scheduler(
+            limits, pages, queue, None, self.finished.append, self._free_slot
+        )
+        if drafts:
+            plans = self.scheduler.running_plans
+            plans.draft(RandomGate(rng), False, MAX_DRAFTS, num_pages * PAGE)
+        self._flying: _Step | None = None
+        self.num_added = 0
+        self.num_accepted = 0
+        self.num_computed = 0
+        self.num_rerun = 0
+        """Rows that were computed for their states alone."""
+        self.now = 0.0
+        self._siblings: dict[Request, int] = {}
+
+    def _reached(self, key: bytes, parent: bytes) -> None:
+        assert key not in self.told
+        assert parent in self.told or parent == ROOT_KEY, "pages are told in order"
+        self.told.add(key)
+
+    def _free_slot(self, slot: int) -> None:
+        self.table.clear(slot)
+
+    def add(self, tokens: Sequence[int], max_tokens: int, num_siblings: int = 0) -> Request:
+        """Queues a prompt, of which samples are forked behind its first token."""
+        self.num_added += 1
+        request = bare_request(
+            list(tokens),
+            PAGE,
+            NAMESPACE,
+            key=RequestKey(0, str(self.num_added), 1),
+            num_prompt_tokens=len(tokens),
+            max_tokens=max_tokens,
+            arrival=self.num_added,
+            timeline=Timeline(submitted_at=self.now),
+        )
+        request.speculates = self.scheduler.running_plans.gate is not None
+        if num_siblings:
+            self._siblings[request] = num_siblings
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request."""
+        self._siblings.pop(request, None)
+        self.scheduler.finish(request)
+
+    def step(self) -> None:
+        """One turn, in the order of `StepPipeline.turn`."""
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        step = self._launch(plan) if len(plan) else None
+        before, self._flying = self._flying, step
+        if before is not None:
+            self._end(before)
+        if step is not None and self.rng.random() < 0.5:
+            step.run(self)
+        if step is not None and not self.is_overlapped:
+            self._flying = None
+            self._end(step)
+        for page in self.memory.take_freed():
+            self.content[page] = [POISON] * PAGE
+        self.device.poison(self.blocks.take_freed())
+        self.memory.check_integrity()
+        self.blocks.check_integrity()
+
+    def _launch(self, plan: Plan) -> _Step:
+        number = self.scheduler.launch(plan)
+        copies: list[PageCopy] = []
+        self.scheduler.pages.make_copies(copies.extend)
+        assert not copies, "there are no copies of parts of pages"
+        plan.drafts = [
+            [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, item.max_drafts))]
+            for item in plan.verifies
+        ]
+        made = step_input(plan, self.table, PAGE)
+        made.states = self.states.begin(plan)
+        arrays = StepArrays.of_step(made, self.table, PAGE)
+        counts = np.diff(arrays.cu_q_lens)
+        starts = arrays.positions[arrays.cu_q_lens[:-1]]
+        states = self.device.step(arrays.slots, starts, counts, arrays.states)
+        self.num_computed += len(arrays.positions)
+        self.num_rerun += int((arrays.places < PAGE).sum())
+        assert NULL_PAGE == 0
+        table = self.table.pages[arrays.slots].copy()
+        return _Step(number, plan, arrays, states, copies, table)
+
+    def _end(self, step: _Step) -> None:
+        """The device has done the step: commits it, and draws."""
+        step.run(self)
+        plan = step.plan
+        self.scheduler.commit(step.number, plan)
+        drawing = [*plan.decodes, *(item.request for item in plan.drawing_chunks)]
+        for request in drawing:
+            if request.state is not State.FINISHED:
+                request.tokens.append(self.rng.randrange(VOCAB))
+                self._settle(request)
+        for item, drafts in zip(plan.verifies, plan.drafts, strict=True):
+            request = item.request
+            if request.state is State.FINISHED:
+                continue
+            count = self.rng.randint(0, len(drafts))
+            left = request.max_tokens - request.num_generated
+            request.tokens += [*drafts[:count], self.rng.randrange(VOCAB)][:left]
+            self.num_accepted += count
+            if count and left > 1:
+                self.scheduler.accepted(request)
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Forks and ends a request that drew."""
+        is_last = request.num_generated >= request.max_tokens
+        for sample in range(self._siblings.pop(request, 0)):
+            self._fork(request, sample + 1)
+        if is_last or self.rng.random() < self.stop_chance:
+            self.scheduler.finish(request)
+
+    def _fork(self, first: Request, sample: int) -> None:
+        prompt = first.tokens[: first.num_prompt_tokens]
+        request = bare_request(
+            prompt,
+            PAGE,
+            NAMESPACE,
+            key=first.key,
+            num_prompt_tokens=len(prompt),
+            max_tokens=first.max_tokens,
+            arrival=first.arrival,
+            timeline=Timeline(submitted_at=self.now),
+        )
+        request.speculates, request.sample, request.is_sibling = first.speculates, sample, True
+        if first.state is State.RUNNING:
+            self.scheduler.pages.share(first, request)
+        self.scheduler.add(request)
+
+    def check_cached(self) -> None:
+        """Every cached block is the state of its node's tokens, and of nothing else."""
+        if self.index is None:
+            return
+        self.index.check_integrity()
+        for node, kept in self.index._of_node.items():
+            tokens = _tokens_to(node)
+            found = [pool[kept.block, 0].item() for pool in self.device.pools.blocks]
+            assert found == [sums(tokens)[-1], len(tokens)], "a cached state is of other tokens"
+        assert self.told == {node.key for node in self.index._num_reaching}
+
+    def run_out(self, max_steps: int = 20_000) -> None:
+        """Steps until nothing is left, and checks that nothing is."""
+        for _ in range(max_steps):
+            if not self.scheduler.num_requests and self._flying is None:
+                break
+            self.step()
+        else:
+            raise AssertionError("a request starved")
+        self.step()
+        self.check_cached()
+        assert not len(self.states)
+        assert self.states._num_reserved == 0
+        assert not self.blocks.counts().used
+        assert not self.memory.counts().used
+
+
+def _tokens_to(node: Node) -> list[int]:
+    parts: list[bytes] = []
+    while node.parent is not None:
+        parts.append(node.tokens)
+        node = node.parent
+    return array("I", b"".join(reversed(parts))).tolist()

@@ -1,0 +1,143 @@
+"""What `weft top` draws, and which keys it knows."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from weft.cli.top.keys import split_keys
+from weft.cli.top.picture import MeshPicture
+from weft.cli.top.summary import summarise
+from weft.cli.top.view import SORTS, Sort, TopState, TopView, chart
+from weft.v1 import mesh_pb2
+
+HOSTILE = "[bold]\x1b]0;gone\x07\u202edecode\n-1"
+
+
+def mesh(num_decode: int, names: str = "decode-{}") -> MeshPicture:
+    """A picture of a busy mesh."""
+    message = mesh_pb2.WatchMeshResponse(gateway_id="gateway-0")
+    message.time.GetCurrentTime()
+    message.members.add(
+        member_id="gateway-0", role=mesh_pb2.MEMBER_ROLE_GATEWAY, healthy=True, waiting_requests=7
+    )
+    for at in range(num_decode):
+        one = message.members.add(
+            member_id=names.format(at),
+            role=mesh_pb2.MEMBER_ROLE_DECODE,
+            healthy=True,
+            running_requests=at,
+            waiting_requests=1,
+            decode_tokens_per_second=10 * random.random(),
+        )
+        one.pages.total, one.pages.used, one.pages.cached = 1000, at, 500
+        message.flows.add(
+            source_id="gateway-0",
+            target_id=one.member_id,
+            kind=mesh_pb2.FLOW_KIND_REQUESTS,
+            per_second=at,
+        )
+        message.running_requests.add(request_id=f"cmpl-{at:032x}", worker_id=one.member_id)
+    for _ in range(20):
+        point = message.points.add(output_tokens_per_second=random.uniform(1, 99))
+        point.first_token.p50_s, point.first_token.p90_s = 0.25, 1.5
+    picture = MeshPicture()
+    picture.take(message)
+    return picture
+
+
+def lines(
+    picture: MeshPicture, state: TopState, width: int, height: int, *, is_whole: bool = False
+) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height)
+    view = TopView(picture, state, "127.0.0.1:50051", is_whole=is_whole)
+    console.print(view, height=height)
+    return out.getvalue().rstrip("\n").splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("num_decode", [1, 64])
+def test_the_screen_fits_and_numbers_are_whole(width: int, num_decode: int) -> None:
+    picture = mesh(num_decode)
+    drawn = lines(picture, TopState(), width, 24)
+    assert len(drawn) <= 24
+    assert all(cell_len(line) <= width for line in drawn)
+    (heading,) = (line for line in drawn if line.startswith("member"))
+    wanted = ["run", "wait", "tok/s", "used"]
+    if width >= 80:
+        wanted = ["run", "wait", "fill", "queued", "tok/s", "used", "cached", "quar.", "hits"]
+    assert [word for word in heading.split() if word in wanted] == wanted
+    first = next(line for line in drawn if line.startswith("decode-0"))
+    assert first.split()[:4] == ["decode-0", "ok", "0", "1"]
+    assert f"{sum(range(num_decode))} running" in drawn[1].replace(",", "")
+    assert "TTFT p50 250 ms, p90 1.5 s" in drawn[3]
+    whole = lines(picture, TopState(), width, 24, is_whole=True)
+    assert sum(line.startswith("decode-") for line in whole) == num_decode
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_members_are_sorted_and_scrolled(sort: Sort) -> None:
+    picture = mesh(64)
+    state = TopState(sort=sort)
+
+    def shown() -> list[str]:
+        drawn = lines(picture, state, 80, 24)
+        first = next(at for at, line in enumerate(drawn) if line.startswith("member")) + 1
+        return [line.split()[0] for line in drawn[first : drawn.index("", first)]]
+
+    first = shown()[0]
+    if sort == "tokens":
+        most = max(picture.members, key=lambda one: one.decode_tokens_per_second)
+        assert first == most.member_id
+    else:
+        assert first == {"role": "gateway-0", "running": "decode-63", "used": "decode-63"}[sort]
+    state.reverses = True
+    assert shown()[0] != first
+    state.first_member = 10_000
+    assert shown()[-1] == first
+    assert state.first_member < 65
+
+
+def test_names_cannot_control_the_terminal() -> None:
+    picture = mesh(2, names=HOSTILE + "{}")
+    member = picture.newest.members[1]
+    member.healthy, member.problem, member.model = False, HOSTILE, HOSTILE
+    picture.newest.running_requests[0].request_id = HOSTILE
+    picture.newest.flows[0].source_id = HOSTILE
+    for width in (80, 200):
+        text = "\n".join(lines(picture, TopState(notice=HOSTILE), width, 24))
+        assert "[bold]" in text
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert not {"\x1b", "\x07", "\u202e"} & set(summarise(picture).plain)
+
+
+def test_a_summary_says_who_starts_and_who_drains() -> None:
+    picture = mesh(8)
+    for at, member in enumerate(picture.newest.members):
+        member.healthy, member.problem = at < 2, "draining"
+    start = picture.newest.members[2].start
+    start.phase, start.fraction = "loading the model", 0.345
+    start.elapsed.FromSeconds(12)
+    first, second, *others = summarise(picture).plain.splitlines()
+    assert first == "28 running, 15 waiting · " + first.partition(" · ")[2]
+    assert "pages 0% used, 50% cached" in first
+    assert second.startswith("TTFT p50 250 ms, p90 1.5 s")
+    assert others[0] == "decode-1: loading the model, 34%, 12 s"
+    assert others[1:] == ["decode-2: draining", "decode-3: draining", "and 4 more"]
+
+
+def test_charts_show_the_newest_values() -> None:
+    assert chart([9.0, 0.0, 1.0, 2.0, 4.0], 4) == ("▁▃▅█", 4.0)
+    assert chart([0.0, 0.0], 10) == ("▁▁", 0.0)
+    assert chart([], 10) == ("", 0.0)
+
+
+def test_keys_are_told_apart() -> None:
+    assert split_keys(b"qs\x1b[A\x1bOBr\x1b[5~\x1b[6~") == [
+        *("q", "s", "up", "down", "r", "page up", "page down"),
+    ]
+    assert split_keys(b"\x1b[1;5Cq\xc3\xa9s\x1b[") == ["q", "s"]

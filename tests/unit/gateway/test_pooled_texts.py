@@ -1,0 +1,92 @@
+"""Texts for vectors are cut as transformers cuts them, and damaged pooling files stop no chats."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+from weft.engine.base.errors import InvalidRequest
+from weft.engine.checkpoint.pooling import load_pooling
+from weft.gateway.request import GenerateRequest, PairPrompt, TextPrompt, Wants
+from weft.gateway.text.model_card import load_model_card
+from weft.gateway.text.pooled_prompts import for_model
+from weft.gateway.text.tokens import encode_cut, encode_pair, encode_parts
+from weft.testing.models.tiny_tokenizers import byte_level_bpe, write_model_dir
+
+CLS, SEP = "<|im_start|>", "<|im_end|>"
+
+
+def with_template(kind: str) -> Tokenizer:
+    tokenizer = byte_level_bpe()
+    specials = [(token, tokenizer.token_to_id(token)) for token in (CLS, SEP)]
+    if kind != "none":
+        second = f"{SEP}:1" if kind == "bert" else f"{SEP} {SEP}"
+        end = "$B:1 " + second if kind == "bert" else f"{SEP} $B {SEP}"
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} {end}", special_tokens=specials
+        )
+    return tokenizer
+
+
+def words(rng: random.Random, most: int) -> str:
+    return " ".join(
+        rng.choice(("fox", "mesh", "é", "weaving")) for _ in range(rng.randint(1, most))
+    )
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "none"])
+def test_texts_are_cut_as_by_transformers(kind: str) -> None:
+    seed = random.randrange(2**31)
+    tokenizer, rng = with_template(kind), random.Random(seed)
+    theirs: Any = PreTrainedTokenizerFast(tokenizer_object=with_template(kind))
+    added = tokenizer.num_special_tokens_to_add(is_pair=True)
+    for _ in range(60):
+        first, second, most = words(rng, 30), words(rng, 30), rng.randint(added + 2, 60)
+        wanted = theirs(first, second, truncation=True, max_length=most, return_token_type_ids=True)
+        ids, start = encode_pair(tokenizer, first, second, most)
+        assert ids == wanted["input_ids"], seed
+        kinds = wanted["token_type_ids"]
+        assert start == (kinds.index(1) if 1 in kinds else 0)
+        whole = theirs(second, truncation=True, max_length=most)["input_ids"]
+        assert encode_cut(tokenizer, second, most) == whole
+    with pytest.raises(InvalidRequest, match=f"{added + 1} tokens .* adds {added}"):
+        encode_pair(tokenizer, "the fox " * 9, "the mesh " * 9, added + 1)
+    if kind != "none":
+        with pytest.raises(InvalidRequest, match="2 tokens"):
+            encode_cut(tokenizer, "the fox " * 9, 2)
+
+
+def test_a_document_is_cut_and_its_query_is_not() -> None:
+    tokenizer = byte_level_bpe()
+    query, document = "weaving " * 5, "fox " * 50
+    around = [tokenizer.encode(text).ids for text in ("head", "tail")]
+    text = tokenizer.encode(query + document).ids
+    num_query = len(tokenizer.encode(query).ids)
+    room = num_query + 4
+    most = room + sum(map(len, around))
+    given = (tokenizer, "head", query + document, "tail")
+    found = encode_parts(*given, most, len(query))
+    assert found == [*around[0], *text[:room], *around[1]]
+    with pytest.raises(InvalidRequest, match=f"query takes {num_query} tokens"):
+        encode_parts(*given, most - 4, len(query))
+
+
+def test_damaged_pooling_files_stop_requests_for_vectors_only(tmp_path: Path) -> None:
+    folder = write_model_dir(tmp_path / "m")
+    (folder / "modules.json").write_text("{")
+    card = load_model_card(folder)
+    assert load_pooling(folder, "generate").task == "generate"
+    chat = GenerateRequest(request_id="r", model="m", prompts=(TextPrompt(text="x"),))
+    assert for_model(chat, card, "generate") is chat
+    pair = GenerateRequest(
+        request_id="r",
+        model="m",
+        prompts=(PairPrompt(first="x", second="y"),),
+        wants=Wants(output="classes"),
+    )
+    with pytest.raises(InvalidRequest, match=r"modules\.json is not JSON"):
+        for_model(pair, card, "generate")
