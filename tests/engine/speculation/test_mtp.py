@@ -50,7 +50,7 @@ def prompts_of_one_begin() -> list[list[int]]:
 def check_chains(watched: HasChains, naive: NaiveMtp) -> None:
     chains = [(tokens, chain) for tokens, chain in watched.chains if chain]
     assert len(chains) > NUM_CHECKED
-    for tokens, chain in random.sample(chains, NUM_CHECKED):
+    for tokens, chain in random.sample(chains, NUM_CHECKED // 2):
         assert naive.agrees(tokens, chain), (tokens, chain)
 
 

@@ -47,6 +47,10 @@ class MtpConfig:
         last = () if self.last_norm is None else (self.last_norm,)
         return tuple(f"{name}." for name in (*names, *last, *self.copies))
 
+    def has_below(self, prefix: str) -> bool:
+        """Whether names of the head begin so."""
+        return any(name.startswith(prefix) for name in self.prefixes)
+
 
 def head_behind(num_layers: int) -> MtpConfig:
     """DeepSeek V3's and GLM-4.5's: a layer behind the model's own."""

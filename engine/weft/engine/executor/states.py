@@ -48,6 +48,8 @@ class StateMemory:
             self.pools = StatePools(
                 tuple(zeros(part, num_blocks, plane.layers) for part in plane.parts),
                 tuple(zeros(part, num_slots + 1, ring_rows, plane.layers) for part in plane.ring),
+                tuple(zeros(part, num_blocks, 1) for part in plane.rows),
+                tuple(zeros(part, num_slots + 1, ring_rows, 1) for part in plane.rows),
             )
         except RuntimeError as error:
             size = num_blocks * plane.block_bytes
@@ -56,7 +58,7 @@ class StateMemory:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fills free blocks with NaN, so that reading one is noticed."""
         if blocks:
-            for pool in self.pools.blocks:
+            for pool in (*self.pools.blocks, *self.pools.row_blocks):
                 pool.index_fill_(0, page_index(blocks, pool.device), float("nan"))
 
     def step(

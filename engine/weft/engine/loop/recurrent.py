@@ -39,8 +39,8 @@ def check_recurrent(config: EngineConfig) -> None:
         ("tp", config.tp > 1, "1 for models with recurrent layers, whose states are not divided"),
         (
             "drafter",
-            config.drafter not in ("none", "ngram"),
-            "none or ngram for models with recurrent layers",
+            config.drafter not in ("none", "ngram", "mtp"),
+            "none, ngram or mtp for models with recurrent layers",
         ),
         ("enable_lora", config.enable_lora, "off for models with recurrent layers"),
         (

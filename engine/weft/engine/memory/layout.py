@@ -124,21 +124,29 @@ class StatePlane:
     """
     ring: tuple[StatePart, ...]
     """Inputs of one position, from which the layer computes states and outputs again."""
+    rows: tuple[StatePart, ...] = ()
+    """What is kept of the rows themselves, once for all layers: a ring has it of each position, a
+    block of the last one before its border. Draft heads continue from such rows.
+    """
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block, all layers."""
-        return self.layers * sum(part.num_bytes for part in self.parts)
+        of_rows = sum(part.num_bytes for part in self.rows)
+        return self.layers * sum(part.num_bytes for part in self.parts) + of_rows
 
     @property
     def ring_row_bytes(self) -> int:
         """Bytes of one position in a ring, all layers."""
-        return self.layers * sum(part.num_bytes for part in self.ring)
+        of_rows = sum(part.num_bytes for part in self.rows)
+        return self.layers * sum(part.num_bytes for part in self.ring) + of_rows
 
     def describe(self) -> str:
         """Canonical text of what a block contains; rings are never exchanged."""
         parts = ",".join(part.describe() for part in self.parts)
-        return f"states={self.name};layers={self.layers};parts={parts}"
+        described = f"states={self.name};layers={self.layers};parts={parts}"
+        rows = ",".join(part.describe() for part in self.rows)
+        return f"{described};rows={rows}" if rows else described
 
 
 def num_ring_rows(page_size: int, max_drafts: int) -> int:

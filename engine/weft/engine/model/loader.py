@@ -160,7 +160,7 @@ def load_model(
             prefix
             for prefix in config.names.left_out
             if isinstance(checkpoint, Checkpoint) and checkpoint.has_below(prefix)
-            if not (mtp_head and _belongs_to_head(prefix, config))
+            if not (mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
         ]
     if left_out:
         logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))

@@ -16,7 +16,7 @@ once. So drafts that are not accepted need no undoing: the next step's `start` l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,6 +49,10 @@ class StatePools(NamedTuple):
     """For each part of `StatePlane.ring`, [slots + 1, ring_rows, layers, *shape]; position p lies
     in row p % ring_rows.
     """
+    row_blocks: tuple[torch.Tensor, ...] = ()
+    """For each part of `StatePlane.rows`, [num_blocks, 1, *shape]."""
+    row_rings: tuple[torch.Tensor, ...] = ()
+    """The same of rings, [slots + 1, ring_rows, 1, *shape]."""
 
 
 class StateRound(NamedTuple):
@@ -97,7 +101,7 @@ class StateStep:
         Returns:
             [T, ...]: outputs of the step's rows.
         """
-        blocks, rings = self.pools
+        blocks, rings = self.pools.blocks, self.pools.rings
         num_old = self.ring_slots.shape[0]
         gathered = [
             torch.cat((ring[self.ring_slots, self.ring_rows, layer], new.to(ring.dtype)))
@@ -122,3 +126,20 @@ class StateStep:
             ring[self.new_slots, self.new_ring_rows, layer] = kept
         assert outputs is not None, "a step has rows"
         return outputs[num_old:]
+
+    def rows_before(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keeps the step's rows as `StatePlane.rows` says, and returns the row of each one's
+        request before it, [T, H] -> [T, H]; zeros before position 0.
+        """
+        of_rows = StatePools(self.pools.row_blocks, self.pools.row_rings)
+        return replace(self, pools=of_rows).run(0, (rows,), _last_rows)
+
+
+def _last_rows(
+    inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """A `Scan` whose state is the last row and whose output the row before."""
+    (rows,), (before,) = inputs, states
+    shifted = rows.roll(1, dims=0)
+    shifted[cu_lens[:-1]] = before.to(rows.dtype)
+    return shifted, (rows[cu_lens[1:] - 1],)

@@ -9,6 +9,7 @@ from typing import Any
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.family import FULL, Family
 from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig, qwen_experts
+from weft.engine.checkpoint.mtp_config import qwen_head
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -111,4 +112,5 @@ def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelCo
         moe=moe,
         kv_heads=2,
         intermediate_size=None if moe is None else moe.intermediate_size,
+        mtp=qwen_head(),
     )

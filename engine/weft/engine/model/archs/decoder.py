@@ -87,7 +87,7 @@ class Decoder(DecoderOnlyLM):
         return replace(layout, states=recurrent.state_plane(len(parts.recurrent_layers)))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
-        """Reads a layer like the model's last one, which is none of its own.
+        """Reads a layer like the model's first one with attention, which is none of its own.
 
         Args:
             weights: Parameters of the layer.
@@ -96,9 +96,7 @@ class Decoder(DecoderOnlyLM):
         """
         config, parts = self.config, self.config.decoder
         assert parts is not None, "its configuration is read by a family"
-        attention = parts.layers[-1]
-        assert isinstance(attention, AttentionConfig), "MTP heads have attention"
-        attention = replace(attention, first_position=first_position)
+        attention = replace(parts.attention, first_position=first_position)
         parts = replace(parts, layers=(*parts.layers, attention))
         config = config if is_sparse else replace(config, moe=None)
         return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)

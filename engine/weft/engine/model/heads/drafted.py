@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from weft.engine.base.errors import AdapterError, ModelError
-from weft.engine.memory.layout import CacheLayout
+from weft.engine.memory.layout import CacheLayout, StatePart
 from weft.engine.model.adapters.draft_adapter import read_draft_adapter
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.draft_head import DraftHead, load_draft_head
@@ -48,7 +48,8 @@ class DraftedModel:
     The head combines the target's state at a position with the token at the next position. For the
     first row of a request in a step, `kept` holds the state of the previous step in the request's
     slot. If there is no such state, as after a prefix hit, the step begins one token earlier and
-    the head's entries of that token go to the null page.
+    the head's entries of that token go to the null page. With recurrent layers the state of the
+    last token before a border is part of its block instead.
 
     Args:
         target: Loaded model.
@@ -97,9 +98,14 @@ class DraftedModel:
 
     def kv_layout(self, page_size: int) -> CacheLayout:
         """The target's page with the head's layer behind its own."""
-        plane = self._target.kv_layout(page_size).plane
+        layout = self._target.kv_layout(page_size)
+        plane, states = layout.plane, layout.states
         both = replace(plane, layers=plane.layers + 1, draft=self.head.digest.hex())
-        return CacheLayout.of_plane(both, page_size)
+        if states is not None:
+            # A request continues at a block, where no step can begin a token earlier.
+            row = StatePart("draft", (self.head.hidden_size,), plane.dtype)
+            states = replace(states, rows=(row,))
+        return replace(CacheLayout.of_plane(both, page_size), states=states)
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Like `Model.forward`; `step.slots` is required."""

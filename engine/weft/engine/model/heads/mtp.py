@@ -93,7 +93,11 @@ class MtpHead:
             cu_q_lens=group.cu_q_lens,
             request_slots=step.slots,
         )
-        x = self._joined(step.token_ids, states_before(states, rows, kept))
+        if step.states is None:
+            before = states_before(states, rows, kept)
+        else:
+            before = step.states.rows_before(states)
+        x = self._joined(step.token_ids, before)
         normed = Stream(x).normed(self._layer.input_norm)
         self._layer.mixer.write(normed, replace(step, lora=None), pool)
         keep_last_states(states, rows, kept)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, rms_norm
+from weft.testing.models.families import FAMILIES
 from weft.testing.models.reference_models import make_reference
 
 Tensors = dict[str, torch.Tensor]
@@ -38,6 +39,8 @@ class Kind(NamedTuple):
     is_state_first: bool = False
     architecture: str = ""
     """In place of the target's own, if transformers does not have it."""
+    adds_one: bool = False
+    """Whether norms multiply by 1 plus their weights."""
 
 
 def _behind(model_type: str, fields: dict[str, Any], layers: int) -> Kind:
@@ -79,6 +82,14 @@ KINDS = {
           ("", ".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm")),
         is_state_first=True,
         architecture="MiMoForCausalLM",
+    ),
+    "qwen": Kind(
+        "qwen3_next",
+        {**FAMILIES["qwen3_next"][1], "num_hidden_layers": 4},
+        {"layer_types": ["full_attention"]},
+        *("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc",
+          "mtp.norm"),
+        adds_one=True,
     ),
 }  # fmt: skip
 
@@ -129,7 +140,7 @@ class NaiveMtp:
         return last
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self._tensors[f"{name}.weight"]
+        weight = self._tensors[f"{name}.weight"] + self._kind.adds_one
         return rms_norm(x, weight.shape, weight, self._target.config.rms_norm_eps)
 
 
