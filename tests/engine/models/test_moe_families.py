@@ -95,6 +95,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "no_rope_layer_interval": 3, "attention_chunk_size": 20, "floor_scale": 16,
          "attn_scale": 0.3},
     ),
+    "mimo": (
+        "mimo_v2_flash",
+        {**MOE, "n_routed_experts": 7, "head_dim": 24, "v_head_dim": 16, "sliding_window": 20,
+         "num_hidden_layers": 4, "num_key_value_heads": 1, "attention_value_scale": 0.7},
+    ),
+    "laguna": (
+        "laguna",
+        {**MOE, "shared_expert_intermediate_size": 60, "num_hidden_layers": 4,
+         "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
+         "num_attention_heads_per_layer": [6, 4, 6, 4], "moe_routed_scaling_factor": 2.0,
+         "moe_router_logit_softcapping": 1.5},
+    ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
 

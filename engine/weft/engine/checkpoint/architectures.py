@@ -38,6 +38,9 @@ _FAMILIES = {
     "Gemma3ForCausalLM": ("gemma", "read_gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma", "read_gemma3"),
     "GemmaForCausalLM": ("gemma", "read_gemma"),
+    "Gemma4ForCausalLM": ("gemma4", "read_gemma4"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "read_gemma4"),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4", "read_gemma4"),
     "Glm4ForCausalLM": ("glm4", "read_glm4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "read_glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("deepseek", "read_glm4_lite"),
@@ -49,8 +52,10 @@ _FAMILIES = {
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "LagunaForCausalLM": ("laguna", "read_laguna"),
     "Llama4ForCausalLM": ("llama4", "read_llama4"),
     "Llama4ForConditionalGeneration": ("llama4", "read_llama4"),
+    "MiMoV2FlashForCausalLM": ("mimo", "read_mimo"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),
@@ -69,6 +74,8 @@ _FAMILIES = {
     "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
     "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
     "Starcoder2ForCausalLM": ("layer_normed", "read_starcoder2"),
+    "Step3p5ForCausalLM": ("laguna", "read_step3"),
+    "Step3p7ForConditionalGeneration": ("laguna", "read_step3"),
 }
 """Architectures made of `weft.engine.checkpoint.parts`: modules of
 `weft.engine.checkpoint.families`, and the functions that read their configurations.

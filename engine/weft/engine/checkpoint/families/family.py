@@ -110,12 +110,44 @@ class Family:
         listed, count = self.fields.get("layer_types"), self.num_layers
         if listed is None:
             return tuple(default(layer) for layer in range(count))
-        if not isinstance(listed, list) or len(listed) != count:
+        further = self.fields.count("num_nextn_predict_layers", 0)
+        if not isinstance(listed, list) or len(listed) not in (count, count + further):
             raise self.fields.error("layer_types", f"expected a list of {count} kinds of attention")
+        listed = listed[:count]
         other = next((kind for kind in listed if kind not in (FULL, windowed)), None)
         if other is not None:
             raise self.fields.error("layer_types", f"{other!r} is not supported")
         return tuple(listed)
+
+    def switches(self, name: str) -> tuple[bool, ...] | None:
+        """A list of 0 or 1 by layer, which may go on for further layers; None if absent."""
+        if name not in self.fields:
+            return None
+        listed, count = self.fields.indices(name), self.num_layers
+        if len(listed) < count or set(listed) - {0, 1}:
+            raise self.fields.error(name, f"expected {count} times 0 or 1")
+        return tuple(map(bool, listed[:count]))
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers from 0 by layer, of which null is 0; empty if absent."""
+        listed = self.fields.get(name)
+        if listed is None:
+            return ()
+        if not isinstance(listed, list) or len(listed) < self.num_layers:
+            raise self.fields.error(name, f"expected {self.num_layers} numbers")
+        return tuple(
+            self.fields.replaced(**{name: value}).number(name) if value else 0.0
+            for value in listed[: self.num_layers]
+        )
+
+    def of_layer(self, name: str, layer: int, default: float) -> float:
+        """A number of a list by layer, or one for all."""
+        listed = self.fields.get(name)
+        return (
+            self.numbers(name)[layer]
+            if isinstance(listed, list)
+            else self.fields.number(name, default)
+        )
 
     def rotated_layers(self, interval: int = 4) -> tuple[bool, ...]:
         """Which layers rotate: those that the file lists, or all but every fourth."""
@@ -154,6 +186,7 @@ class Family:
         kv_heads: int | None = None,
         moe: MoEConfig | None = None,
         latent: LatentConfig | None = None,
+        inner: int | None = None,
     ) -> ModelConfig:
         """The model's configuration.
 
@@ -166,6 +199,7 @@ class Family:
             kv_heads: Default number of K and V heads; None: as many as query heads.
             moe: Experts of some layers.
             latent: Sizes of latent attention.
+            inner: Inner width of the MLP, where its field has another name.
         """
         fields, whole = self.fields, self.whole
         if moe is not None and decoder.mlp.activation != moe.activation:
@@ -182,7 +216,7 @@ class Family:
             num_heads=self.num_heads,
             num_kv_heads=fields.positive("num_key_value_heads", kv_heads or self.num_heads),
             head_dim=self.head_dim() if head_dim is None else head_dim,
-            intermediate_size=fields.positive("intermediate_size"),
+            intermediate_size=inner or fields.positive("intermediate_size"),
             rms_norm_eps=decoder.norm.eps,
             rope=rotated[0] if rotated else RopeConfig(theta=1.0),
             max_position_embeddings=max_positions(fields),

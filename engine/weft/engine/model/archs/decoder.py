@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -14,6 +15,7 @@ from weft.engine.checkpoint.parts import (
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
 from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec
+from weft.engine.model.layers.beside import BesideNorms, ExpertsBesideMLP
 from weft.engine.model.layers.heads import (
     HeadChange,
     LayerNorms,
@@ -91,6 +93,9 @@ def _layer(
     before = None if order == "after" else norm(names.input_norm)
     mixer = _mixer(config, parts.layers[index], index, weights.at("self_attn"), rotaries)
     between = norm(names.feed_norm) if order in ("before", "around") else before
+    feed = _feed(config, parts, index, weights)
+    if isinstance(feed, ExpertsBesideMLP):
+        between = None  # It has norms of its own.
     is_behind = order in ("after", "around")
     last, last_post = _per_layer_part(config, parts, index, weights)
     form = Form(
@@ -102,7 +107,7 @@ def _layer(
         last_post,
         weights.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
     )
-    return Layer(index, before, mixer, between, _feed(config, parts, index, weights), form)
+    return Layer(index, before, mixer, between, feed, form)
 
 
 def _per_layer_part(
@@ -271,10 +276,27 @@ def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weight
     names, moe = config.names, config.moe
     if moe is None or not moe.is_sparse(index):
         return _mlp(config, parts, index, weights.at(names.feeds[-1]))
+    if moe.is_beside_mlp:
+        return _experts_beside(config, parts, moe, index, weights)
     feeds = [weights.at(name) for name in names.feeds]
     router = f"{names.moe.router}.weight"
     found = next((feed for feed in feeds if feed.has(router)), feeds[0])
-    return SparseMLP.read(moe, index, config.hidden_size, found, names.moe)
+    return SparseMLP.read(moe, index, config.hidden_size, found, names.moe, weights)
+
+
+def _experts_beside(
+    config: ModelConfig, parts: DecoderConfig, moe: MoEConfig, index: int, weights: Weights
+) -> ExpertsBesideMLP:
+    hidden, names = config.hidden_size, config.names
+    experts = SparseMLP.read(moe, index, hidden, weights, names.moe)
+    mlp = _mlp(config, parts, index, weights.at(names.feeds[-1]))
+    assert isinstance(mlp, PlainMLP), "families with experts beside have a GELU"
+    scale = weights.read([TensorSlice("router.scale", (hidden,))], dtype=torch.float32)
+    post = names.feed_post
+    of_parts = (names.feed_norm, f"{post}_1", f"{names.feed_norm}_2", f"{post}_2")
+    read = (read_norm(parts.norm, weights, name, hidden) for name in of_parts)
+    router = Norm(scale * hidden**-0.5, parts.norm.eps)
+    return ExpertsBesideMLP(mlp, experts, BesideNorms(*read, router))
 
 
 def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:

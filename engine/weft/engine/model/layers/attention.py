@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -41,7 +42,8 @@ def qkv_spec(
         in_features=in_features,
         rows=tuple(count * width for count, width in zip(counts, widths, strict=True)),
         split="out",
-        unit=head_dim,
+        # Models whose V is narrower are not divided among ranks.
+        unit=math.gcd(head_dim, widths[2]),
         bias=bias,
         fused=fused,
     )

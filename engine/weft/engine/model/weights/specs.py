@@ -74,6 +74,12 @@ class LinearSpec:
         """Submodules as the checkpoint has them."""
         return self.names if self.fused is None else (self.fused,)
 
+    @property
+    def parts(self) -> tuple[LinearSpec, ...]:
+        """Each projection as a product of its own."""
+        pairs = zip(self.names, self.rows, strict=True)
+        return tuple(replace(self, names=(name,), rows=(rows,)) for name, rows in pairs)
+
     def last(self, count: int) -> LinearSpec:
         """The product of the last `count` projections alone."""
         assert self.fused is None, "parts of a fused tensor have no names"
@@ -150,8 +156,9 @@ class ExpertSpec:
     """Gate and up projection of each expert."""
     down: LinearSpec
     """Down projection of each expert."""
-    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    """Names of the tensors of all experts, in checkpoints that stack them."""
+    stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    """Names of the tensors of all experts, in checkpoints that stack them; gate and up may be two.
+    """
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False

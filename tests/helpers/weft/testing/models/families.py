@@ -73,6 +73,71 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "per_layer_config": {"1": {"head_dim": 24}, "4": {"head_dim": 24}},
+            "sliding_window": 24,
+            "num_hidden_layers": 5,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+            ],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 259,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4-keys": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 1}},
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding",) * 3 + ("full",)],
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "per_layer_config": {"1": {"head_dim": 24}},
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "step3": (
+        "step3p7",
+        {
+            "text_config": {
+                **SIZES,
+                "head_dim": 16,
+                "num_key_value_heads": 2,
+                "layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 2],
+                "mlp_layer_types": ["dense", "sparse"] * 2,
+                "sliding_window": 24,
+                "num_sliding_attention_heads": 4,
+                "n_routed_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "share_expert_dim": 56,
+                "moe_router_scaling_factor": 2.0,
+                "swiglu_limits": [0.0, 0.5, 0.0, 0.0],
+                "swiglu_limits_shared": [0.7, 0.4, 0.0, 0.0],
+            },
+            "vision_config": {**_SIGLIP, "model_type": "step3p5_vision"},
+        },
+    ),
     "phi3": (
         "phi3",
         {
@@ -201,7 +266,7 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
     )
     model = build.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
-    adds_one = "gemma" in kind or kind == "nemotron"
+    adds_one = kind in ("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron", "step3p7")
     with torch.no_grad():
         for key, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
@@ -211,6 +276,9 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
                 value.copy_(0.3 * noise)
             else:
                 value.copy_(0.2 * noise + (0.0 if adds_one else 1.0))
+        for key, value in model.named_buffers():
+            if key.endswith(("layer_scalar", "correction_bias")):
+                value.copy_(1.0 + 0.3 * torch.randn(value.shape, generator=generator))
     model.save_pretrained(path)
     if name == "internlm3":
         # Files of the hub name the class of their own code.
