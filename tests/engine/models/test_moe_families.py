@@ -107,8 +107,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "num_attention_heads_per_layer": [6, 4, 6, 4], "moe_routed_scaling_factor": 2.0,
          "moe_router_logit_softcapping": 1.5},
     ),
+    "solar": ("solar_open", {**GLM, "n_group": 3, "topk_group": 2, "norm_topk_prob": True}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
+
+
+FULL = ("hy3", "laguna", "solar", "olmoe")
+"""Those whose parts others have too; they run behind --full."""
+
+
+def marked() -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in FAMILIES]
 
 
 class Family(NamedTuple):
@@ -121,7 +130,7 @@ class Family(NamedTuple):
     """What the reference goes on with."""
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+@pytest.fixture(params=marked(), scope="module")
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> Family:

@@ -28,6 +28,7 @@ _FAMILIES = {
     "ArceeForCausalLM": ("llamas", "read_arcee"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),
     "CohereForCausalLM": ("cohere", "read_cohere"),
+    "CwmForCausalLM": ("llamas", "read_cwm"),
     "DeepseekV2ForCausalLM": ("deepseek", "read_deepseek_v2"),
     "DeepseekV3ForCausalLM": ("deepseek", "read_deepseek_v3"),
     "Dots1ForCausalLM": ("glm4_moe", "read_dots1"),
@@ -59,6 +60,7 @@ _FAMILIES = {
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),
     "MinistralForCausalLM": ("llamas", "read_ministral"),
+    "Mistral4ForCausalLM": ("deepseek", "read_mistral4"),
     "Mistral3ForConditionalGeneration": ("llamas", "read_mistral3"),
     "MixtralForCausalLM": ("mixtral", "read_mixtral"),
     "NemotronForCausalLM": ("layer_normed", "read_nemotron"),
@@ -72,10 +74,12 @@ _FAMILIES = {
     "Qwen3VLForConditionalGeneration": ("qwen_vl", "read_qwen3_vl"),
     "SeedOssForCausalLM": ("llamas", "read_seed_oss"),
     "SmolLM3ForCausalLM": ("llamas", "read_smollm3"),
+    "SolarOpenForCausalLM": ("glm4_moe", "read_solar"),
     "StableLmForCausalLM": ("layer_normed", "read_stablelm"),
     "Starcoder2ForCausalLM": ("layer_normed", "read_starcoder2"),
     "Step3p5ForCausalLM": ("laguna", "read_step3"),
     "Step3p7ForConditionalGeneration": ("laguna", "read_step3"),
+    "VaultGemmaForCausalLM": ("gemma", "read_vault_gemma"),
 }
 """Architectures made of `weft.engine.checkpoint.parts`: modules of
 `weft.engine.checkpoint.families`, and the functions that read their configurations.

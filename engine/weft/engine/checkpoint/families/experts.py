@@ -240,6 +240,18 @@ def deepseek_v2_experts(config: Fields) -> MoEConfig:
     return _deepseek(config, 0, False, scale=config.number("routed_scaling_factor", 1.0), **groups)
 
 
+def mistral4_experts(config: Fields) -> MoEConfig:
+    """Mistral Small 4's: a softmax; groups as in DeepSeek V3."""
+    return _deepseek(
+        config,
+        0,
+        config.flag("norm_topk_prob", True),
+        summed=2,
+        scale=config.number("routed_scaling_factor", 1.0),
+        **_groups(config),
+    )
+
+
 def deepseek_v3_experts(
     config: Fields,
     *,

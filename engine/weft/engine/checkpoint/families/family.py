@@ -100,6 +100,14 @@ class Family:
         """The rotation, of one kind of layers if there are several; see `rope_config`."""
         return rope_config(self.fields, kind=kind, **options)
 
+    def q_growth(self) -> tuple[float, int] | None:
+        """See `AttentionConfig.q_growth`: Llama 4's, as Mistral's files name it."""
+        values = self.fields.section("rope_parameters")
+        if values.get("llama_4_scaling_beta") is None:
+            return None
+        original = values.positive("original_max_position_embeddings")
+        return values.number("llama_4_scaling_beta"), original
+
     def kinds(self, default: Callable[[int], str], windowed: str = SLIDING) -> tuple[str, ...]:
         """Whether each layer's attention is full or has a window.
 
@@ -236,6 +244,15 @@ class Family:
         )
         check_shape(config, fields)
         return config
+
+
+def mistral_names() -> NamesConfig:
+    """Names in Mistral's models that also take images."""
+    return NamesConfig(
+        bodies=("model.language_model", "language_model.model", "model"),
+        heads=("lm_head", "language_model.lm_head"),
+        left_out=VISION,
+    )
 
 
 def behind(num_layers: int) -> tuple[str, ...]:

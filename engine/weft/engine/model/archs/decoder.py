@@ -172,14 +172,19 @@ def _attention(
             rotary = rotaries.of(None, dim)
         changes += [] if change is None else [change]
     spec = _spec(config, index, layer, weights)
-    widths = {"value_dim": value_dim, "v_name": "k_proj" if layer.is_value_key else "v_proj"}
+    qkv = qkv_spec(
+        hidden,
+        *heads,
+        bias=layer.qkv_bias,
+        fused=names.qkv,
+        value_dim=value_dim,
+        v_name="k_proj" if layer.is_value_key else "v_proj",
+    )
     return Attention(
         spec,
         index,
         rotary.cos_sin,
-        qkv_proj=weights.linear(
-            qkv_spec(hidden, *heads, bias=layer.qkv_bias, fused=names.qkv, **widths)
-        ),
+        qkv_proj=weights.linear(qkv),
         o_proj=weights.linear(o_spec(hidden, heads[0], value_dim, bias=layer.o_bias, name=names.o)),
         q_norm=norms[0],
         k_norm=norms[1],
@@ -296,7 +301,9 @@ def _experts_beside(
     of_parts = (names.feed_norm, f"{post}_1", f"{names.feed_norm}_2", f"{post}_2")
     read = (read_norm(parts.norm, weights, name, hidden) for name in of_parts)
     router = Norm(scale * hidden**-0.5, parts.norm.eps)
-    return ExpertsBesideMLP(mlp, experts, BesideNorms(*read, router))
+    before, behind, before_experts, behind_experts = read
+    norms = BesideNorms(before, behind, before_experts, behind_experts, router)
+    return ExpertsBesideMLP(mlp, experts, norms)
 
 
 def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:

@@ -138,6 +138,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_SIGLIP, "model_type": "step3p5_vision"},
         },
     ),
+    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 24}),
+    "cwm": ("cwm", {"head_dim": 16, "sliding_window": 24}),
     "phi3": (
         "phi3",
         {
@@ -190,6 +192,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral3",
         {
             "text_config": {**SIZES, "model_type": "mistral", "head_dim": 16},
+            "vision_config": _PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral4": (
+        "mistral3",
+        {
+            "text_config": {
+                **SIZES,
+                "model_type": "mistral4",
+                "num_key_value_heads": 6,
+                "q_lora_rank": 20,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 12,
+                "n_group": 3,
+                "topk_group": 2,
+                "n_routed_experts": 9,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "first_k_dense_replace": 1,
+                "rope_parameters": {
+                    **_YARN,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
             "vision_config": _PIXTRAL,
             "tie_word_embeddings": False,
         },
@@ -266,7 +297,15 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
     )
     model = build.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
-    adds_one = kind in ("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron", "step3p7")
+    adds_one = kind in (
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "nemotron",
+        "step3p7",
+        "vaultgemma",
+    )
     with torch.no_grad():
         for key, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
