@@ -219,7 +219,7 @@ def _spec(
 
 def _gate(gate: GateConfig, heads: int, dim: int, hidden: int, weights: Weights) -> Gate:
     rows = heads if gate.is_by_head else heads * dim
-    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,))
+    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,), is_gate=True)
     return Gate(weights.linear(spec), gate.activation)
 
 

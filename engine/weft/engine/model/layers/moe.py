@@ -66,6 +66,7 @@ class SparseMLP:
             in_features=hidden,
             rows=(config.num_experts,),
             bias=config.router.has_bias,
+            is_gate=True,
         )
         gate_up = gate_up_spec(hidden, config.intermediate_size, names=names.gate_up)
         experts = ExpertSpec(
@@ -91,7 +92,7 @@ class SparseMLP:
         shared = _shared(config, layer, hidden, around.at(names.shared))
         if not config.has_shared_gate:
             return cls(layer, weight, shared)
-        gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,))
+        gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,), is_gate=True)
         return cls(layer, weight, shared, weights.linear(gate))
 
     def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:

@@ -69,6 +69,9 @@ class LinearSpec:
     them fused.
     """
 
+    is_gate: bool = False
+    """Whether it is a router or a gate, which checkpoints may leave in floats without saying so."""
+
     @property
     def modules(self) -> tuple[str, ...]:
         """Submodules as the checkpoint has them."""
