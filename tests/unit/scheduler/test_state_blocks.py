@@ -8,6 +8,7 @@ import pytest
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.state import Request, State
+from weft.testing.scheduling.scheduler_bench import Bench
 from weft.testing.scheduling.state_bench import PAGE, VOCAB, StateBench
 
 STEMS = [[random.Random(stem).randrange(VOCAB) for _ in range(150)] for stem in range(3)]
@@ -95,3 +96,40 @@ def test_a_state_that_is_still_to_be_written_is_not_kept() -> None:
                 bench.check_cached()
                 num_seen += 1
         bench.run_out()
+
+
+def hit_rate(bench: Bench | StateBench, rng: random.Random) -> float:
+    """Share of prompt tokens found: agents with one long prompt, whose turns go on behind their
+    answers and now and then behind a part of their history.
+    """
+    shared = random_tokens(rng, 60 * PAGE)
+    chats = [shared + random_tokens(rng, rng.randint(4, 30)) for _ in range(6)]
+    for _ in range(6):
+        turns = []
+        for chat in chats:
+            most = rng.randint(4, 24)
+            if isinstance(bench, StateBench):
+                turns.append(bench.add(chat, most))
+            else:
+                turns.append(bench.add(len(chat), most, prefix=chat))
+            for _ in range(rng.randint(0, 4)):
+                bench.step()
+        while any(turn.state is not State.FINISHED for turn in turns):
+            bench.step()
+        for at, turn in enumerate(turns):
+            is_branch = rng.random() < 0.2
+            end = rng.randint(len(shared), turn.num_tokens) if is_branch else turn.num_tokens
+            chats[at] = turn.tokens[:end] + random_tokens(rng, rng.randint(8, 60))
+    scheduler = bench.scheduler
+    return scheduler.num_prefix_hit_tokens / scheduler.num_prefix_query_tokens
+
+
+def test_agents_find_nearly_as_much_as_with_attention_alone() -> None:
+    """With ten blocks beside those of running requests, which have the KV of hundreds of pages."""
+    limits, seed = SchedulerLimits(PAGE, 160, 128, 6), random.SystemRandom().randrange(1 << 32)
+    num_blocks = 1 + 6 * BLOCKS_OF_REQUEST + 10
+    states = StateBench(random.Random(), 700, num_blocks, limits, checkpoint_tokens=64 * PAGE)
+    found = hit_rate(states, random.Random(seed))
+    most = hit_rate(Bench(random.Random(), 700, limits), random.Random(seed))
+    print(f"seed {seed}: {found:.3f} of prompt tokens found, {most:.3f} with attention alone")
+    assert found >= 0.9 * most

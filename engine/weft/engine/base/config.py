@@ -130,8 +130,9 @@ class EngineConfig:
     page_size: int = 16
     """Token positions per page."""
     kv_memory_bytes: int | None = None
-    """Size of the KV pool, bytes; ignored if num_pages is given. None: 1 GiB on a CPU; on a GPU
-    the memory that the weights, the largest step and the graphs leave free.
+    """Size of the KV pool, bytes; ignored if num_pages is given. None: 1 GiB on a CPU, 2 GiB
+    with states of recurrent layers; on a GPU the memory that the weights, the largest step and the
+    graphs leave free.
     """
     device_memory_share: float = 1.0
     """Largest share of a GPU's memory that this engine takes for everything together, where the

@@ -87,7 +87,7 @@ from weft.engine.transfer.mover import Lanes
 from weft.engine.transfer.transport import Transport
 
 DEFAULT_KV_BYTES = 1 << 30
-"""Default size of the KV pool on a CPU."""
+"""Default size of the KV pool on a CPU; with recurrent layers, of it and as much for states."""
 SIZING_TIMEOUT_S = 600.0
 """Longest wait for other engines that start on the same GPU."""
 MAX_SWITCH_S = 5e-4
@@ -183,9 +183,10 @@ def load_parts(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     sys.setswitchinterval(min(sys.getswitchinterval(), MAX_SWITCH_S))
-    ranks = None
+    ranks, model = None, ModelConfig.load(config.model_dir)
+    if model.decoder is not None and model.decoder.recurrent_layers:
+        check_recurrent(config)  # Before its weights are loaded.
     if config.tp > 1:
-        model = ModelConfig.load(config.model_dir)
         check_divides(model, config.tp)
         task = load_pooling(config.model_dir, config.task).task
         if task != "generate":
@@ -236,7 +237,8 @@ def _load_parts(
     """See `load_parts`."""
     models = _load_models(config, device, ranks, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
-    check_recurrent(config, layout, device)
+    if layout.states is not None:
+        check_recurrent(config)
     asked, config = config, served_config(config, layout)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
@@ -425,7 +427,8 @@ def _size_pools(
         num_pages = pages_of(needs, page_bytes)
         num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
     else:
-        size = DEFAULT_KV_BYTES if size is None else size
+        default = DEFAULT_KV_BYTES if layout.states is None else 2 * DEFAULT_KV_BYTES
+        size = default if size is None else size
         size = size if config.num_pages is None else config.num_pages * page_bytes
         num_blocks, size = divide_states(
             layout,

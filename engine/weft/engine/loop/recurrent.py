@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.memory.layout import CacheLayout
@@ -29,16 +28,14 @@ def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
     )
 
 
-def check_recurrent(config: EngineConfig, layout: CacheLayout, device: torch.device) -> None:
+def check_recurrent(config: EngineConfig) -> None:
     """Refuses settings under which no model with recurrent layers runs.
 
     Raises:
-        ConfigError: One of them is set, and the model has such layers.
+        ConfigError: One of them is set.
     """
-    if layout.states is None:
-        return
     refused = (
-        ("device", device.type != "cpu", "cpu, the only device for recurrent layers so far"),
+        ("device", config.is_on_gpu, "cpu, the only device for recurrent layers so far"),
         ("tp", config.tp > 1, "1 for models with recurrent layers, whose states are not divided"),
         (
             "drafter",
