@@ -59,6 +59,8 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("NemotronH", "hybrid_override_pattern", {"hybrid_override_pattern": "MX"}),
         ("Lfm2", "layer_types", {"layer_types": ["conv"] * 4}),
         ("Lfm2", "conv_L_cache", {"conv_L_cache": 1, "full_attn_idxs": [1]}),
+        ("Jamba", "attn_layer_offset", {"attn_layer_period": 2, "attn_layer_offset": 2}),
+        ("Jamba", "attn_layer_period", {"num_hidden_layers": 4}),
         ("KimiLinear", "mla_use_nope", {"mla_use_nope": False}),
     ],
 )  # fmt: skip

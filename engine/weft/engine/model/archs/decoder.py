@@ -17,6 +17,7 @@ from weft.engine.checkpoint.recurrent_config import (
     DeltaAttentionConfig,
     GatedDeltaConfig,
     Mamba2Config,
+    MambaConfig,
     RecurrentConfig,
 )
 from weft.engine.memory.layout import CacheLayout
@@ -28,6 +29,7 @@ from weft.engine.model.layers.gated_delta import GatedDelta
 from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
@@ -145,6 +147,8 @@ def _recurrent(
         return DeltaAttention.read(layer, *place)
     if isinstance(layer, Mamba2Config):
         return Mamba2.read(layer, *place)
+    if isinstance(layer, MambaConfig):
+        return Mamba.read(layer, *place)
     return GatedConv.read(layer, *place)
 
 
