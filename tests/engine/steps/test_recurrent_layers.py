@@ -178,21 +178,34 @@ def test_storms_on_a_device_that_is_late(
         storm.close()
 
 
-@pytest.mark.parametrize("num_requests", [10, pytest.param(100, marks=FULL)])
-def test_drafts_in_a_storm(model_dir: Path, num_requests: int) -> None:
+@pytest.mark.parametrize(
+    ("num_requests", "way"),
+    [
+        (12, WAYS[0].values[0]),
+        pytest.param(100, WAYS[0].values[0], marks=FULL),
+        *(pytest.param(60, way.values[0], marks=[*way.marks, FULL]) for way in WAYS[1:]),
+    ],
+)
+def test_drafts_and_faulty_prefill_workers_in_a_storm(
+    model_dir: Path, num_requests: int, way: dict[str, Any]
+) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng, clock = random.Random(seed), ManualClock()
     samplings = [SamplingParams(temperature=0.0, seed=i, n=4) for i in range(4)]
     texts = make_texts(make_engine(model_dir, "decode", clock, **ALONE), clock, samplings, NUM_NEW)
-    values = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 12, "num_pages": 60}
-    engine = make_engine(
-        model_dir, "decode", clock, **ALONE, **values, max_running_requests=4, max_step_tokens=64
-    )
-    storm = Storm(engine, [], clock, texts, rng)
+    values = {**way, "num_pages": 90, "checkpoint_tokens": 4 * PAGE, "max_running_requests": 4}
+    drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 12}
+    owner = make_engine(model_dir, "decode", clock, **values, **drafts, max_step_tokens=64)
+    fillers = [
+        make_engine(model_dir, "prefill", clock, **values, worker_id=name) for name in ("p0", "p1")
+    ]
+    storm = Storm(owner, fillers, clock, texts, rng)
     try:
-        ride_out(storm, num_requests, 12)
-        check(engine)
+        ride_out(storm, num_requests, 12, lambda: owner.counters()["fills_done"] > 0)
+        assert owner.counters()["fills_done"]
+        for engine in (owner, *fillers):
+            check(engine)
     finally:
         storm.close()
 
