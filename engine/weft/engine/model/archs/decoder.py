@@ -97,15 +97,17 @@ def _layer(
 ) -> Layer:
     names, order = config.names, parts.order
     number, feed_number = names.blocks[index] if names.blocks else (index, index)
-    own, of_feed = weights.at(number), None if feed_number is None else weights.at(feed_number)
+    own = weights.at(number)
 
     def norm(name: str, below: Weights = own) -> AnyNorm:
         return read_norm(parts.norm, below, name, config.hidden_size)
 
     before = None if order == "after" else norm(names.input_norm)
     mixer = read_mixer(config, parts, index, own, rotaries)
-    if of_feed is None:
-        return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
+    if index in parts.without_feed:
+        return Layer(index, before, mixer, None, None, Form(multiplier=parts.residual_multiplier))
+    assert feed_number is not None, "the layer has a feed-forward block"
+    of_feed = weights.at(feed_number)
     between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
     is_behind = order in ("after", "around")
     form = Form(
