@@ -550,6 +550,7 @@ def _describe_engine(
         draft=layout.plane.draft,
         head_dim=layout.plane.dim,
         kv_parts=layout.plane.parts,
+        states=layout.states,
         window_planes={group.plane.name: group.plane.layers for group in layout.groups[1:]},
         transports=transport.transports,
         transport_detail=transport.describe(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.engine.base.tasks import Task
+from weft.engine.memory.layout import StatePlane
 from weft.engine.protocol.adapters import AdapterState
 from weft.engine.protocol.fills import StagingCounts
 
@@ -123,6 +124,8 @@ class EngineInfo:
     max_loras: int = 0
     """Most adapters on the device at once; 0: the engine serves none."""
     max_lora_rank: int = 0
+    states: StatePlane | None = None
+    """What blocks of recurrent layers contain; None: the model has no such layers."""
     window_planes: dict[str, int] = field(default_factory=dict)
     """Numbers of layers in the planes whose pages are freed behind a window, by plane name;
     `layers` counts the other layers.

@@ -15,7 +15,7 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
 from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
-from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup
+from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, StatePart, StatePlane
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
@@ -426,5 +426,11 @@ def _layout(info: worker_pb2.GetInfoResponse) -> str:
             )
         )
         for plane in info.planes
+        if plane.heads
     ]
-    return CacheLayout(info.page_size, tuple(groups)).describe()
+    states = None
+    if not info.planes[-1].heads:
+        plane = info.planes[-1]
+        parts = tuple(StatePart(part.name, (part.dim,), part.dtype) for part in plane.parts)
+        states = StatePlane(name=plane.name, layers=plane.layers, parts=parts, ring=())
+    return CacheLayout(info.page_size, tuple(groups), states).describe()
