@@ -13,12 +13,16 @@ from weft.kernels import cpu
 from weft.kernels.activation import silu_and_mul, silu_and_mul_reference
 from weft.kernels.attention import paged_attention, paged_attention_reference
 from weft.kernels.build import load_native, loaded_openmp_library
+from weft.kernels.gated_delta import gated_delta, gated_delta_reference
 from weft.kernels.int_groups import pack_int_groups
 from weft.kernels.linear import gate_up_silu, linear, pack_gate_up, pack_linear
 from weft.kernels.lora import LoraAddition
+from weft.kernels.mamba2 import mamba2, mamba2_reference
 from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.quantised import quantise_channels
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.selective_scan import selective_scan, selective_scan_reference
+from weft.kernels.short_conv import short_conv, short_conv_reference
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 from weft.testing.kernels.layer_cases import (
@@ -212,3 +216,47 @@ def test_layers_equal_their_single_operations(dtype: torch.dtype) -> None:
     out = run_all([run], hidden, step, pool)
     assert torch.equal(out, other)
     assert torch.equal(pool, other_pool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_element", [False, True])
+def test_recurrences(dtype: torch.dtype, by_element: bool) -> None:
+    rows, heads, keys, values = 21, 4, 20, 75
+    cu_lens = torch.tensor([0, 1, rows])
+    q, k = torch.randn(2, rows, heads // 2, keys).to(dtype)
+    v = torch.randn(rows, heads, values).to(dtype)
+    size = (rows, heads, keys) if by_element else (rows, heads)
+    states = torch.randn(2, heads, keys, values)
+    delta = (q, k, v, -torch.rand(size), torch.rand(rows, heads), states, cu_lens)
+    gates = torch.rand(rows, heads), -torch.rand(heads)
+    mamba = (v, *gates, k, q, torch.randn(heads), states, cu_lens)
+    for made, expected in (
+        (gated_delta(*delta), gated_delta_reference(*delta)),
+        (mamba2(*mamba), mamba2_reference(*mamba)),
+    ):
+        torch.testing.assert_close(made[0], expected[0], rtol=1e-2, atol=10 * TOLERANCE[dtype])
+        torch.testing.assert_close(made[1], expected[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selective_scans(dtype: torch.dtype) -> None:
+    rows, channels, size = 21, 75, 6
+    x, (b, c) = torch.randn(rows, channels).to(dtype), torch.randn(2, rows, size).to(dtype)
+    a, states = -torch.rand(size, channels), torch.randn(2, size, channels)
+    bounds, dt, d = torch.tensor([0, 1, rows]), torch.rand(rows, channels), torch.randn(channels)
+    made, after = selective_scan(x, dt, a, b, c, d, states, bounds)
+    expected, behind = selective_scan_reference(x, dt, a, b, c, d, states, bounds)
+    torch.testing.assert_close(made, expected, rtol=1e-2, atol=10 * TOLERANCE[dtype])
+    torch.testing.assert_close(after, behind, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolutions(dtype: torch.dtype) -> None:
+    rows, channels, taps = 21, 75, 4
+    x, tails = torch.randn(rows, channels).to(dtype), torch.randn(2, channels, taps - 1).to(dtype)
+    given = (x, torch.randn(taps, channels), torch.randn(channels), tails)
+    bounds = torch.tensor([0, 1, rows])
+    made, left = short_conv(*given, bounds, has_silu=True)
+    expected, behind = short_conv_reference(*given, bounds, has_silu=True)
+    torch.testing.assert_close(made, expected, rtol=1e-2, atol=TOLERANCE[dtype])
+    assert torch.equal(left, behind)

@@ -51,6 +51,7 @@ _FAMILIES = {
     "HunYuanDenseV1ForCausalLM": ("hunyuan", "read_hunyuan"),
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "JambaForCausalLM": ("jamba", "read_jamba"),
     "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
     "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
     "Lfm2MoeForCausalLM": ("lfm2", "read_lfm2_moe"),

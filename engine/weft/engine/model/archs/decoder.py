@@ -17,6 +17,7 @@ from weft.engine.checkpoint.recurrent_config import (
     DeltaAttentionConfig,
     GatedDeltaConfig,
     Mamba2Config,
+    MambaConfig,
     RecurrentConfig,
 )
 from weft.engine.memory.layout import CacheLayout
@@ -28,6 +29,7 @@ from weft.engine.model.layers.gated_delta import GatedDelta
 from weft.engine.model.layers.heads import HeadChange, LayerNorms, Rotation, WidthNorms
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
@@ -95,15 +97,17 @@ def _layer(
 ) -> Layer:
     names, order = config.names, parts.order
     number, feed_number = names.blocks[index] if names.blocks else (index, index)
-    own, of_feed = weights.at(number), None if feed_number is None else weights.at(feed_number)
+    own = weights.at(number)
 
     def norm(name: str, below: Weights = own) -> AnyNorm:
         return read_norm(parts.norm, below, name, config.hidden_size)
 
     before = None if order == "after" else norm(names.input_norm)
-    mixer = _mixer(config, parts, index, own, rotaries)
-    if of_feed is None:
-        return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
+    mixer = read_mixer(config, parts, index, own, rotaries)
+    if index in parts.without_feed:
+        return Layer(index, before, mixer, None, None, Form(multiplier=parts.residual_multiplier))
+    assert feed_number is not None, "the layer has a feed-forward block"
+    of_feed = weights.at(feed_number)
     between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
     is_behind = order in ("after", "around")
     form = Form(
@@ -115,9 +119,10 @@ def _layer(
     return Layer(index, before, mixer, between, _feed(config, parts, index, of_feed), form)
 
 
-def _mixer(
+def read_mixer(
     config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights, rotaries: Rotaries
 ) -> Mixer:
+    """Reads the mixer of a layer (its index); `weights` are below the layer's prefix."""
     layer, names = parts.layers[index], config.names
     attention, recurrent = weights.at(names.attention), weights.at(names.recurrent)
     if isinstance(layer, ParallelConfig):
@@ -144,6 +149,8 @@ def _recurrent(
         return DeltaAttention.read(layer, *place)
     if isinstance(layer, Mamba2Config):
         return Mamba2.read(layer, *place)
+    if isinstance(layer, MambaConfig):
+        return Mamba.read(layer, *place)
     return GatedConv.read(layer, *place)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +41,10 @@ class Mamba2(RecurrentMixer):
         out_proj: LinearWeight,
         dtype: torch.dtype,
     ) -> None:
-        """Assembles the layer from its parts.
+        """Assembles the layer from its parts, those of this rank's groups.
 
         Args:
-            config: Sizes.
+            config: Sizes on this rank.
             layer: The layer's number.
             in_plane: Its index among the layers of the state plane.
             in_proj: [hidden] -> z, x, B, C and dt.
@@ -72,39 +73,59 @@ class Mamba2(RecurrentMixer):
     def read(
         cls, config: Mamba2Config, hidden: int, layer: int, in_plane: int, weights: Weights
     ) -> Mamba2:
-        """Reads the parameters below one prefix of the names; other arguments as above."""
+        """Reads the parameters below one prefix of the names; other arguments as above.
+
+        Each rank has whole groups, so that no norm is over several ranks.
+        """
+        own, size = weights.shard.of(config.groups, 1, may_repeat=False), weights.shard.size
+        local = replace(config, heads=config.heads // size, groups=config.groups // size)
         inner, shared = config.heads * config.head_dim, config.groups * config.state_size
         widths, channels = (inner, inner, shared, shared, config.heads), inner + 2 * shared
 
-        def vector(name: str, size: int) -> torch.Tensor:
-            return weights.tensor(TensorSlice(name, (size,)), torch.float32)
+        def of_rank(whole: torch.Tensor) -> torch.Tensor:
+            """[all groups' entries, ...]: this rank's."""
+            return torch.unflatten(whole, 0, (config.groups, -1))[own].flatten(0, 1)
+
+        def vector(name: str, count: int) -> torch.Tensor:
+            return weights.tensor(TensorSlice(name, (count,)), torch.float32)
+
+        def of_channels(whole: torch.Tensor) -> torch.Tensor:
+            """Of x, B and C."""
+            kinds = torch.split(whole, list(widths[1:4]))
+            return torch.cat([of_rank(kind) for kind in kinds])
 
         conv = read_taps(weights, "conv1d", channels, config.taps)
         factors = conv.new_tensor(config.factors[1:4])
         sizes = torch.tensor(widths[1:4], device=conv.device)
         conv *= factors.repeat_interleave(sizes)[:, None]
-        spec = LinearSpec(
+        bias = vector("conv1d.bias", channels) if config.conv_bias else None
+        into = LinearSpec(
             names=("z", "x", "b", "c", "dt"),
             in_features=hidden,
             rows=widths,
+            split="out",
             bias=config.bias,
             fused="in_proj",
         )
         out = LinearSpec(
-            names=("out_proj",), in_features=inner, rows=(hidden,), bias=config.out_bias
+            names=("out_proj",),
+            in_features=inner,
+            rows=(hidden,),
+            split="in",
+            bias=config.out_bias,
         )
-        norm = None if config.norm == "none" else weights.norm("norm", inner)
+        norm = None if config.norm == "none" else of_rank(weights.norm("norm", inner))
         return cls(
-            config,
+            local,
             layer,
             in_plane,
-            in_proj=weights.linear(spec),
-            conv=conv.t().contiguous(),
-            conv_bias=vector("conv1d.bias", channels) if config.conv_bias else None,
-            rates=-vector("A_log", config.heads).exp(),
-            dt_bias=vector("dt_bias", config.heads),
-            skips=vector("D", config.heads),
-            norm=None if norm is None else norm.view(config.groups, -1),
+            in_proj=weights.linear(into),
+            conv=of_channels(conv).t().contiguous(),
+            conv_bias=None if bias is None else of_channels(bias),
+            rates=-of_rank(vector("A_log", config.heads)).exp(),
+            dt_bias=of_rank(vector("dt_bias", config.heads)),
+            skips=of_rank(vector("D", config.heads)),
+            norm=None if norm is None else norm.view(local.groups, -1),
             out_proj=weights.linear(out),
             dtype=weights.dtype,
         )
