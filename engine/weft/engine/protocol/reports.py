@@ -29,7 +29,9 @@ class TierReport:
 
 @dataclass(slots=True, kw_only=True)
 class WindowCounts:
-    """Pages by state in a page group whose pages are freed behind a sliding window."""
+    """Pages by state in a page group whose pages are freed behind a sliding window, or blocks of
+    recurrent layers.
+    """
 
     free: int
     cached: int
@@ -84,6 +86,8 @@ class LoadReport:
     """Number of pages pinned for them, cached or used."""
     window_pages: dict[str, WindowCounts] = field(default_factory=dict)
     """Pages of the planes whose pages are freed behind a window, by name."""
+    state_counts: WindowCounts | None = None
+    """Blocks of recurrent layers; None: the model has no such layers."""
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts per request, by the least number of requests in a step for which the entry holds;
     empty if nothing is drafted."""
