@@ -351,9 +351,8 @@ class OwnerFills:
     def _is_blocked(self) -> bool:
         """Whether quarantine leaves too little room for any fill, or a block has none."""
         landing, num_more = self._landing, self._num_block_pages
-        if num_more >= min(landing.max_pages, landing.max_pool_pages()) and num_more:
-            return True
-        if num_more > self._memory.num_available_pages:
+        most = min(landing.max_pages, landing.max_pool_pages()) - 1
+        if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
         return self._num_quarantined_pages() > landing.max_pages - landing.least_pages
 
