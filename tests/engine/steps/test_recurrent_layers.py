@@ -17,6 +17,7 @@ from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.families import make_family
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -137,7 +138,7 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
 @pytest.mark.parametrize(
     ("num_requests", "prefix_cache"),
     [
-        (16, True),
+        (8, True),
         pytest.param(200, True, marks=FULL),
         pytest.param(100, False, marks=FULL),
     ],
@@ -210,7 +211,9 @@ def test_drafts_and_faulty_prefill_workers_in_a_storm(
         storm.close()
 
 
-def test_settings_that_such_models_do_not_take(model_dir: Path) -> None:
+def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device = cuda: must be cpu, the only device for recur"):
+        make_engine(make_family("lfm2", tmp_path, 0), "decode", ManualClock(), device="cuda")
     for settings, name in (
         ({"enable_lora": True}, "enable_lora"),
         ({"tp": 2}, "tp"),

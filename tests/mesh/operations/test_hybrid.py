@@ -71,3 +71,9 @@ def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model
     # The second branch continues where the first one left the prompt.
     assert cached == [0, 199 // PAGE * PAGE, 0, 150 // PAGE * PAGE]
     assert mesh.dump("decode-0")["engine"]["counters"]["fills_done"]
+    shown = httpx.get(
+        f"http://{mesh.service('decode-0')['metrics_address']}/metrics", trust_env=False
+    ).text
+    assert 'weft_state_blocks{state="cached"}' in shown
+    names = [worker["kv_layout"] for worker in mesh.dump("gateway")["workers"]]
+    assert all("states=gated-delta" in name for name in names), names

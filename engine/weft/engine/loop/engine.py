@@ -106,10 +106,10 @@ class Engine:
             self._out.fill_command,
             clock,
         )
-        self._blocks: BlocksInPages | None = None
+        self._block_pages: BlocksInPages | None = None
         if parts.states is not None:
             own = (parts.layout, parts.states, parts.memory, parts.executor)
-            self._blocks = self.fills.blocks = BlocksInPages(*own)
+            self._block_pages = self.fills.block_pages = BlocksInPages(*own)
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
@@ -210,7 +210,7 @@ class Engine:
             clock,
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
-            blocks=self._blocks,
+            block_pages=self._block_pages,
             max_chunk_pages=parts.transport.shipper.max_chunk_pages,
         )
 

@@ -77,7 +77,7 @@ class Filler:
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
             another kind of memory get `data` messages.
-        blocks: Carries blocks of recurrent layers; None: the model has none.
+        block_pages: Carries blocks of recurrent layers; None: the model has none.
         max_chunk_bytes: Most bytes of one write.
         max_chunk_pages: Most pages of one write; None: no limit.
     """
@@ -95,7 +95,7 @@ class Filler:
         *,
         nixl_version: str | None,
         memory_type: str = "DRAM",
-        blocks: BlockPages | None = None,
+        block_pages: BlockPages | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class Filler:
         self._nixl_version = nixl_version
         self._data = DataBudget()
         self._memory_type = memory_type
-        self._blocks = blocks
+        self._block_pages = block_pages
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
@@ -218,9 +218,9 @@ class Filler:
             lease.timings.queued_s, lease.timings.planned_s = self._jobs.waits_s(job)
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
-            if self._blocks is not None:
+            if self._block_pages is not None:
                 assert isinstance(job, Request)
-                packed = self._blocks.pack(job, lease.end_token)
+                packed = self._block_pages.pack(job, lease.end_token)
                 if packed is None:
                     self._fail(lease, "no room for the states of recurrent layers")
                     return
@@ -333,7 +333,7 @@ class Filler:
         if start % size or end % size or not 0 <= start < end or len(handle.tokens) != end:
             return f"range [{start}, {end}) of {len(handle.tokens)} tokens, page size {size}"
         num_pages = (end - start) // size
-        num_pages += 0 if self._blocks is None else self._blocks.num_pages
+        num_pages += 0 if self._block_pages is None else self._block_pages.num_pages
         if len(handle.pages) != num_pages or len(set(handle.pages)) != num_pages:
             return f"{len(handle.pages)} pages for {num_pages}"
         if handle.nixl is not None and max(handle.pages) >= handle.nixl.num_pages:

@@ -97,7 +97,7 @@ class OwnerFills:
         self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
-        self.blocks: BlockPages | None = None
+        self.block_pages: BlockPages | None = None
         """Carries blocks of recurrent layers; None: the model has none."""
         self.audit: PageAudit | None = None
         self.on_filled: Callable[[FillRecord], None] | None = None
@@ -110,9 +110,6 @@ class OwnerFills:
         """See `Fills.next_state`: stores first, then the remote-or-local rule."""
         self._pass_over_silent(request)
         if request.candidates and self._is_blocked:
-            self.counters.local_decisions += 1
-            return State.PREFILLING
-        if request.candidates and not self._has_room_for_block:
             self.counters.local_decisions += 1
             return State.PREFILLING
         while request.candidates and self._end_token(request) <= self._next_token(request):
@@ -139,8 +136,7 @@ class OwnerFills:
         """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
         if id(request) in self._by_request:
             return True
-        is_refused = self._is_blocked or not self._has_room_for_block
-        if self._is_silent(request.candidates[0]) or is_refused:
+        if self._is_silent(request.candidates[0]) or self._is_blocked:
             self._line.leaves(request)
             return False
         if any(fill.is_proven for fill in self._fills.values()):
@@ -347,20 +343,13 @@ class OwnerFills:
 
     def _next_token(self, request: Request) -> int:
         """The first position whose KV the request lacks."""
-        if self.blocks is None:
+        if self.block_pages is None:
             return request.num_computed
         return len(request.pages) * self._config.page_size
 
     @property
     def _num_block_pages(self) -> int:
-        return 0 if self.blocks is None else self.blocks.num_pages
-
-    @property
-    def _has_room_for_block(self) -> bool:
-        """Whether a lease may have the pages that carry its block."""
-        most = min(self._landing.max_pages, self._landing.max_pool_pages())
-        num_more = self._num_block_pages
-        return not num_more or num_more < min(most, 1 + self._memory.num_available_pages)
+        return 0 if self.block_pages is None else self.block_pages.num_pages
 
     def _room(self) -> tuple[int, int]:
         """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
@@ -376,8 +365,11 @@ class OwnerFills:
 
     @property
     def _is_blocked(self) -> bool:
-        """Whether quarantine leaves too little room for any fill."""
-        landing = self._landing
+        """Whether quarantine leaves too little room for any fill, or a block has none."""
+        landing, num_more = self._landing, self._num_block_pages
+        most = min(landing.max_pages, landing.max_pool_pages()) - 1
+        if num_more and num_more > min(most, self._memory.num_available_pages):
+            return True
         return self._num_quarantined_pages() > landing.max_pages - landing.least_pages
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
@@ -549,13 +541,13 @@ class OwnerFills:
         self.counters.accepted_bytes += num_bytes
         fill.accepted_token, fill.next_chunk = end_token, index + 1
         is_whole = end_token == fill.last_token(self._config.page_size)
-        if self.blocks is None or is_whole:
+        if self.block_pages is None or is_whole:
             # Without a block, nothing can go on behind the pages that come before it.
             request.num_computed = min(end_token, fill.end_token)
             assert self.listener is not None
             self.listener.publish(request)
-        if self.blocks is not None and is_whole:
-            self.blocks.unpack(request, fill.block_pages, fill.end_token)
+        if self.block_pages is not None and is_whole:
+            self.block_pages.unpack(request, fill.block_pages, fill.end_token)
             self._memory.release(fill.block_pages)
             fill.block_pages = []
         if not is_whole:
