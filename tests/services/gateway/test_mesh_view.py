@@ -21,7 +21,7 @@ from weft.gateway.mesh.view import MAX_WATCHERS
 from weft.testing.services.dialect_edge import dialect_edge
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, gateway
-from weft.v1 import decode_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
+from weft.v1 import decode_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc
 
 TOKEN = "an operators' token of some length"
 FAST = mesh_pb2.WatchMeshRequest(interval=duration(0.5))
@@ -95,7 +95,7 @@ async def test_watchers_see_members_flows_points_and_requests(tmp_path: Path) ->
         assert roles[news.gateway_id] == mesh_pb2.MEMBER_ROLE_GATEWAY
         assert [(one.name, one.ready) for one in news.models] == [(MODEL, True)]
 
-        spans = await stub.ListRequestSpans(trace_pb2.ListSpansRequest(id=ids[0]))
+        spans = await stub.ListRequestSpans(mesh_pb2.ListRequestSpansRequest(id=ids[0]))
         assert {span.service for span in spans.spans} == {"gateway"}
         assert {one.address for one in spans.silent} == {one.address for one in mesh.workers}
 
@@ -157,7 +157,7 @@ async def test_who_may_watch_and_who_may_change_something(
         may_watch = set(callers) if not has_keys else {"manager", "token"}
         if console == "off":
             may_watch = {"token"}
-        spans = trace_pb2.ListSpansRequest(id="none")
+        spans = mesh_pb2.ListRequestSpansRequest(id="none")
         for name, secret in callers.items():
             metadata = bearer(secret)
             watched = await reason(stub.WatchMesh(FAST, metadata=metadata))

@@ -138,7 +138,8 @@ class ConsoleReporter:
         ]
         if plan.rest_address is not None:
             edges = [f"{plan.rest_scheme}://{at}/v1" for at in plan.rest_edges.values()]
-            rows.insert(0, ("REST", ", ".join(edges)))
+            console = f"{plan.rest_scheme}://{plan.rest_address}/console"
+            rows[:0] = [("REST", ", ".join(edges)), ("console", console)]
         self._console.print(
             f"\n[bold green]Weft is ready[/] after {seconds:.1f} s", highlight=False
         )

@@ -16,7 +16,7 @@ from weft.cli.up.ports import free_ports
 from weft.cli.up.process import ServiceSpec
 from weft.cli.up.settings import UpSettings
 from weft.cli.up.state import StateFolder
-from weft.common.settings import list_text
+from weft.common.settings import is_loopback, list_text
 from weft.engine.base.config import NEVER_SHIP_TOKENS
 from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.eagle_config import head_kind
@@ -327,6 +327,8 @@ def _gateway(
                 "api-keys-file": settings.api_keys_file,
                 **_adapters(settings),
                 "insecure": settings.insecure or None,
+                # Beyond this machine the operators' token should not travel with less.
+                "console": "operate" if is_loopback(settings.host) else None,
                 **_common(settings, state),
                 **_tls(settings, "gateway"),
             }

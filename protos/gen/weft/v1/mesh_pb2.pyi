@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weft.v1 import trace_pb2 as _trace_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -181,11 +182,13 @@ class PageCounts(_message.Message):
     total: _builtins.int
     """free + cached + used + quarantined = total."""
     free: _builtins.int
+    """Neither held nor in use."""
     cached: _builtins.int
     """Held and evictable."""
     used: _builtins.int
     """In use by requests; of a store, being read or written."""
     quarantined: _builtins.int
+    """Targets of writes that may still arrive."""
     def __init__(
         self,
         *,
@@ -327,6 +330,7 @@ class MeshMember(_message.Message):
     prefill_tokens_per_second: _builtins.float
     """Measured; 0 = not known, or nothing ran lately."""
     decode_tokens_per_second: _builtins.float
+    """Of all its requests together; as above."""
     sessions: _builtins.int
     """Chat sessions with pinned pages."""
     pinned_pages: _builtins.int
@@ -425,8 +429,9 @@ class MeshFlow(_message.Message):
     tokens_per_second: _builtins.float
     """With FLOW_KIND_REQUESTS tokens that the worker generates, for all gateways."""
     pages_per_second: _builtins.float
-    """With the other kinds pages, and their bytes; 0: not known."""
+    """With the other kinds: pages; 0: not known."""
     bytes_per_second: _builtins.float
+    """Bytes of these pages; 0: not known."""
     open: _builtins.int
     """With FLOW_KIND_REQUESTS requests of the gateway on the worker now."""
     def __init__(
@@ -471,7 +476,9 @@ class MeshModel(_message.Message):
     task: _builtins.str
     """generate, embed, classify or score."""
     prefill_workers: _builtins.int
+    """Healthy ones."""
     decode_workers: _builtins.int
+    """Healthy ones."""
     has_chat: _builtins.bool
     """The model's chat template is known, so that it can be chatted with."""
     def __init__(
@@ -594,22 +601,27 @@ class MeshPoint(_message.Message):
     WORKER_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     requests_per_second: _builtins.float
-    """Requests that ended, and those of them that failed; a second."""
+    """Requests that ended."""
     failures_per_second: _builtins.float
+    """Those of them that failed."""
     prompt_tokens_per_second: _builtins.float
     """Of prompts that ended."""
     output_tokens_per_second: _builtins.float
+    """Generated, of all requests."""
     hit_rate: _builtins.float
     """Share of those prompts' tokens that was cached on the owner; absent: no prompt ended."""
     goodput: _builtins.float
     """Of requests with a latency target that ended, the share that met it; absent: none ended."""
     running: _builtins.int
-    """At its end: prompts in work and queued at the gateway, requests held for the sake of others."""
+    """At its end: prompts in work."""
     queued: _builtins.int
+    """At its end: prompts that wait at the gateway."""
     held: _builtins.int
+    """At its end: requests held so that others keep their targets."""
     worker_waiting: _builtins.int
-    """At its end: requests that wait at workers, and prompt tokens not computed there yet."""
+    """At its end: requests that wait at workers."""
     worker_queued_tokens: _builtins.int
+    """At its end: prompt tokens that workers have not computed yet."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Its end."""
@@ -671,8 +683,11 @@ class LatencyQuantiles(_message.Message):
     P90_S_FIELD_NUMBER: _builtins.int
     P99_S_FIELD_NUMBER: _builtins.int
     p50_s: _builtins.float
+    """Half of the values are below it."""
     p90_s: _builtins.float
+    """90 % of the values are below it."""
     p99_s: _builtins.float
+    """99 % of the values are below it."""
     def __init__(
         self,
         *,
@@ -753,6 +768,60 @@ class MeshRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MeshRequest: _TypeAlias = MeshRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestSpansRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    MAX_SPANS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """As in ListSpansRequest."""
+    max_spans: _builtins.int
+    """As in ListSpansRequest."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        max_spans: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans", "max_spans", b"max_spans"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans", "id", b"id", "max_spans", b"max_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_spans: _TypeAlias = _typing.Literal["max_spans"]  # noqa: Y015
+    _WhichOneofArgType__max_spans: _TypeAlias = _typing.Literal["_max_spans", b"_max_spans"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_spans) -> _WhichOneofReturnType__max_spans | None: ...
+
+Global___ListRequestSpansRequest: _TypeAlias = ListRequestSpansRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestSpansResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.Span]:
+        """In no particular order."""
+
+    @_builtins.property
+    def silent(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.SilentService]:
+        """Services behind the gateway that did not answer."""
+
+    def __init__(
+        self,
+        *,
+        spans: _abc.Iterable[_trace_pb2.Span] | None = ...,
+        silent: _abc.Iterable[_trace_pb2.SilentService] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["silent", b"silent", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestSpansResponse: _TypeAlias = ListRequestSpansResponse  # noqa: Y015
 
 @_typing.final
 class DrainMemberRequest(_message.Message):

@@ -4,7 +4,6 @@ import grpc
 import warnings
 
 from weft.v1 import mesh_pb2 as weft_dot_v1_dot_mesh__pb2
-from weft.v1 import trace_pb2 as weft_dot_v1_dot_trace__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -51,8 +50,8 @@ class MeshServiceStub:
                 _registered_method=True)
         self.ListRequestSpans = channel.unary_unary(
                 '/weft.v1.MeshService/ListRequestSpans',
-                request_serializer=weft_dot_v1_dot_trace__pb2.ListSpansRequest.SerializeToString,
-                response_deserializer=weft_dot_v1_dot_trace__pb2.ListSpansResponse.FromString,
+                request_serializer=weft_dot_v1_dot_mesh__pb2.ListRequestSpansRequest.SerializeToString,
+                response_deserializer=weft_dot_v1_dot_mesh__pb2.ListRequestSpansResponse.FromString,
                 _registered_method=True)
         self.DrainMember = channel.unary_unary(
                 '/weft.v1.MeshService/DrainMember',
@@ -165,8 +164,8 @@ def add_MeshServiceServicer_to_server(servicer, server):
             ),
             'ListRequestSpans': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequestSpans,
-                    request_deserializer=weft_dot_v1_dot_trace__pb2.ListSpansRequest.FromString,
-                    response_serializer=weft_dot_v1_dot_trace__pb2.ListSpansResponse.SerializeToString,
+                    request_deserializer=weft_dot_v1_dot_mesh__pb2.ListRequestSpansRequest.FromString,
+                    response_serializer=weft_dot_v1_dot_mesh__pb2.ListRequestSpansResponse.SerializeToString,
             ),
             'DrainMember': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainMember,
@@ -260,8 +259,8 @@ class MeshService:
             request,
             target,
             '/weft.v1.MeshService/ListRequestSpans',
-            weft_dot_v1_dot_trace__pb2.ListSpansRequest.SerializeToString,
-            weft_dot_v1_dot_trace__pb2.ListSpansResponse.FromString,
+            weft_dot_v1_dot_mesh__pb2.ListRequestSpansRequest.SerializeToString,
+            weft_dot_v1_dot_mesh__pb2.ListRequestSpansResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,7 +6,6 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from weft.v1 import mesh_pb2 as _mesh_pb2
-from weft.v1 import trace_pb2 as _trace_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -45,7 +44,7 @@ class MeshServiceStub:
     def __new__(cls, channel: _aio.Channel) -> MeshServiceAsyncStub: ...
     WatchMesh: _grpc.UnaryStreamMultiCallable[_mesh_pb2.WatchMeshRequest, _mesh_pb2.WatchMeshResponse]
     """Sends everything at once, then news at the interval asked for."""
-    ListRequestSpans: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListSpansRequest, _trace_pb2.ListSpansResponse]
+    ListRequestSpans: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ListRequestSpansRequest, _mesh_pb2.ListRequestSpansResponse]
     """As TraceService.ListSpans: the spans of one request, from the services behind this one too."""
     DrainMember: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.DrainMemberRequest, _mesh_pb2.DrainMemberResponse]
     """Makes a worker refuse new requests and hand back waiting ones; answers at once. Running requests
@@ -78,7 +77,7 @@ class MeshServiceAsyncStub(MeshServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchMesh: _aio.UnaryStreamMultiCallable[_mesh_pb2.WatchMeshRequest, _mesh_pb2.WatchMeshResponse]  # type: ignore[assignment]
     """Sends everything at once, then news at the interval asked for."""
-    ListRequestSpans: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListSpansRequest, _trace_pb2.ListSpansResponse]  # type: ignore[assignment]
+    ListRequestSpans: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ListRequestSpansRequest, _mesh_pb2.ListRequestSpansResponse]  # type: ignore[assignment]
     """As TraceService.ListSpans: the spans of one request, from the services behind this one too."""
     DrainMember: _aio.UnaryUnaryMultiCallable[_mesh_pb2.DrainMemberRequest, _mesh_pb2.DrainMemberResponse]  # type: ignore[assignment]
     """Makes a worker refuse new requests and hand back waiting ones; answers at once. Running requests
@@ -118,9 +117,9 @@ class MeshServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ListRequestSpans(
         self,
-        request: _trace_pb2.ListSpansRequest,
+        request: _mesh_pb2.ListRequestSpansRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trace_pb2.ListSpansResponse, _abc.Awaitable[_trace_pb2.ListSpansResponse]]:
+    ) -> _typing.Union[_mesh_pb2.ListRequestSpansResponse, _abc.Awaitable[_mesh_pb2.ListRequestSpansResponse]]:
         """As TraceService.ListSpans: the spans of one request, from the services behind this one too."""
 
     @_abc_1.abstractmethod

@@ -85,12 +85,14 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
                     pass
 
     async def ListRequestSpans(
-        self, request: trace_pb2.ListSpansRequest, context: Context
-    ) -> trace_pb2.ListSpansResponse:
+        self, request: mesh_pb2.ListRequestSpansRequest, context: Context
+    ) -> mesh_pb2.ListRequestSpansResponse:
         """See mesh.proto."""
         self._access.check_watch(context)
-        request.fan_out = True
-        return await self._spans.ListSpans(request, context)
+        limit = request.max_spans if request.HasField("max_spans") else None
+        wanted = trace_pb2.ListSpansRequest(id=request.id, max_spans=limit, fan_out=True)
+        found = await self._spans.ListSpans(wanted, context)
+        return mesh_pb2.ListRequestSpansResponse(spans=found.spans, silent=found.silent)
 
     async def DrainMember(
         self, request: mesh_pb2.DrainMemberRequest, context: Context

@@ -314,11 +314,13 @@ type PageCounts struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// free + cached + used + quarantined = total.
 	Total uint32 `protobuf:"varint,1,opt,name=total,proto3" json:"total,omitempty"`
-	Free  uint32 `protobuf:"varint,2,opt,name=free,proto3" json:"free,omitempty"`
+	// Neither held nor in use.
+	Free uint32 `protobuf:"varint,2,opt,name=free,proto3" json:"free,omitempty"`
 	// Held and evictable.
 	Cached uint32 `protobuf:"varint,3,opt,name=cached,proto3" json:"cached,omitempty"`
 	// In use by requests; of a store, being read or written.
-	Used          uint32 `protobuf:"varint,4,opt,name=used,proto3" json:"used,omitempty"`
+	Used uint32 `protobuf:"varint,4,opt,name=used,proto3" json:"used,omitempty"`
+	// Targets of writes that may still arrive.
 	Quarantined   uint32 `protobuf:"varint,5,opt,name=quarantined,proto3" json:"quarantined,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -554,7 +556,8 @@ type MeshMember struct {
 	Tiers []*MemberTier `protobuf:"bytes,15,rep,name=tiers,proto3" json:"tiers,omitempty"`
 	// Measured; 0 = not known, or nothing ran lately.
 	PrefillTokensPerSecond float64 `protobuf:"fixed64,16,opt,name=prefill_tokens_per_second,json=prefillTokensPerSecond,proto3" json:"prefill_tokens_per_second,omitempty"`
-	DecodeTokensPerSecond  float64 `protobuf:"fixed64,17,opt,name=decode_tokens_per_second,json=decodeTokensPerSecond,proto3" json:"decode_tokens_per_second,omitempty"`
+	// Of all its requests together; as above.
+	DecodeTokensPerSecond float64 `protobuf:"fixed64,17,opt,name=decode_tokens_per_second,json=decodeTokensPerSecond,proto3" json:"decode_tokens_per_second,omitempty"`
 	// Chat sessions with pinned pages.
 	Sessions    uint32 `protobuf:"varint,18,opt,name=sessions,proto3" json:"sessions,omitempty"`
 	PinnedPages uint32 `protobuf:"varint,19,opt,name=pinned_pages,json=pinnedPages,proto3" json:"pinned_pages,omitempty"`
@@ -808,8 +811,9 @@ type MeshFlow struct {
 	PerSecond float64 `protobuf:"fixed64,4,opt,name=per_second,json=perSecond,proto3" json:"per_second,omitempty"`
 	// With FLOW_KIND_REQUESTS tokens that the worker generates, for all gateways.
 	TokensPerSecond float64 `protobuf:"fixed64,5,opt,name=tokens_per_second,json=tokensPerSecond,proto3" json:"tokens_per_second,omitempty"`
-	// With the other kinds pages, and their bytes; 0: not known.
+	// With the other kinds: pages; 0: not known.
 	PagesPerSecond float64 `protobuf:"fixed64,6,opt,name=pages_per_second,json=pagesPerSecond,proto3" json:"pages_per_second,omitempty"`
+	// Bytes of these pages; 0: not known.
 	BytesPerSecond float64 `protobuf:"fixed64,7,opt,name=bytes_per_second,json=bytesPerSecond,proto3" json:"bytes_per_second,omitempty"`
 	// With FLOW_KIND_REQUESTS requests of the gateway on the worker now.
 	Open          uint32 `protobuf:"varint,8,opt,name=open,proto3" json:"open,omitempty"`
@@ -912,9 +916,11 @@ type MeshModel struct {
 	Problem          string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"`
 	MaxContextTokens uint32 `protobuf:"varint,4,opt,name=max_context_tokens,json=maxContextTokens,proto3" json:"max_context_tokens,omitempty"`
 	// generate, embed, classify or score.
-	Task           string `protobuf:"bytes,5,opt,name=task,proto3" json:"task,omitempty"`
+	Task string `protobuf:"bytes,5,opt,name=task,proto3" json:"task,omitempty"`
+	// Healthy ones.
 	PrefillWorkers uint32 `protobuf:"varint,6,opt,name=prefill_workers,json=prefillWorkers,proto3" json:"prefill_workers,omitempty"`
-	DecodeWorkers  uint32 `protobuf:"varint,7,opt,name=decode_workers,json=decodeWorkers,proto3" json:"decode_workers,omitempty"`
+	// Healthy ones.
+	DecodeWorkers uint32 `protobuf:"varint,7,opt,name=decode_workers,json=decodeWorkers,proto3" json:"decode_workers,omitempty"`
 	// The model's chat template is known, so that it can be chatted with.
 	HasChat       bool `protobuf:"varint,8,opt,name=has_chat,json=hasChat,proto3" json:"has_chat,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1182,11 +1188,13 @@ type MeshPoint struct {
 	// Its end.
 	Time *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
 	Span *durationpb.Duration   `protobuf:"bytes,2,opt,name=span,proto3" json:"span,omitempty"`
-	// Requests that ended, and those of them that failed; a second.
+	// Requests that ended.
 	RequestsPerSecond float64 `protobuf:"fixed64,3,opt,name=requests_per_second,json=requestsPerSecond,proto3" json:"requests_per_second,omitempty"`
+	// Those of them that failed.
 	FailuresPerSecond float64 `protobuf:"fixed64,4,opt,name=failures_per_second,json=failuresPerSecond,proto3" json:"failures_per_second,omitempty"`
 	// Of prompts that ended.
 	PromptTokensPerSecond float64 `protobuf:"fixed64,5,opt,name=prompt_tokens_per_second,json=promptTokensPerSecond,proto3" json:"prompt_tokens_per_second,omitempty"`
+	// Generated, of all requests.
 	OutputTokensPerSecond float64 `protobuf:"fixed64,6,opt,name=output_tokens_per_second,json=outputTokensPerSecond,proto3" json:"output_tokens_per_second,omitempty"`
 	// Share of those prompts' tokens that was cached on the owner; absent: no prompt ended.
 	HitRate *float64 `protobuf:"fixed64,7,opt,name=hit_rate,json=hitRate,proto3,oneof" json:"hit_rate,omitempty"`
@@ -1195,12 +1203,15 @@ type MeshPoint struct {
 	// Absent: there were none.
 	FirstToken    *LatencyQuantiles `protobuf:"bytes,9,opt,name=first_token,json=firstToken,proto3" json:"first_token,omitempty"`
 	BetweenTokens *LatencyQuantiles `protobuf:"bytes,10,opt,name=between_tokens,json=betweenTokens,proto3" json:"between_tokens,omitempty"`
-	// At its end: prompts in work and queued at the gateway, requests held for the sake of others.
+	// At its end: prompts in work.
 	Running uint32 `protobuf:"varint,11,opt,name=running,proto3" json:"running,omitempty"`
-	Queued  uint32 `protobuf:"varint,12,opt,name=queued,proto3" json:"queued,omitempty"`
-	Held    uint32 `protobuf:"varint,13,opt,name=held,proto3" json:"held,omitempty"`
-	// At its end: requests that wait at workers, and prompt tokens not computed there yet.
-	WorkerWaiting      uint32 `protobuf:"varint,14,opt,name=worker_waiting,json=workerWaiting,proto3" json:"worker_waiting,omitempty"`
+	// At its end: prompts that wait at the gateway.
+	Queued uint32 `protobuf:"varint,12,opt,name=queued,proto3" json:"queued,omitempty"`
+	// At its end: requests held so that others keep their targets.
+	Held uint32 `protobuf:"varint,13,opt,name=held,proto3" json:"held,omitempty"`
+	// At its end: requests that wait at workers.
+	WorkerWaiting uint32 `protobuf:"varint,14,opt,name=worker_waiting,json=workerWaiting,proto3" json:"worker_waiting,omitempty"`
+	// At its end: prompt tokens that workers have not computed yet.
 	WorkerQueuedTokens uint32 `protobuf:"varint,15,opt,name=worker_queued_tokens,json=workerQueuedTokens,proto3" json:"worker_queued_tokens,omitempty"`
 	// At its end: pages of all workers.
 	Pages         *PageCounts `protobuf:"bytes,16,opt,name=pages,proto3" json:"pages,omitempty"`
@@ -1352,10 +1363,13 @@ func (x *MeshPoint) GetPages() *PageCounts {
 
 // Quantiles of a latency in seconds, interpolated within the metrics' buckets.
 type LatencyQuantiles struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	P50S          float64                `protobuf:"fixed64,1,opt,name=p50_s,json=p50S,proto3" json:"p50_s,omitempty"`
-	P90S          float64                `protobuf:"fixed64,2,opt,name=p90_s,json=p90S,proto3" json:"p90_s,omitempty"`
-	P99S          float64                `protobuf:"fixed64,3,opt,name=p99_s,json=p99S,proto3" json:"p99_s,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Half of the values are below it.
+	P50S float64 `protobuf:"fixed64,1,opt,name=p50_s,json=p50S,proto3" json:"p50_s,omitempty"`
+	// 90 % of the values are below it.
+	P90S float64 `protobuf:"fixed64,2,opt,name=p90_s,json=p90S,proto3" json:"p90_s,omitempty"`
+	// 99 % of the values are below it.
+	P99S          float64 `protobuf:"fixed64,3,opt,name=p99_s,json=p99S,proto3" json:"p99_s,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1551,6 +1565,114 @@ func (x *MeshRequest) GetLostAttempts() uint32 {
 	return 0
 }
 
+type ListRequestSpansRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in ListSpansRequest.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// As in ListSpansRequest.
+	MaxSpans      *uint32 `protobuf:"varint,2,opt,name=max_spans,json=maxSpans,proto3,oneof" json:"max_spans,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListRequestSpansRequest) Reset() {
+	*x = ListRequestSpansRequest{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListRequestSpansRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListRequestSpansRequest) ProtoMessage() {}
+
+func (x *ListRequestSpansRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListRequestSpansRequest.ProtoReflect.Descriptor instead.
+func (*ListRequestSpansRequest) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *ListRequestSpansRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ListRequestSpansRequest) GetMaxSpans() uint32 {
+	if x != nil && x.MaxSpans != nil {
+		return *x.MaxSpans
+	}
+	return 0
+}
+
+type ListRequestSpansResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In no particular order.
+	Spans []*Span `protobuf:"bytes,1,rep,name=spans,proto3" json:"spans,omitempty"`
+	// Services behind the gateway that did not answer.
+	Silent        []*SilentService `protobuf:"bytes,2,rep,name=silent,proto3" json:"silent,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListRequestSpansResponse) Reset() {
+	*x = ListRequestSpansResponse{}
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListRequestSpansResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListRequestSpansResponse) ProtoMessage() {}
+
+func (x *ListRequestSpansResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListRequestSpansResponse.ProtoReflect.Descriptor instead.
+func (*ListRequestSpansResponse) Descriptor() ([]byte, []int) {
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ListRequestSpansResponse) GetSpans() []*Span {
+	if x != nil {
+		return x.Spans
+	}
+	return nil
+}
+
+func (x *ListRequestSpansResponse) GetSilent() []*SilentService {
+	if x != nil {
+		return x.Silent
+	}
+	return nil
+}
+
 type DrainMemberRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// A worker's.
@@ -1561,7 +1683,7 @@ type DrainMemberRequest struct {
 
 func (x *DrainMemberRequest) Reset() {
 	*x = DrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1573,7 +1695,7 @@ func (x *DrainMemberRequest) String() string {
 func (*DrainMemberRequest) ProtoMessage() {}
 
 func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[13]
+	mi := &file_weft_v1_mesh_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1586,7 +1708,7 @@ func (x *DrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*DrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{13}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *DrainMemberRequest) GetMemberId() string {
@@ -1606,7 +1728,7 @@ type DrainMemberResponse struct {
 
 func (x *DrainMemberResponse) Reset() {
 	*x = DrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1618,7 +1740,7 @@ func (x *DrainMemberResponse) String() string {
 func (*DrainMemberResponse) ProtoMessage() {}
 
 func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[14]
+	mi := &file_weft_v1_mesh_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1631,7 +1753,7 @@ func (x *DrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*DrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{14}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *DrainMemberResponse) GetRunningRequests() uint32 {
@@ -1651,7 +1773,7 @@ type UndrainMemberRequest struct {
 
 func (x *UndrainMemberRequest) Reset() {
 	*x = UndrainMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1663,7 +1785,7 @@ func (x *UndrainMemberRequest) String() string {
 func (*UndrainMemberRequest) ProtoMessage() {}
 
 func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[15]
+	mi := &file_weft_v1_mesh_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1676,7 +1798,7 @@ func (x *UndrainMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberRequest.ProtoReflect.Descriptor instead.
 func (*UndrainMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{15}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *UndrainMemberRequest) GetMemberId() string {
@@ -1694,7 +1816,7 @@ type UndrainMemberResponse struct {
 
 func (x *UndrainMemberResponse) Reset() {
 	*x = UndrainMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1706,7 +1828,7 @@ func (x *UndrainMemberResponse) String() string {
 func (*UndrainMemberResponse) ProtoMessage() {}
 
 func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[16]
+	mi := &file_weft_v1_mesh_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1719,7 +1841,7 @@ func (x *UndrainMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UndrainMemberResponse.ProtoReflect.Descriptor instead.
 func (*UndrainMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{16}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
 }
 
 type FlushMemberRequest struct {
@@ -1731,7 +1853,7 @@ type FlushMemberRequest struct {
 
 func (x *FlushMemberRequest) Reset() {
 	*x = FlushMemberRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1743,7 +1865,7 @@ func (x *FlushMemberRequest) String() string {
 func (*FlushMemberRequest) ProtoMessage() {}
 
 func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[17]
+	mi := &file_weft_v1_mesh_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1756,7 +1878,7 @@ func (x *FlushMemberRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberRequest.ProtoReflect.Descriptor instead.
 func (*FlushMemberRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{17}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *FlushMemberRequest) GetMemberId() string {
@@ -1776,7 +1898,7 @@ type FlushMemberResponse struct {
 
 func (x *FlushMemberResponse) Reset() {
 	*x = FlushMemberResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1788,7 +1910,7 @@ func (x *FlushMemberResponse) String() string {
 func (*FlushMemberResponse) ProtoMessage() {}
 
 func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[18]
+	mi := &file_weft_v1_mesh_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1801,7 +1923,7 @@ func (x *FlushMemberResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlushMemberResponse.ProtoReflect.Descriptor instead.
 func (*FlushMemberResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{18}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *FlushMemberResponse) GetFlushedPages() uint32 {
@@ -1822,7 +1944,7 @@ type SetMemberLogLevelRequest struct {
 
 func (x *SetMemberLogLevelRequest) Reset() {
 	*x = SetMemberLogLevelRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1834,7 +1956,7 @@ func (x *SetMemberLogLevelRequest) String() string {
 func (*SetMemberLogLevelRequest) ProtoMessage() {}
 
 func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[19]
+	mi := &file_weft_v1_mesh_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1847,7 +1969,7 @@ func (x *SetMemberLogLevelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelRequest.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{19}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SetMemberLogLevelRequest) GetMemberId() string {
@@ -1874,7 +1996,7 @@ type SetMemberLogLevelResponse struct {
 
 func (x *SetMemberLogLevelResponse) Reset() {
 	*x = SetMemberLogLevelResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1886,7 +2008,7 @@ func (x *SetMemberLogLevelResponse) String() string {
 func (*SetMemberLogLevelResponse) ProtoMessage() {}
 
 func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[20]
+	mi := &file_weft_v1_mesh_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1899,7 +2021,7 @@ func (x *SetMemberLogLevelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetMemberLogLevelResponse.ProtoReflect.Descriptor instead.
 func (*SetMemberLogLevelResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{20}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SetMemberLogLevelResponse) GetPreviousLevel() string {
@@ -1924,7 +2046,7 @@ type LoadMeshAdapterRequest struct {
 
 func (x *LoadMeshAdapterRequest) Reset() {
 	*x = LoadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1936,7 +2058,7 @@ func (x *LoadMeshAdapterRequest) String() string {
 func (*LoadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[21]
+	mi := &file_weft_v1_mesh_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1949,7 +2071,7 @@ func (x *LoadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{21}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LoadMeshAdapterRequest) GetName() string {
@@ -1997,7 +2119,7 @@ type LoadMeshAdapterResponse struct {
 
 func (x *LoadMeshAdapterResponse) Reset() {
 	*x = LoadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2009,7 +2131,7 @@ func (x *LoadMeshAdapterResponse) String() string {
 func (*LoadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[22]
+	mi := &file_weft_v1_mesh_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2022,7 +2144,7 @@ func (x *LoadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*LoadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{22}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *LoadMeshAdapterResponse) GetDigest() string {
@@ -2041,7 +2163,7 @@ type UnloadMeshAdapterRequest struct {
 
 func (x *UnloadMeshAdapterRequest) Reset() {
 	*x = UnloadMeshAdapterRequest{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2053,7 +2175,7 @@ func (x *UnloadMeshAdapterRequest) String() string {
 func (*UnloadMeshAdapterRequest) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[23]
+	mi := &file_weft_v1_mesh_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2066,7 +2188,7 @@ func (x *UnloadMeshAdapterRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterRequest.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterRequest) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{23}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *UnloadMeshAdapterRequest) GetName() string {
@@ -2086,7 +2208,7 @@ type UnloadMeshAdapterResponse struct {
 
 func (x *UnloadMeshAdapterResponse) Reset() {
 	*x = UnloadMeshAdapterResponse{}
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2098,7 +2220,7 @@ func (x *UnloadMeshAdapterResponse) String() string {
 func (*UnloadMeshAdapterResponse) ProtoMessage() {}
 
 func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_weft_v1_mesh_proto_msgTypes[24]
+	mi := &file_weft_v1_mesh_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2111,7 +2233,7 @@ func (x *UnloadMeshAdapterResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadMeshAdapterResponse.ProtoReflect.Descriptor instead.
 func (*UnloadMeshAdapterResponse) Descriptor() ([]byte, []int) {
-	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{24}
+	return file_weft_v1_mesh_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *UnloadMeshAdapterResponse) GetDigest() string {
@@ -2269,7 +2391,15 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\routput_tokens\x18\n" +
 	" \x01(\rR\foutputTokens\x12\x18\n" +
 	"\aoutcome\x18\v \x01(\tR\aoutcome\x12#\n" +
-	"\rlost_attempts\x18\f \x01(\rR\flostAttempts\"1\n" +
+	"\rlost_attempts\x18\f \x01(\rR\flostAttempts\"Y\n" +
+	"\x17ListRequestSpansRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12 \n" +
+	"\tmax_spans\x18\x02 \x01(\rH\x00R\bmaxSpans\x88\x01\x01B\f\n" +
+	"\n" +
+	"_max_spans\"o\n" +
+	"\x18ListRequestSpansResponse\x12#\n" +
+	"\x05spans\x18\x01 \x03(\v2\r.weft.v1.SpanR\x05spans\x12.\n" +
+	"\x06silent\x18\x02 \x03(\v2\x16.weft.v1.SilentServiceR\x06silent\"1\n" +
 	"\x12DrainMemberRequest\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\"@\n" +
 	"\x13DrainMemberResponse\x12)\n" +
@@ -2309,10 +2439,10 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x15FLOW_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FLOW_KIND_REQUESTS\x10\x01\x12\x13\n" +
 	"\x0fFLOW_KIND_PAGES\x10\x02\x12\x12\n" +
-	"\x0eFLOW_KIND_PUTS\x10\x032\xe0\x06\n" +
+	"\x0eFLOW_KIND_PUTS\x10\x032\xee\x06\n" +
 	"\vMeshService\x12Y\n" +
-	"\tWatchMesh\x12\x19.weft.v1.WatchMeshRequest\x1a\x1a.weft.v1.WatchMeshResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/watch0\x01\x12^\n" +
-	"\x10ListRequestSpans\x12\x19.weft.v1.ListSpansRequest\x1a\x1a.weft.v1.ListSpansResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/spans\x12`\n" +
+	"\tWatchMesh\x12\x19.weft.v1.WatchMeshRequest\x1a\x1a.weft.v1.WatchMeshResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/watch0\x01\x12l\n" +
+	"\x10ListRequestSpans\x12 .weft.v1.ListRequestSpansRequest\x1a!.weft.v1.ListRequestSpansResponse\"\x13\x82\xd3\xe4\x93\x02\r\x12\v/mesh/spans\x12`\n" +
 	"\vDrainMember\x12\x1b.weft.v1.DrainMemberRequest\x1a\x1c.weft.v1.DrainMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/drain\x12h\n" +
 	"\rUndrainMember\x12\x1d.weft.v1.UndrainMemberRequest\x1a\x1e.weft.v1.UndrainMemberResponse\"\x18\x82\xd3\xe4\x93\x02\x12:\x01*\"\r/mesh/undrain\x12`\n" +
 	"\vFlushMember\x12\x1b.weft.v1.FlushMemberRequest\x1a\x1c.weft.v1.FlushMemberResponse\"\x16\x82\xd3\xe4\x93\x02\x10:\x01*\"\v/mesh/flush\x12v\n" +
@@ -2333,7 +2463,7 @@ func file_weft_v1_mesh_proto_rawDescGZIP() []byte {
 }
 
 var file_weft_v1_mesh_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_weft_v1_mesh_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_weft_v1_mesh_proto_goTypes = []any{
 	(MemberRole)(0),                   // 0: weft.v1.MemberRole
 	(FlowKind)(0),                     // 1: weft.v1.FlowKind
@@ -2350,26 +2480,28 @@ var file_weft_v1_mesh_proto_goTypes = []any{
 	(*MeshPoint)(nil),                 // 12: weft.v1.MeshPoint
 	(*LatencyQuantiles)(nil),          // 13: weft.v1.LatencyQuantiles
 	(*MeshRequest)(nil),               // 14: weft.v1.MeshRequest
-	(*DrainMemberRequest)(nil),        // 15: weft.v1.DrainMemberRequest
-	(*DrainMemberResponse)(nil),       // 16: weft.v1.DrainMemberResponse
-	(*UndrainMemberRequest)(nil),      // 17: weft.v1.UndrainMemberRequest
-	(*UndrainMemberResponse)(nil),     // 18: weft.v1.UndrainMemberResponse
-	(*FlushMemberRequest)(nil),        // 19: weft.v1.FlushMemberRequest
-	(*FlushMemberResponse)(nil),       // 20: weft.v1.FlushMemberResponse
-	(*SetMemberLogLevelRequest)(nil),  // 21: weft.v1.SetMemberLogLevelRequest
-	(*SetMemberLogLevelResponse)(nil), // 22: weft.v1.SetMemberLogLevelResponse
-	(*LoadMeshAdapterRequest)(nil),    // 23: weft.v1.LoadMeshAdapterRequest
-	(*LoadMeshAdapterResponse)(nil),   // 24: weft.v1.LoadMeshAdapterResponse
-	(*UnloadMeshAdapterRequest)(nil),  // 25: weft.v1.UnloadMeshAdapterRequest
-	(*UnloadMeshAdapterResponse)(nil), // 26: weft.v1.UnloadMeshAdapterResponse
-	(*durationpb.Duration)(nil),       // 27: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 28: google.protobuf.Timestamp
-	(*ListSpansRequest)(nil),          // 29: weft.v1.ListSpansRequest
-	(*ListSpansResponse)(nil),         // 30: weft.v1.ListSpansResponse
+	(*ListRequestSpansRequest)(nil),   // 15: weft.v1.ListRequestSpansRequest
+	(*ListRequestSpansResponse)(nil),  // 16: weft.v1.ListRequestSpansResponse
+	(*DrainMemberRequest)(nil),        // 17: weft.v1.DrainMemberRequest
+	(*DrainMemberResponse)(nil),       // 18: weft.v1.DrainMemberResponse
+	(*UndrainMemberRequest)(nil),      // 19: weft.v1.UndrainMemberRequest
+	(*UndrainMemberResponse)(nil),     // 20: weft.v1.UndrainMemberResponse
+	(*FlushMemberRequest)(nil),        // 21: weft.v1.FlushMemberRequest
+	(*FlushMemberResponse)(nil),       // 22: weft.v1.FlushMemberResponse
+	(*SetMemberLogLevelRequest)(nil),  // 23: weft.v1.SetMemberLogLevelRequest
+	(*SetMemberLogLevelResponse)(nil), // 24: weft.v1.SetMemberLogLevelResponse
+	(*LoadMeshAdapterRequest)(nil),    // 25: weft.v1.LoadMeshAdapterRequest
+	(*LoadMeshAdapterResponse)(nil),   // 26: weft.v1.LoadMeshAdapterResponse
+	(*UnloadMeshAdapterRequest)(nil),  // 27: weft.v1.UnloadMeshAdapterRequest
+	(*UnloadMeshAdapterResponse)(nil), // 28: weft.v1.UnloadMeshAdapterResponse
+	(*durationpb.Duration)(nil),       // 29: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 30: google.protobuf.Timestamp
+	(*Span)(nil),                      // 31: weft.v1.Span
+	(*SilentService)(nil),             // 32: weft.v1.SilentService
 }
 var file_weft_v1_mesh_proto_depIdxs = []int32{
-	27, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
-	28, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
+	29, // 0: weft.v1.WatchMeshRequest.interval:type_name -> google.protobuf.Duration
+	30, // 1: weft.v1.WatchMeshResponse.time:type_name -> google.protobuf.Timestamp
 	7,  // 2: weft.v1.WatchMeshResponse.members:type_name -> weft.v1.MeshMember
 	8,  // 3: weft.v1.WatchMeshResponse.flows:type_name -> weft.v1.MeshFlow
 	9,  // 4: weft.v1.WatchMeshResponse.models:type_name -> weft.v1.MeshModel
@@ -2377,42 +2509,44 @@ var file_weft_v1_mesh_proto_depIdxs = []int32{
 	12, // 6: weft.v1.WatchMeshResponse.points:type_name -> weft.v1.MeshPoint
 	14, // 7: weft.v1.WatchMeshResponse.running_requests:type_name -> weft.v1.MeshRequest
 	14, // 8: weft.v1.WatchMeshResponse.ended_requests:type_name -> weft.v1.MeshRequest
-	27, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
+	29, // 9: weft.v1.MemberStart.elapsed:type_name -> google.protobuf.Duration
 	0,  // 10: weft.v1.MeshMember.role:type_name -> weft.v1.MemberRole
 	6,  // 11: weft.v1.MeshMember.start:type_name -> weft.v1.MemberStart
 	4,  // 12: weft.v1.MeshMember.pages:type_name -> weft.v1.PageCounts
 	5,  // 13: weft.v1.MeshMember.tiers:type_name -> weft.v1.MemberTier
 	1,  // 14: weft.v1.MeshFlow.kind:type_name -> weft.v1.FlowKind
 	11, // 15: weft.v1.MeshAdapter.holders:type_name -> weft.v1.MeshAdapterHolder
-	28, // 16: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
-	27, // 17: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
+	30, // 16: weft.v1.MeshPoint.time:type_name -> google.protobuf.Timestamp
+	29, // 17: weft.v1.MeshPoint.span:type_name -> google.protobuf.Duration
 	13, // 18: weft.v1.MeshPoint.first_token:type_name -> weft.v1.LatencyQuantiles
 	13, // 19: weft.v1.MeshPoint.between_tokens:type_name -> weft.v1.LatencyQuantiles
 	4,  // 20: weft.v1.MeshPoint.pages:type_name -> weft.v1.PageCounts
-	28, // 21: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
-	27, // 22: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
-	27, // 23: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
-	2,  // 24: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
-	29, // 25: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListSpansRequest
-	15, // 26: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
-	17, // 27: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
-	19, // 28: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
-	21, // 29: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
-	23, // 30: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
-	25, // 31: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
-	3,  // 32: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
-	30, // 33: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListSpansResponse
-	16, // 34: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
-	18, // 35: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
-	20, // 36: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
-	22, // 37: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
-	24, // 38: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
-	26, // 39: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
-	32, // [32:40] is the sub-list for method output_type
-	24, // [24:32] is the sub-list for method input_type
-	24, // [24:24] is the sub-list for extension type_name
-	24, // [24:24] is the sub-list for extension extendee
-	0,  // [0:24] is the sub-list for field type_name
+	30, // 21: weft.v1.MeshRequest.arrival_time:type_name -> google.protobuf.Timestamp
+	29, // 22: weft.v1.MeshRequest.duration:type_name -> google.protobuf.Duration
+	29, // 23: weft.v1.MeshRequest.first_token:type_name -> google.protobuf.Duration
+	31, // 24: weft.v1.ListRequestSpansResponse.spans:type_name -> weft.v1.Span
+	32, // 25: weft.v1.ListRequestSpansResponse.silent:type_name -> weft.v1.SilentService
+	2,  // 26: weft.v1.MeshService.WatchMesh:input_type -> weft.v1.WatchMeshRequest
+	15, // 27: weft.v1.MeshService.ListRequestSpans:input_type -> weft.v1.ListRequestSpansRequest
+	17, // 28: weft.v1.MeshService.DrainMember:input_type -> weft.v1.DrainMemberRequest
+	19, // 29: weft.v1.MeshService.UndrainMember:input_type -> weft.v1.UndrainMemberRequest
+	21, // 30: weft.v1.MeshService.FlushMember:input_type -> weft.v1.FlushMemberRequest
+	23, // 31: weft.v1.MeshService.SetMemberLogLevel:input_type -> weft.v1.SetMemberLogLevelRequest
+	25, // 32: weft.v1.MeshService.LoadMeshAdapter:input_type -> weft.v1.LoadMeshAdapterRequest
+	27, // 33: weft.v1.MeshService.UnloadMeshAdapter:input_type -> weft.v1.UnloadMeshAdapterRequest
+	3,  // 34: weft.v1.MeshService.WatchMesh:output_type -> weft.v1.WatchMeshResponse
+	16, // 35: weft.v1.MeshService.ListRequestSpans:output_type -> weft.v1.ListRequestSpansResponse
+	18, // 36: weft.v1.MeshService.DrainMember:output_type -> weft.v1.DrainMemberResponse
+	20, // 37: weft.v1.MeshService.UndrainMember:output_type -> weft.v1.UndrainMemberResponse
+	22, // 38: weft.v1.MeshService.FlushMember:output_type -> weft.v1.FlushMemberResponse
+	24, // 39: weft.v1.MeshService.SetMemberLogLevel:output_type -> weft.v1.SetMemberLogLevelResponse
+	26, // 40: weft.v1.MeshService.LoadMeshAdapter:output_type -> weft.v1.LoadMeshAdapterResponse
+	28, // 41: weft.v1.MeshService.UnloadMeshAdapter:output_type -> weft.v1.UnloadMeshAdapterResponse
+	34, // [34:42] is the sub-list for method output_type
+	26, // [26:34] is the sub-list for method input_type
+	26, // [26:26] is the sub-list for extension type_name
+	26, // [26:26] is the sub-list for extension extendee
+	0,  // [0:26] is the sub-list for field type_name
 }
 
 func init() { file_weft_v1_mesh_proto_init() }
@@ -2425,13 +2559,14 @@ func file_weft_v1_mesh_proto_init() {
 	file_weft_v1_mesh_proto_msgTypes[4].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[5].OneofWrappers = []any{}
 	file_weft_v1_mesh_proto_msgTypes[10].OneofWrappers = []any{}
+	file_weft_v1_mesh_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_weft_v1_mesh_proto_rawDesc), len(file_weft_v1_mesh_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   25,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -67,7 +67,7 @@ var filter_MeshService_ListRequestSpans_0 = &utilities.DoubleArray{Encoding: map
 
 func request_MeshService_ListRequestSpans_0(ctx context.Context, marshaler runtime.Marshaler, client MeshServiceClient, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
 	var (
-		protoReq ListSpansRequest
+		protoReq ListRequestSpansRequest
 		metadata runtime.ServerMetadata
 	)
 	if err := req.ParseForm(); err != nil {
@@ -85,7 +85,7 @@ func request_MeshService_ListRequestSpans_0(ctx context.Context, marshaler runti
 
 func local_request_MeshService_ListRequestSpans_0(ctx context.Context, marshaler runtime.Marshaler, server MeshServiceServer, req *http.Request, pathParams map[string]string) (proto.Message, runtime.ServerMetadata, error) {
 	var (
-		protoReq ListSpansRequest
+		protoReq ListRequestSpansRequest
 		metadata runtime.ServerMetadata
 	)
 	if err := req.ParseForm(); err != nil {

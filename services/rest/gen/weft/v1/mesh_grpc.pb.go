@@ -46,7 +46,7 @@ type MeshServiceClient interface {
 	// Sends everything at once, then news at the interval asked for.
 	WatchMesh(ctx context.Context, in *WatchMeshRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchMeshResponse], error)
 	// As TraceService.ListSpans: the spans of one request, from the services behind this one too.
-	ListRequestSpans(ctx context.Context, in *ListSpansRequest, opts ...grpc.CallOption) (*ListSpansResponse, error)
+	ListRequestSpans(ctx context.Context, in *ListRequestSpansRequest, opts ...grpc.CallOption) (*ListRequestSpansResponse, error)
 	// Makes a worker refuse new requests and hand back waiting ones; answers at once. Running requests
 	// go on.
 	DrainMember(ctx context.Context, in *DrainMemberRequest, opts ...grpc.CallOption) (*DrainMemberResponse, error)
@@ -89,9 +89,9 @@ func (c *meshServiceClient) WatchMesh(ctx context.Context, in *WatchMeshRequest,
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type MeshService_WatchMeshClient = grpc.ServerStreamingClient[WatchMeshResponse]
 
-func (c *meshServiceClient) ListRequestSpans(ctx context.Context, in *ListSpansRequest, opts ...grpc.CallOption) (*ListSpansResponse, error) {
+func (c *meshServiceClient) ListRequestSpans(ctx context.Context, in *ListRequestSpansRequest, opts ...grpc.CallOption) (*ListRequestSpansResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(ListSpansResponse)
+	out := new(ListRequestSpansResponse)
 	err := c.cc.Invoke(ctx, MeshService_ListRequestSpans_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
@@ -176,7 +176,7 @@ type MeshServiceServer interface {
 	// Sends everything at once, then news at the interval asked for.
 	WatchMesh(*WatchMeshRequest, grpc.ServerStreamingServer[WatchMeshResponse]) error
 	// As TraceService.ListSpans: the spans of one request, from the services behind this one too.
-	ListRequestSpans(context.Context, *ListSpansRequest) (*ListSpansResponse, error)
+	ListRequestSpans(context.Context, *ListRequestSpansRequest) (*ListRequestSpansResponse, error)
 	// Makes a worker refuse new requests and hand back waiting ones; answers at once. Running requests
 	// go on.
 	DrainMember(context.Context, *DrainMemberRequest) (*DrainMemberResponse, error)
@@ -203,7 +203,7 @@ type UnimplementedMeshServiceServer struct{}
 func (UnimplementedMeshServiceServer) WatchMesh(*WatchMeshRequest, grpc.ServerStreamingServer[WatchMeshResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchMesh not implemented")
 }
-func (UnimplementedMeshServiceServer) ListRequestSpans(context.Context, *ListSpansRequest) (*ListSpansResponse, error) {
+func (UnimplementedMeshServiceServer) ListRequestSpans(context.Context, *ListRequestSpansRequest) (*ListRequestSpansResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method ListRequestSpans not implemented")
 }
 func (UnimplementedMeshServiceServer) DrainMember(context.Context, *DrainMemberRequest) (*DrainMemberResponse, error) {
@@ -257,7 +257,7 @@ func _MeshService_WatchMesh_Handler(srv interface{}, stream grpc.ServerStream) e
 type MeshService_WatchMeshServer = grpc.ServerStreamingServer[WatchMeshResponse]
 
 func _MeshService_ListRequestSpans_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(ListSpansRequest)
+	in := new(ListRequestSpansRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
@@ -269,7 +269,7 @@ func _MeshService_ListRequestSpans_Handler(srv interface{}, ctx context.Context,
 		FullMethod: MeshService_ListRequestSpans_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(MeshServiceServer).ListRequestSpans(ctx, req.(*ListSpansRequest))
+		return srv.(MeshServiceServer).ListRequestSpans(ctx, req.(*ListRequestSpansRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }

@@ -83,7 +83,13 @@ const toasts = document.getElementById("toasts");
 export function toast(text, kind = "") {
   const element = h("div", { class: `toast ${kind}` }, text);
   toasts.append(element);
-  setTimeout(() => element.remove(), kind === "bad" ? 12000 : 6000);
+  // Shown anew, so that it is above a dialog that was opened since.
+  toasts.hidePopover();
+  toasts.showPopover();
+  setTimeout(() => {
+    element.remove();
+    if (!toasts.children.length) toasts.hidePopover();
+  }, kind === "bad" ? 12000 : 6000);
 }
 
 /** A dialog with a heading and a close button; it is removed when it closes. */

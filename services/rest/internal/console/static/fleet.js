@@ -193,8 +193,8 @@ function drawEdges({ picture, edges, lanes, curves, sums }, flows) {
       group.classList.toggle("idle", size < 0.02);
       group.classList.toggle("faint", Boolean(chosen) && !isOf(flow));
       group.classList.toggle("chosen", Boolean(chosen) && isOf(flow));
-      setText(label, isLabelled(flow) ? flowText(flow) : "");
-      setAttribute(label, "x", isWithin ? x1 + LOOP / 2 : (x1 + x2) / 2);
+      setText(label, isLabelled(flow) && !isWithin ? flowText(flow) : "");
+      setAttribute(label, "x", (x1 + x2) / 2);
       setAttribute(label, "y", (y1 + y2) / 2 - 6);
     });
 }
@@ -284,7 +284,7 @@ export function showFleet(section) {
     tiles.show();
     starting.show(members);
     const bad = members.filter((member) => !member.healthy).length;
-    setText(summary, `${members.length} members${bad ? `, ${bad} get no requests` : ", all well"}`);
+    setText(summary, `${members.length} members${bad ? `, ${bad} without requests` : ", all well"}`);
     let most = 0;
     LANES.forEach(([, , roles], at) => {
       const mine = members.filter((member) => roles.includes(role(member)))

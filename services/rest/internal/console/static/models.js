@@ -7,9 +7,9 @@ import { operate } from "./session.js";
 
 const HOLDER_KINDS = { device: "good", host: "good", disk: "", loading: "warn", failed: "bad", absent: "" };
 
-function table(columns, body) {
-  return h("div", { class: "panel scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name)))), body));
+function table(columns, body, firstNumber = columns.length) {
+  const heads = columns.map((name, at) => h("th", { scope: "col", class: at >= firstNumber ? "number" : null }, name));
+  return h("div", { class: "panel scroll" }, h("table", {}, h("thead", {}, h("tr", {}, heads)), body));
 }
 
 function holders(adapter) {
@@ -30,8 +30,8 @@ function askForAdapter() {
     field("Name", name, "Requests name it as their model."),
     field("Folder", path, "Of a PEFT adapter, relative to the adapter root."),
     field("Base model", model),
-    h("label", { class: "inline" }, replace, " replace what has this name"),
-    h("label", { class: "inline" }, pinned, " keep it on every device"),
+    h("div", {}, h("label", { class: "inline" }, replace, " replace what has this name")),
+    h("div", {}, h("label", { class: "inline" }, pinned, " keep it on every device")),
     h("footer", {}, submit));
   const asked = dialog("Load an adapter", form);
   form.addEventListener("submit", async (event) => {
@@ -71,7 +71,7 @@ export function showModels(section) {
   const adapterTable = table(["adapter", "base model", "state", "folder", "digest", "on workers", ""], adapters);
   section.append(
     h("div", { class: "heading" }, h("h1", { id: "models-title" }, "Models")),
-    table(["model", "state", "serves", "context", "prefill", "decode"], models),
+    table(["model", "state", "serves", "context", "prefill workers", "decode workers"], models, 3),
     h("div", { class: "heading" }, h("h2", {}, "Adapters"), load), none, adapterTable);
 
   function update() {

@@ -45,8 +45,10 @@ class MeshStream(mesh_pb2_grpc.MeshServiceServicer):
             del news.ended_requests[:]
             yield news
 
-    async def ListRequestSpans(self, request: Any, context: Any) -> trace_pb2.ListSpansResponse:
-        return trace_pb2.ListSpansResponse(spans=self.spans)
+    async def ListRequestSpans(
+        self, request: Any, context: Any
+    ) -> mesh_pb2.ListRequestSpansResponse:
+        return mesh_pb2.ListRequestSpansResponse(spans=self.spans)
 
     def _note(self, request: Any) -> None:
         self.calls.append(request)
