@@ -69,11 +69,16 @@ class RouterForm(NamedTuple):
     """Factor on shares."""
     scales_input: bool = False
     """Whether a share is a factor on what its expert reads, in place of what it makes."""
+    softcap: float | None = None
+    """Bound of the logits, which become cap * tanh(logit / cap) before all else; None: none."""
+    factors: torch.Tensor | None = None
+    """[E] float32: a further factor on each expert's shares, or None."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a softmax and nothing else."""
-        return self.correction is None and self._replace(least_sum=1e-20) == SOFTMAX
+        has_tensors = self.correction is not None or self.factors is not None
+        return not has_tensors and self._replace(least_sum=1e-20) == SOFTMAX
 
 
 SOFTMAX = RouterForm()
@@ -263,6 +268,8 @@ def route_reference(
         shares = shares / shares.sum(dim=-1, keepdim=True).clamp(min=form.least_sum)
     if form.scale != 1.0:
         shares = shares * form.scale
+    if form.factors is not None:
+        shares = shares * form.factors[ids]
     return Routing(ids.to(torch.int32), shares.to(torch.float32))
 
 

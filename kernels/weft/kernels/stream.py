@@ -89,11 +89,16 @@ class Combine(NamedTuple):
     lora: LoraStep | None
     layer: int
     """The layer's index, for `lora`."""
+    router_x: Normed | None = None
+    """What the router reads, if not `x`."""
 
     def router_logits(self) -> torch.Tensor:
         """[T, E] float32."""
         added = addition_to(self.lora, "router", self.layer)
-        return linear(self.x.value, self.w.router, out_dtype=torch.float32, lora=added)
+        x = self.x if self.router_x is None else self.router_x
+        logits = linear(x.value, self.w.router, out_dtype=torch.float32, lora=added)
+        cap = self.w.form.softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """See `Sum.added_to`."""

@@ -40,7 +40,14 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, bound: float) -> N
     assert error < bound, float(error)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+FULL = ("gemma4-keys", "vaultgemma", "cwm")
+"""Those whose parts others have too; they run behind --full."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in FAMILIES],
+)
 def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     """Whole prompts, chunks, a common prefix that is in pages already, and generated tokens."""
     path = make_family(name, tmp_path, seed := random.randrange(10**6))

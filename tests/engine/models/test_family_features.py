@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.testing.models.families import FAMILIES, HYBRIDS, make_family
@@ -17,9 +18,15 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 PAGE = 8
 VOCAB = 259
 STOP = StopCriteria(max_tokens=10, ignore_eos=True)
-NO_TEXT = ("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl", "qwen3_5-images")
+NO_TEXT = (
+    *("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl", "mistral4", "step3"),
+    "qwen3_5-images",
+)
 TEXT = [name for name in FAMILIES if name not in (*NO_TEXT, *HYBRIDS)]
 """What AutoModelForCausalLM builds, without recurrent layers."""
+UNEQUAL = ("gemma4", "gemma4-keys", "gemma4-experts")
+"""Models whose layers have products of different shapes."""
+EQUAL = [name for name in TEXT if name not in UNEQUAL]
 FUSED, GATED, PLAIN = "phi3", "gemma2", "starcoder2"
 
 
@@ -33,7 +40,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("name", some_of(TEXT, FUSED, GATED, PLAIN))
+@pytest.mark.parametrize("name", some_of(EQUAL, FUSED, GATED, PLAIN))
 def test_adapters_compute_what_pefts_do(name: str, tmp_path: Path) -> None:
     """All projections changed, in one batch with the plain model."""
     seed = random.randrange(10**6)
@@ -51,8 +58,21 @@ def test_adapters_compute_what_pefts_do(name: str, tmp_path: Path) -> None:
             models.check(adapter, prompt, sample)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
-@pytest.mark.parametrize("name", some_of(TEXT, "cohere2", "gemma3"))
+DRAFTED = [
+    (name, drafter)
+    for name in FAMILIES
+    for drafter in ("eagle3", "ngram")
+    if drafter == "ngram" or name in EQUAL
+]
+BY_DEFAULT = (
+    *(("cohere2", "eagle3"), ("cohere2", "ngram"), ("gemma3", "eagle3"), ("gemma4", "ngram")),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.full) for case in DRAFTED],
+)
 def test_drafts_leave_the_text_as_it_is(name: str, drafter: str, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -68,3 +88,14 @@ def test_drafts_leave_the_text_as_it_is(name: str, drafter: str, tmp_path: Path)
     with LLM(target, drafter=drafter, **settings) as llm:
         drafted = llm.generate(prompts, params, stop)
     assert [sample.token_ids for sample in drafted] == [sample.token_ids for sample in expected]
+
+
+@pytest.mark.parametrize("name", some_of([*UNEQUAL, "step3"], "gemma4"))
+def test_what_layers_of_different_shapes_refuse(name: str, tmp_path: Path) -> None:
+    target = make_family(name, tmp_path / "model", 1)
+    with pytest.raises(ConfigError, match="different shapes"):
+        LLM(target, dtype="float32", page_size=PAGE, num_pages=64, enable_lora=True)
+    make_family("gemma3", tmp_path / "other", 1)
+    head = make_tiny_draft(tmp_path / "head", tmp_path / "other", 1)
+    with pytest.raises(ModelError, match="draft heads"):
+        LLM(target, dtype="float32", page_size=PAGE, num_pages=64, drafter="eagle3", draft_dir=head)

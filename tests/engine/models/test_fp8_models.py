@@ -16,6 +16,7 @@ from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.model.loader import load_model
 from weft.testing.models.fp8_models import LAYOUTS, compressed, fp8_copy
 from weft.testing.models.paging import PagedDriver
+from weft.testing.models.reference_models import make_reference
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_models import make_tiny, save_weights
 
@@ -55,6 +56,41 @@ def test_weights_of_a_checkpoint(layout: str, model_dir: Path, tmp_path: Path) -
 def test_experts_of_a_checkpoint(layout: str, tmp_path: Path) -> None:
     source = make_tiny("qwen3_moe", tmp_path / "model", random.randrange(10**6))
     path, floats = fp8_copy(source, tmp_path / "fp8", layout)
+    check_greedy(load_model(path, "float32").model, floats)
+
+
+GATED = {
+    "qwen2-moe": (
+        "qwen2_moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "head_dim": None, "shared_expert_intermediate_size": 56},
+    ),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 40}),
+    "gpt-oss": (
+        "gpt_oss", {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 40}
+    ),
+    "granite-moe": (
+        "granitemoe",
+        {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 40,
+         "head_dim": None},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "qwen2-moe" else pytest.mark.full) for name in GATED],
+)
+def test_gates_without_scales_are_floats_though_no_list_names_them(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    kind, fields = GATED[name]
+    make_reference(kind, tmp_path / "model", seed, vocab_size=500, **fields)
+    config = {k: v for k, v in LAYOUTS["blocks"].items() if k != "modules_to_not_convert"}
+    path, floats = fp8_copy(tmp_path / "model", tmp_path / "fp8", "blocks", config)
+    tensors = load_file(path / "model.safetensors")
+    gates = [key for key in tensors if "gate" in key.split(".")[-2] or "router" in key]
+    assert any(tensors[key].dtype == torch.float32 for key in gates)
     check_greedy(load_model(path, "float32").model, floats)
 
 

@@ -55,6 +55,7 @@ FORMS = {
         ),
     ),
     "best-one": (20, 6, RouterForm(groups=5, kept_groups=2, scale=16.0)),
+    "factors": (9, 3, RouterForm(factors=torch.rand(9) + 0.5)),
     "corrected-softmax": (9, 2, RouterForm(correction=0.2 * torch.randn(9), least_sum=1e-12)),
 }
 
@@ -78,7 +79,9 @@ def expected_routing(
         shares = [scores[e] for e in ids]
         total = max(sum(shares), form.least_sum) if renormalise else 1.0
         all_ids.append(ids)
-        all_shares.append([form.scale * share / total for share in shares])
+        factors = [1.0] * len(worth) if form.factors is None else form.factors.tolist()
+        scaled = zip(shares, ids, strict=True)
+        all_shares.append([form.scale * factors[e] * share / total for share, e in scaled])
     return torch.tensor(all_ids, dtype=torch.int32), torch.tensor(all_shares)
 
 

@@ -11,6 +11,7 @@ from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.gateway.fleet.worker import _layout
+from weft.kernels.pool import PlaneInPage
 from weft.v1 import kv_pb2, worker_pb2
 
 HEAD = bytes(range(32))
@@ -64,8 +65,8 @@ DESCRIBED = [
 
 @pytest.mark.parametrize(("shape", "draft", "text", "page_bytes"), DESCRIBED)
 def test_a_models_layout(shape: Shape, draft: bytes, text: str, page_bytes: int) -> None:
-    config = SimpleNamespace(num_kv_heads=shape.heads, head_dim=shape.dim)
-    config.page_groups = [(None, list(range(shape.layers)))]
+    planes = [(shape.heads, shape.dim, list(range(shape.layers)))]
+    config = SimpleNamespace(page_planes=[(None, planes)])
     model: Any = SimpleNamespace(config=config, dtype=shape.dtype)
     model.kv_layout = lambda page_size: DecoderOnlyLM.kv_layout(model, page_size)
     layout = model.kv_layout(shape.page_size)
@@ -97,8 +98,8 @@ def test_the_gateway_finds_the_same_name(shape: Shape, draft: bytes, text: str) 
 
 
 def test_layers_with_a_window_are_a_group_of_their_own() -> None:
-    config = SimpleNamespace(num_kv_heads=2, head_dim=24)
-    config.page_groups = [(None, [1]), (21, [0, 2])]
+    planes = [(None, [(2, 24, [1])]), (21, [(2, 24, [0, 2])])]
+    config = SimpleNamespace(page_planes=planes)
     model: Any = SimpleNamespace(config=config, dtype=torch.float16)
     layout = DecoderOnlyLM.kv_layout(model, 8)
     rest = "heads=2;parts=k:24:float16,v:24:float16;page_size=8;order=head,layer,part,position,dim"
@@ -124,3 +125,28 @@ def test_the_gateway_finds_the_name_of_pages_of_one_part() -> None:
     assert layout.page_bytes == 3 * 16 * 576 * 2
     info = worker_pb2.GetInfoResponse(planes=[described], page_size=16)
     assert _layout(info) == layout.describe()
+
+
+def test_layers_with_other_heads_have_a_plane_of_their_own_in_the_same_pages() -> None:
+    planes = [(None, [(2, 24, [0, 2, 3]), (1, 32, [1])]), (21, [(4, 16, [4])])]
+    config = SimpleNamespace(page_planes=planes)
+    model: Any = SimpleNamespace(config=config, dtype=torch.float16)
+    layout = DecoderOnlyLM.kv_layout(model, 8)
+    names = [plane.name for group in layout.groups for plane in group.planes]
+    assert names == ["target", "target-1x32", "window-21"]
+    widths = [2 * 24 * 3 * 2, 32 * 2, 4 * 16 * 2]
+    assert layout.pool_shape(5) == (5, 8 * (widths[0] + widths[1]))
+    assert [group.page_bytes(8) for group in layout.groups] == [
+        16 * (widths[0] + widths[1]), 16 * widths[2]
+    ]  # fmt: skip
+    planes_of = [plane for group in layout.groups for plane in group.planes]
+    assert CacheLayout.of_planes(planes_of, 8).describe() == layout.describe()
+    pool = torch.zeros(layout.pool_shape(5))
+    first, second = (
+        PlaneInPage(before, widths[0] + widths[1], heads, layers, 2, dim).of(pool)
+        for before, heads, layers, dim in ((0, 2, 3, 24), (widths[0], 1, 1, 32))
+    )
+    first += 1.0
+    second += 2.0
+    assert pool[:, : 8 * widths[0]].eq(1).all()
+    assert pool[:, 8 * widths[0] :].eq(2).all()

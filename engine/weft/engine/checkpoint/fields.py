@@ -35,6 +35,10 @@ class Fields:
         """The failure to raise about a field."""
         return ModelError(f"{self._where}: {name}: {problem}", param=name)
 
+    def replaced(self, **values: Any) -> Fields:
+        """The same object with some fields replaced or added."""
+        return Fields({**self._values, **values}, self._where)
+
     def positive(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._required(name, default)

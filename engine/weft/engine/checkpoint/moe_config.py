@@ -31,6 +31,10 @@ class RouterConfig:
     scale: float = 1.0
     scales_input: bool = False
     """Whether an expert's share is a factor on its input, in place of its result."""
+    softcap: float | None = None
+    """Bound of the logits; None: there is none."""
+    has_factors: bool = False
+    """Whether the checkpoint has a further factor on each expert's shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +52,14 @@ class MoENamesConfig:
 
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
+    factors: str = "router.per_expert_scale"
     correction_axes: int = 0
     """Axes that its tensor has before that of the experts, each of size 1."""
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     """Of each expert."""
     down: str = "down_proj"
-    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    """Of all experts, in checkpoints that keep them so."""
+    stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    """Of all experts, in checkpoints that keep them so; gate and up may be two tensors."""
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False
@@ -62,6 +67,8 @@ class MoENamesConfig:
     experts: str = "experts"
     """Module of the experts; empty: stacked tensors lie beside the router."""
     shared: str = "shared_experts"
+    is_shared_outside: bool = False
+    """Whether the shared experts are a block of the layer, beside that of the router."""
     shared_gate: str = "shared_expert_gate"
     shared_gate_up: str | None = None
     """Module of all rows of the shared experts' gate and up."""
@@ -103,6 +110,8 @@ class MoEConfig:
     """
     shared_limits: tuple[float, ...] = ()
     """The same of shared experts."""
+    is_beside_mlp: bool = False
+    """Whether sparse layers also have their MLP, each of both with norms of its own: Gemma 4's."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

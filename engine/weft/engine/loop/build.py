@@ -385,12 +385,19 @@ def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> L
         return None
     if isinstance(models.loaded.config, EncoderConfig):
         raise ConfigError("enable_lora: not supported for encoders", param="enable_lora")
+    model = models.loaded.config
+    if not model.has_equal_layers:
+        raise ConfigError(
+            f"enable_lora: not supported for {model.architecture}, whose layers have products of "
+            "different shapes",
+            param="enable_lora",
+        )
     dtype: torch.dtype = getattr(torch, models.loaded.dtype)
     drafts = draft_adapters(config, models.drafted, device)
-    projections = projections_of(models.loaded.config, config.lora_projections)
+    projections = projections_of(model, config.lora_projections)
     projections += () if drafts is None else drafts.projections
     limits = plan_lora(config, projections, dtype)
-    model, rank = models.loaded.config, config.max_lora_rank
+    rank = config.max_lora_rank
     return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device, drafts)
 
 

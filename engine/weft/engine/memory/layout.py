@@ -18,6 +18,7 @@ positions behind a slot's last block is in its ring, `[slots + 1, ring_rows, lay
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +53,11 @@ class PagedPlane:
 def window_plane(reach: int) -> str:
     """Name of the plane of layers that attend to at most `reach` positions."""
     return f"window-{reach}"
+
+
+def plane_beside(name: str, heads: int, dim: int) -> str:
+    """Name of a further plane in the pages of the plane `name`: of layers with such heads."""
+    return f"{name}-{heads}x{dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +177,21 @@ class CacheLayout:
         """The layout of a model that has one plane."""
         return cls(page_size, (PageGroup((plane,)),))
 
+    @classmethod
+    def of_planes(cls, planes: Sequence[PagedPlane], page_size: int) -> CacheLayout:
+        """The layout with these planes, in their order; names tell which of them share pages."""
+        groups: list[list[PagedPlane]] = []
+        for plane in planes:
+            first = groups[-1][0].name if groups else ""
+            if groups and plane.name == plane_beside(first, plane.heads, plane.dim):
+                groups[-1].append(plane)
+            else:
+                groups.append([plane])
+        return cls(page_size, tuple(PageGroup(tuple(group)) for group in groups))
+
     @property
     def plane(self) -> PagedPlane:
-        """The plane of the first group, which keeps all positions."""
+        """The first plane of the first group, which keeps all positions."""
         return self.groups[0].plane
 
     @property

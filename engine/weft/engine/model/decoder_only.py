@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, window_plane
+from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, plane_beside, window_plane
 from weft.engine.model.layers.attention import Attention, o_spec, qkv_spec
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.lm_head import LMHead
@@ -78,7 +78,7 @@ class DecoderOnlyLM:
             name = "target" if reach is None else window_plane(reach)
             made = (
                 PagedPlane(
-                    name=f"{name}-{heads}x{dim}" if number else name,
+                    name=plane_beside(name, heads, dim) if number else name,
                     layers=len(layers),
                     heads=heads,
                     dim=dim,

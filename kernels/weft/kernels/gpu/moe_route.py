@@ -31,6 +31,7 @@ def route(
             shares,
             logits,
             form.correction,
+            form.factors,
             experts,
             TOP_K=top_k,
             RENORMALISE=renormalise,
@@ -62,6 +63,7 @@ def _route_kernel(
     shares: tl.tensor,
     logits: tl.tensor,
     correction: tl.tensor,
+    factors: tl.tensor,
     experts: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -86,8 +88,8 @@ def _route_kernel(
         share, place = choose(values, exists, TOP_K, RENORMALISE)
     else:
         share, place = choose_by_score(
-            values, exists, correction, TOP_K, RENORMALISE, IS_SIGMOID, GROUPS, GROUP_SIZE,
-            KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
+            values, exists, correction, factors, TOP_K, RENORMALISE, IS_SIGMOID, GROUPS,
+            GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
         )  # fmt: skip
     tl.store(ids + row * TOP_K + place, expert, mask=place >= 0)
     tl.store(shares + row * TOP_K + place, share, mask=place >= 0)
@@ -132,6 +134,7 @@ def choose_by_score(
     values: tl.tensor,
     exists: tl.tensor,
     correction: tl.tensor,
+    factors: tl.tensor,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
@@ -180,6 +183,8 @@ def choose_by_score(
     if RENORMALISE:
         total = tl.sum(tl.where(is_chosen, score, 0.0), axis=1)[:, None]
         share = score / tl.where(total < LEAST_SUM, LEAST_SUM, total)
+    if factors is not None:
+        share *= tl.load(factors + expert, mask=expert < GROUPS * GROUP_SIZE, other=0.0)
     return share * SCALE, tl.where(is_chosen, tl.cumsum(chosen, axis=1) - 1, -1)
 
 
@@ -220,6 +225,7 @@ def route_and_sort(
         table,
         logits,
         form.correction,
+        form.factors,
         rows,
         experts,
         bound,
@@ -244,6 +250,7 @@ def _route_and_sort_kernel(
     table: tl.tensor,
     logits: tl.tensor,
     correction: tl.tensor,
+    factors: tl.tensor,
     rows: int,
     experts: int,
     bound: int,
@@ -277,8 +284,8 @@ def _route_and_sort_kernel(
     else:
         values = tl.where(exists, values, float("-inf"))
         share, place_of = choose_by_score(
-            values, exists & (row >= 0)[:, None], correction, TOP_K, RENORMALISE, IS_SIGMOID,
-            GROUPS, GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
+            values, exists & (row >= 0)[:, None], correction, factors, TOP_K, RENORMALISE,
+            IS_SIGMOID, GROUPS, GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
         )  # fmt: skip
     is_chosen = is_row & (place_of >= 0)
     pair = row[:, None] * TOP_K + place_of

@@ -141,7 +141,12 @@ def parse_module(name: str) -> ModuleName:
         return _expert_module(ModuleName(path, rest, layer, is_expert=True), expert)
     block, _, leaf = module.rpartition(".")
     mlp = {**_MLP, **_ROUTER}
-    projections = {"self_attn": _ATTENTION, "mlp": mlp, "block_sparse_moe": _ROUTER}.get(block, {})
+    projections = {
+        "self_attn": _ATTENTION,
+        "mlp": mlp,
+        "feed_forward": _MLP,
+        "block_sparse_moe": _ROUTER,
+    }.get(block, {})
     return ModuleName(path, rest, layer, projections.get(leaf, ()))
 
 

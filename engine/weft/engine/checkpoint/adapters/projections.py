@@ -161,7 +161,7 @@ def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
 
 def _experts(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     moe = model.moe
-    if moe is None or moe.gating is not None or moe.has_expert_bias:
+    if moe is None or moe.gating is not None or moe.has_expert_bias or moe.router.scales_input:
         return {}
     hidden, inner = model.hidden_size, moe.intermediate_size
     shapes = {

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.families.experts import deepseek_v2_experts, deepseek_v3_experts
-from weft.engine.checkpoint.families.family import Family, behind, same
+from weft.engine.checkpoint.families.experts import (
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    mistral4_experts,
+)
+from weft.engine.checkpoint.families.family import Family, behind, mistral_names, same
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.mtp_config import head_behind
@@ -39,7 +44,15 @@ def read_glm4_lite(
     return _config(family, deepseek_v3_experts(family.fields, num_dense=1), eps=1e-5)
 
 
-def _config(family: Family, moe: MoEConfig, eps: float) -> ModelConfig:
+def read_mistral4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Mistral Small 4: q grows with the position, and softmaxes choose the experts."""
+    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    return _config(family, mistral4_experts(family.fields), eps=1e-6, names=mistral_names())
+
+
+def _config(
+    family: Family, moe: MoEConfig, eps: float, names: NamesConfig | None = None
+) -> ModelConfig:
     fields, norm = family.fields, family.rms(eps=eps)
     family.only("attention_bias", False)
     latent = LatentConfig(
@@ -50,17 +63,24 @@ def _config(family: Family, moe: MoEConfig, eps: float) -> ModelConfig:
         value_dim=fields.positive("v_head_dim"),
     )
     dim = latent.nope_dim + latent.rope_dim
+    # Some files give the share of the whole head, of which only this part is rotated at all.
+    share = latent.rope_dim / dim
+    rope = family.rope(is_interleaved=fields.flag("rope_interleave", True), partial=1.0)
+    if rope.partial not in (1.0, share):
+        raise fields.error("partial_rotary_factor", f"only {share} is supported")
     layer = AttentionConfig(
-        rope=family.rope(is_interleaved=fields.flag("rope_interleave", True)),
+        rope=replace(rope, partial=1.0),
         scale=dim**-0.5 * _score_factor(family),
+        q_growth=family.q_growth(),
     )
     decoder = DecoderConfig(
         norm=norm,
         layers=same(layer, family.num_layers),
         mlp=MlpConfig(activation=family.activation()),
     )
-    names = NamesConfig(left_out=behind(family.num_layers))
-    head = head_behind(family.num_layers)
+    # Mistral's own files have no MTP head.
+    head = head_behind(family.num_layers) if names is None else None
+    names = names or NamesConfig(left_out=behind(family.num_layers))
     return family.config(decoder, head_dim=dim, names=names, moe=moe, latent=latent, mtp=head)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from weft.engine.checkpoint.fields import Fields
@@ -144,6 +145,73 @@ def llama4_experts(config: Fields) -> MoEConfig:
     )
 
 
+def gemma4_experts(config: Fields) -> MoEConfig:
+    """Gemma 4's, beside the MLP of every layer: shares with a factor of each expert."""
+    return MoEConfig(
+        **counts(config, "num_experts", "top_k_experts"),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=True,
+        router=RouterConfig(has_factors=True),
+        activation="gelu_tanh",
+        is_beside_mlp=True,
+    )
+
+
+def laguna_experts(config: Fields) -> MoEConfig:
+    """Laguna's: sigmoids of bounded logits with a correction, and a shared expert."""
+    cap = config.get("moe_router_logit_softcapping")
+    return MoEConfig(
+        **counts(config, "num_experts"),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=True,
+        mlp_only_layers=_dense_layers(config, 1),
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=True,
+            scale=config.number("moe_routed_scaling_factor", 1.0),
+            softcap=config.number("moe_router_logit_softcapping") if cap else None,
+        ),
+        shared_size=config.positive("shared_expert_intermediate_size"),
+    )
+
+
+def step3_experts(
+    config: Fields, limits: tuple[float, ...], shared_limits: tuple[float, ...]
+) -> MoEConfig:
+    """Step 3.5's: sigmoids with a correction, a shared expert, MLPs limited by layer."""
+    if config.text("moe_router_activation", "sigmoid") != "sigmoid":
+        raise config.error("moe_router_activation", "only sigmoid is supported")
+    names = ("n_routed_experts", "moe_num_experts", "num_local_experts")
+    count = next((name for name in names if name in config), names[0])
+    chosen = "moe_top_k" if "moe_top_k" in config else "num_experts_per_tok"
+    inner = config.positive("moe_intermediate_size")
+    shared = "share_expert_dims" if "share_expert_dims" in config else "share_expert_dim"
+    return MoEConfig(
+        **counts(config, count, chosen),
+        intermediate_size=inner,
+        norm_topk_prob=config.flag("norm_expert_weight", True),
+        mlp_only_layers=_step3_dense(config),
+        router=RouterConfig(
+            scores="sigmoid",
+            has_correction=config.flag("use_moe_router_bias", True),
+            scale=config.number("moe_router_scaling_factor", 1.0),
+        ),
+        shared_size=config.positive(shared, inner),
+        limits=limits,
+        shared_limits=shared_limits,
+    )
+
+
+def _step3_dense(config: Fields) -> tuple[int, ...]:
+    layers, listed = config.positive("num_hidden_layers"), config.get("moe_layers_enum")
+    if "mlp_layer_types" in config or listed is None:
+        return _dense_layers(config, 3)
+    sparse = [int(n) for n in listed.split(",")] if isinstance(listed, str) else listed
+    if not isinstance(sparse, list) or any(not isinstance(n, int) for n in sparse):
+        raise config.error("moe_layers_enum", "expected numbers of layers")
+    return tuple(layer for layer in range(layers) if layer not in sparse)
+
+
 def hy3_experts(config: Fields) -> MoEConfig:
     """Hy3's: sigmoids with a correction, and a shared expert."""
     inner = config.positive("moe_intermediate_size")
@@ -173,7 +241,25 @@ def deepseek_v2_experts(config: Fields) -> MoEConfig:
     return _deepseek(config, 0, False, scale=config.number("routed_scaling_factor", 1.0), **groups)
 
 
-def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = True) -> MoEConfig:
+def mistral4_experts(config: Fields) -> MoEConfig:
+    """Mistral Small 4's: a softmax; groups as in DeepSeek V3."""
+    return _deepseek(
+        config,
+        0,
+        config.flag("norm_topk_prob", True),
+        summed=2,
+        scale=config.number("routed_scaling_factor", 1.0),
+        **_groups(config),
+    )
+
+
+def deepseek_v3_experts(
+    config: Fields,
+    *,
+    num_dense: int,
+    renormalises: bool = True,
+    sparse: Sequence[bool] | None = None,
+) -> MoEConfig:
     """DeepSeek V3's, and those of GLM-4.5 and dots: sigmoids with a correction; a group's score is
     the sum of its two best experts' scores.
 
@@ -181,6 +267,7 @@ def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = 
         config: The configuration.
         num_dense: Default number of first layers without experts.
         renormalises: Default of whether shares add up to 1.
+        sparse: Which layers have experts, if the configuration has a list of its own for it.
     """
     method = config.text("topk_method", "noaux_tc")
     if method != "noaux_tc":
@@ -190,6 +277,7 @@ def deepseek_v3_experts(config: Fields, *, num_dense: int, renormalises: bool = 
         config,
         num_dense,
         config.flag("norm_topk_prob", renormalises),
+        sparse,
         scores="sigmoid",
         has_correction=True,
         summed=2,
@@ -274,8 +362,14 @@ def kimi_experts(config: Fields) -> MoEConfig:
     )
 
 
-def _deepseek(config: Fields, num_dense: int, renormalise: bool, **router: Any) -> MoEConfig:
-    if config.positive("moe_layer_freq", 1) != 1:
+def _deepseek(
+    config: Fields,
+    num_dense: int,
+    renormalise: bool,
+    sparse: Sequence[bool] | None = None,
+    **router: Any,
+) -> MoEConfig:
+    if sparse is None and config.positive("moe_layer_freq", 1) != 1:
         raise config.error("moe_layer_freq", "only 1 is supported")
     inner = config.positive("moe_intermediate_size")
     name = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
@@ -283,7 +377,9 @@ def _deepseek(config: Fields, num_dense: int, renormalise: bool, **router: Any) 
         **counts(config, name),
         intermediate_size=inner,
         norm_topk_prob=renormalise,
-        mlp_only_layers=_dense_layers(config, num_dense),
+        mlp_only_layers=_dense_layers(config, num_dense)
+        if sparse is None
+        else tuple(layer for layer, has_experts in enumerate(sparse) if not has_experts),
         router=RouterConfig(**router),
         shared_size=inner * config.count("n_shared_experts", 0),
     )
@@ -295,9 +391,11 @@ def _dense_layers(config: Fields, default: int) -> tuple[int, ...]:
     if kinds is None:
         return tuple(range(config.count("first_k_dense_replace", default)))
     layers = config.positive("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+    further = config.count("num_nextn_predict_layers", 0)
+    has_length = isinstance(kinds, list) and len(kinds) in (layers, layers + further)
+    if not has_length or set(kinds) - {"dense", "sparse"}:
         raise config.error("mlp_layer_types", f"expected {layers} times dense or sparse")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return tuple(layer for layer, kind in enumerate(kinds[:layers]) if kind == "dense")
 
 
 def _check_scoring(config: Fields, only: str, *same: str) -> None:

@@ -104,6 +104,14 @@ class Family:
         """The rotation, of one kind of layers if there are several; see `rope_config`."""
         return rope_config(self.fields, kind=kind, **options)
 
+    def q_growth(self) -> tuple[float, int] | None:
+        """See `AttentionConfig.q_growth`: Llama 4's, as Mistral's files name it."""
+        values = self.fields.section("rope_parameters")
+        if values.get("llama_4_scaling_beta") is None:
+            return None
+        original = values.positive("original_max_position_embeddings")
+        return values.number("llama_4_scaling_beta"), original
+
     def kinds(self, default: Callable[[int], str], windowed: str = SLIDING) -> tuple[str, ...]:
         """Whether each layer's attention is full or has a window.
 
@@ -114,8 +122,10 @@ class Family:
         listed, count = self.fields.get("layer_types"), self.num_layers
         if listed is None:
             return tuple(default(layer) for layer in range(count))
-        if not isinstance(listed, list) or len(listed) != count:
+        further = self.fields.count("num_nextn_predict_layers", 0)
+        if not isinstance(listed, list) or len(listed) not in (count, count + further):
             raise self.fields.error("layer_types", f"expected a list of {count} kinds of attention")
+        listed = listed[:count]
         other = next((kind for kind in listed if kind not in (FULL, windowed)), None)
         if other is not None:
             raise self.fields.error("layer_types", f"{other!r} is not supported")
@@ -139,6 +149,36 @@ class Family:
             known = ", ".join(kinds)
             raise self.fields.error(name, f"expected a list of kinds of layers ({known})")
         return tuple(kinds[word] for word in words)
+
+    def switches(self, name: str) -> tuple[bool, ...] | None:
+        """A list of 0 or 1 by layer, which may go on for further layers; None if absent."""
+        if name not in self.fields:
+            return None
+        listed, count = self.fields.indices(name), self.num_layers
+        if len(listed) < count or set(listed) - {0, 1}:
+            raise self.fields.error(name, f"expected {count} times 0 or 1")
+        return tuple(map(bool, listed[:count]))
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers from 0 by layer, of which null is 0; empty if absent."""
+        listed = self.fields.get(name)
+        if listed is None:
+            return ()
+        if not isinstance(listed, list) or len(listed) < self.num_layers:
+            raise self.fields.error(name, f"expected {self.num_layers} numbers")
+        return tuple(
+            self.fields.replaced(**{name: value}).number(name) if value else 0.0
+            for value in listed[: self.num_layers]
+        )
+
+    def of_layer(self, name: str, layer: int, default: float) -> float:
+        """A number of a list by layer, or one for all."""
+        listed = self.fields.get(name)
+        return (
+            self.numbers(name)[layer]
+            if isinstance(listed, list)
+            else self.fields.number(name, default)
+        )
 
     def rotated_layers(self, interval: int = 4) -> tuple[bool, ...]:
         """Which layers rotate: those that the file lists, or all but every fourth."""
@@ -244,6 +284,15 @@ class Family:
         )
         check_shape(config, fields)
         return config
+
+
+def mistral_names() -> NamesConfig:
+    """Names in Mistral's models that also take images."""
+    return NamesConfig(
+        bodies=("model.language_model", "language_model.model", "model"),
+        heads=("lm_head", "language_model.lm_head"),
+        left_out=VISION,
+    )
 
 
 def behind(num_layers: int) -> tuple[str, ...]:

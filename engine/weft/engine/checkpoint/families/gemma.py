@@ -54,6 +54,16 @@ def read_gemma2(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
 
 
+def read_vault_gemma(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """VaultGemma: Gemma 2 without norms behind its blocks."""
+    config = read_gemma2(raw, generation, where)
+    assert config.decoder is not None, "it is made of parts"
+    names = replace(config.names, feed_norm=_FEED_NORM)
+    return replace(config, decoder=replace(config.decoder, order="before"), names=names)
+
+
 def read_gemma3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Gemma 3 (arXiv 2503.19786), text: normalised heads; layers with a window rotate by a base of
     their own.

@@ -40,6 +40,24 @@ def read_glm4_moe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     return family.config(decoder, head_dim=dim, names=names, moe=moe, kv_heads=8, mtp=head)
 
 
+def read_solar(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Solar Open: heads rotated whole, experts in every layer."""
+    family = Family(raw, generation, where)
+    fields, dim, norm = family.fields, family.head_dim(128), family.rms(eps=1e-5)
+    bias = fields.flag("attention_bias", False)
+    layer = AttentionConfig(
+        rope=family.rope(theta=1e6, partial=1.0), scale=dim**-0.5, qkv_bias=bias
+    )
+    decoder = DecoderConfig(
+        norm=norm,
+        layers=same(layer, family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
+    )
+    moe = deepseek_v3_experts(fields, num_dense=0)
+    inner = moe.intermediate_size
+    return family.config(decoder, head_dim=dim, kv_heads=8, moe=moe, intermediate_size=inner)
+
+
 def read_dots1(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """dots.llm1 (arXiv 2506.05767): normalised heads."""
     family = Family(raw, generation, where)

@@ -58,7 +58,7 @@ def read_llama4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     decoder = DecoderConfig(
         norm=family.rms(eps=1e-5),
         layers=layers,
-        mlp=MlpConfig(activation=family.activation(), sizes=(inner,) * family.num_layers),
+        mlp=MlpConfig(activation=family.activation()),
     )
     names = NamesConfig(
         bodies=("model.language_model", "language_model.model", "model"),
@@ -69,5 +69,11 @@ def read_llama4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: st
     )
     window = None if length is None else family.window(kinds, length=length)
     return family.config(
-        decoder, head_dim=dim, window=window, names=names, kv_heads=8, moe=llama4_experts(fields)
+        decoder,
+        head_dim=dim,
+        window=window,
+        names=names,
+        kv_heads=8,
+        moe=llama4_experts(fields),
+        intermediate_size=inner,
     )

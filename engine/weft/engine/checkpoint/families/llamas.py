@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow
-from weft.engine.checkpoint.families.family import FULL, SLIDING, VISION, Family, same
+from weft.engine.checkpoint.families.deepseek import read_mistral4
+from weft.engine.checkpoint.families.family import FULL, SLIDING, Family, mistral_names, same
 from weft.engine.checkpoint.mtp_config import MtpConfig, mimo_head
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
 from weft.engine.checkpoint.rope import RopeConfig
@@ -87,6 +88,15 @@ def read_arcee(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
     return _alike(family, family.head_dim(), family.rope(), biases, mlp=mlp, eps=1e-5)
 
 
+def read_cwm(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """CWM: windows in three of four layers."""
+    family = Family(raw, generation, where)
+    kinds = family.kinds(lambda layer: SLIDING if layer % 4 else FULL)
+    dim, rope = family.head_dim(128), family.rope(theta=1e6)
+    window = family.window(kinds, 8192)
+    return _alike(family, dim, rope, window=window, eps=1e-5, kv_heads=8)
+
+
 def read_ministral(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
@@ -117,27 +127,27 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     section = "text_config" if "text_config" in raw else None
     family = Family(raw, generation, where, section)
     fields = family.fields
+    if fields.get("model_type") == "mistral4":
+        return read_mistral4(raw, generation, where)
     if fields.text("model_type", "mistral") not in ("mistral", "ministral3"):
         raise fields.error("model_type", f"{fields.get('model_type')!r} is not supported")
     is_ministral = fields.get("model_type") == "ministral3"
     if is_ministral and not (fields.get("rope_parameters") or fields.get("rope_scaling")):
         raise fields.error("rope_parameters", "is missing")
-    rope, values = family.rope(theta=1e6), fields.section("rope_parameters")
-    growth = None
-    if values.get("llama_4_scaling_beta") is not None:
-        original = values.positive("original_max_position_embeddings")
-        growth = (values.number("llama_4_scaling_beta"), original)
+    rope = family.rope(theta=1e6)
     kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
-    names = NamesConfig(
-        bodies=("model.language_model", "language_model.model", "model"),
-        heads=("lm_head", "language_model.lm_head"),
-        left_out=VISION,
-    )
     dim = family.head_dim(128 if section is not None else None)
     return _alike(
-        family, dim, rope, {"q_growth": growth}, window=family.window(kinds), names=names, eps=1e-5,
-        kv_heads=8, is_tied=False,
-    )  # fmt: skip
+        family,
+        dim,
+        rope,
+        {"q_growth": family.q_growth()},
+        window=family.window(kinds),
+        names=mistral_names(),
+        eps=1e-5,
+        kv_heads=8,
+        is_tied=False,
+    )
 
 
 def _gated(family: Family, bias: bool) -> MlpConfig:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -23,6 +24,7 @@ from weft.engine.checkpoint.recurrent_config import (
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM, place_in_pools, vocabulary_size
 from weft.engine.model.layers.attention import Attention, Gate, attention_spec, o_spec, qkv_spec
+from weft.engine.model.layers.beside import BesideNorms, ExpertsBesideMLP
 from weft.engine.model.layers.delta_attention import DeltaAttention
 from weft.engine.model.layers.gated_conv import GatedConv
 from weft.engine.model.layers.gated_delta import GatedDelta
@@ -145,6 +147,9 @@ def _layer(
     if of_feed is None:
         return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
     between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
+    feed = _feed(config, parts, index, of_feed)
+    if isinstance(feed, ExpertsBesideMLP):
+        between = None  # It has norms of its own.
     is_behind = order in ("after", "around")
     last, last_post = _per_layer_part(config, parts, index, own)
     form = Form(
@@ -156,7 +161,7 @@ def _layer(
         last_post,
         own.read([TensorSlice("layer_scalar", (1,))]) if parts.has_layer_factors else None,
     )
-    return Layer(index, before, mixer, between, _feed(config, parts, index, of_feed), form)
+    return Layer(index, before, mixer, between, feed, form)
 
 
 def _per_layer_part(
@@ -246,21 +251,20 @@ def _attention(
         changes += [] if change is None else [change]
     spec = _spec(config, index, layer, weights)
     gate = None if layer.gate is None else _gate(layer.gate, heads[0], value_dim, hidden, weights)
+    qkv = qkv_spec(
+        hidden,
+        *heads,
+        bias=layer.qkv_bias,
+        fused=names.qkv,
+        value_dim=value_dim,
+        v_name="k_proj" if layer.is_value_key else "v_proj",
+        has_gate=gate is not None and gate.proj is None,
+    )
     return Attention(
         spec,
         index,
         rotary.cos_sin,
-        qkv_proj=weights.linear(
-            qkv_spec(
-                hidden,
-                *heads,
-                bias=layer.qkv_bias,
-                fused=names.qkv,
-                value_dim=value_dim,
-                v_name="k_proj" if layer.is_value_key else "v_proj",
-                has_gate=gate is not None and gate.proj is None,
-            )
-        ),
+        qkv_proj=weights.linear(qkv),
         o_proj=weights.linear(o_spec(hidden, heads[0], value_dim, bias=layer.o_bias, name=names.o)),
         q_norm=norms[0],
         k_norm=norms[1],
@@ -296,7 +300,7 @@ def _gate(gate: GateConfig, heads: int, dim: int, hidden: int, weights: Weights)
     if gate.name is None:
         return Gate(activation=gate.activation)
     rows = heads if gate.is_by_head else heads * dim
-    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,))
+    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,), is_gate=True)
     return Gate(weights.linear(spec), gate.activation)
 
 
@@ -361,11 +365,30 @@ def _feed(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weight
         down = f"{names.down}.weight"
         found = next((feed for feed in feeds if feed.has(down)), feeds[-1])
         return _mlp(config, parts, index, found)
+    if moe.is_beside_mlp:
+        return _experts_beside(config, parts, moe, index, weights)
     router = f"{names.moe.router}.weight"
     found = next((feed for feed in feeds if feed.has(router)), feeds[0])
     if not moe.is_gated:
         return PlainSparseMLP.read(moe, config.hidden_size, found, names.moe)
-    return SparseMLP.read(moe, index, config.hidden_size, found, names.moe)
+    return SparseMLP.read(moe, index, config.hidden_size, found, names.moe, weights)
+
+
+def _experts_beside(
+    config: ModelConfig, parts: DecoderConfig, moe: MoEConfig, index: int, weights: Weights
+) -> ExpertsBesideMLP:
+    hidden, names = config.hidden_size, config.names
+    experts = SparseMLP.read(moe, index, hidden, weights, names.moe)
+    mlp = _mlp(config, parts, index, weights.at(names.feeds[-1]))
+    assert isinstance(mlp, PlainMLP), "families with experts beside have a GELU"
+    scale = weights.read([TensorSlice("router.scale", (hidden,))], dtype=torch.float32)
+    post = names.feed_post
+    of_parts = (names.feed_norm, f"{post}_1", f"{names.feed_norm}_2", f"{post}_2")
+    read = (read_norm(parts.norm, weights, name, hidden) for name in of_parts)
+    router = Norm(scale * hidden**-0.5, parts.norm.eps)
+    before, behind, before_experts, behind_experts = read
+    norms = BesideNorms(before, behind, before_experts, behind_experts, router)
+    return ExpertsBesideMLP(mlp, experts, norms)
 
 
 def _mlp(config: ModelConfig, parts: DecoderConfig, index: int, weights: Weights) -> FeedForward:

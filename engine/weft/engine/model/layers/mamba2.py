@@ -91,7 +91,7 @@ class Mamba2(RecurrentMixer):
 
         def of_channels(whole: torch.Tensor) -> torch.Tensor:
             """Of x, B and C."""
-            kinds = torch.split(whole, widths[1:4])
+            kinds = torch.split(whole, list(widths[1:4]))
             return torch.cat([of_rank(kind) for kind in kinds])
 
         conv = read_taps(weights, "conv1d", channels, config.taps)

@@ -49,6 +49,7 @@ class SparseMLP:
         hidden: int,
         weights: Weights,
         names: MoENamesConfig = MoENamesConfig(),  # noqa: B008 - frozen
+        beside: Weights | None = None,
     ) -> SparseMLP:
         """Reads the router and all experts.
 
@@ -58,12 +59,14 @@ class SparseMLP:
             hidden: Width of the stream.
             weights: Parameters of the block.
             names: Names of the parameters.
+            beside: Parameters of the layer, where the shared experts may be.
         """
         router = LinearSpec(
             names=(names.router,),
             in_features=hidden,
             rows=(config.num_experts,),
             bias=config.router.has_bias,
+            is_gate=True,
         )
         gate_up = gate_up_spec(hidden, config.intermediate_size, names=names.gate_up)
         experts = ExpertSpec(
@@ -85,10 +88,11 @@ class SparseMLP:
         )
         if not config.shared_size:
             return cls(layer, weight)
-        shared = _shared(config, layer, hidden, weights.at(names.shared), names)
+        around = beside if names.is_shared_outside and beside is not None else weights
+        shared = _shared(config, layer, hidden, around.at(names.shared), names)
         if not config.has_shared_gate:
             return cls(layer, weight, shared)
-        gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,))
+        gate = LinearSpec(names=(names.shared_gate,), in_features=hidden, rows=(1,), is_gate=True)
         return cls(layer, weight, shared, weights.linear(gate))
 
     def __call__(self, x: Normed, step: Step) -> Combine | SharedCombine:
@@ -138,6 +142,10 @@ def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> R
         axes = (1,) * names.correction_axes
         part = TensorSlice(names.correction, (*axes, config.num_experts))
         correction = weights.tensor(part, torch.float32).view(config.num_experts)
+    factors = None
+    if router.has_factors:
+        part = TensorSlice(names.factors, (config.num_experts,))
+        factors = weights.tensor(part, torch.float32)
     return RouterForm(
         is_sigmoid=router.scores == "sigmoid",
         correction=correction,
@@ -147,4 +155,6 @@ def router_form(config: MoEConfig, weights: Weights, names: MoENamesConfig) -> R
         least_sum=router.least_sum,
         scale=router.scale,
         scales_input=router.scales_input,
+        softcap=router.softcap,
+        factors=factors,
     )

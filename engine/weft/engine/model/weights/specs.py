@@ -69,10 +69,19 @@ class LinearSpec:
     them fused.
     """
 
+    is_gate: bool = False
+    """Whether it is a router or a gate, which checkpoints may leave in floats without saying so."""
+
     @property
     def modules(self) -> tuple[str, ...]:
         """Submodules as the checkpoint has them."""
         return self.names if self.fused is None else (self.fused,)
+
+    @property
+    def parts(self) -> tuple[LinearSpec, ...]:
+        """Each projection as a product of its own."""
+        pairs = zip(self.names, self.rows, strict=True)
+        return tuple(replace(self, names=(name,), rows=(rows,)) for name, rows in pairs)
 
     def last(self, count: int) -> LinearSpec:
         """The product of the last `count` projections alone."""
@@ -155,8 +164,9 @@ class ExpertSpec:
     """Gate and up projection of each expert."""
     down: LinearSpec
     """Down projection of each expert."""
-    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    """Names of the tensors of all experts, in checkpoints that stack them."""
+    stacked: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    """Names of the tensors of all experts, in checkpoints that stack them; gate and up may be two.
+    """
     is_transposed: bool = False
     """Stacked tensors are [experts, columns, rows]."""
     is_interleaved: bool = False

@@ -16,7 +16,7 @@ from weft.common.rpc.start import StartProgress, progress_of
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
 from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
-from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup
+from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
@@ -428,20 +428,16 @@ def _layout(info: worker_pb2.GetInfoResponse) -> str:
     """Name of the layout in namespaces; empty if not reported."""
     if not info.planes or not all(plane.parts for plane in info.planes):
         return ""
-    groups = [
-        PageGroup(
-            (
-                PagedPlane(
-                    name=plane.name,
-                    layers=plane.layers,
-                    heads=plane.heads,
-                    dim=plane.parts[0].dim,
-                    dtype=plane.parts[0].dtype,
-                    parts=tuple(part.name for part in plane.parts),
-                    draft=plane.draft_digest.hex(),
-                ),
-            )
+    planes = [
+        PagedPlane(
+            name=plane.name,
+            layers=plane.layers,
+            heads=plane.heads,
+            dim=plane.parts[0].dim,
+            dtype=plane.parts[0].dtype,
+            parts=tuple(part.name for part in plane.parts),
+            draft=plane.draft_digest.hex(),
         )
         for plane in info.planes
     ]
-    return CacheLayout(info.page_size, tuple(groups)).describe()
+    return CacheLayout.of_planes(planes, info.page_size).describe()

@@ -81,6 +81,73 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "per_layer_config": {"1": {"head_dim": 24}, "4": {"head_dim": 24}},
+            "sliding_window": 24,
+            "num_hidden_layers": 5,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+            ],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 259,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4-keys": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 1}},
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding",) * 3 + ("full",)],
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "per_layer_config": {"1": {"head_dim": 24}},
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "step3": (
+        "step3p7",
+        {
+            "text_config": {
+                **SIZES,
+                "head_dim": 16,
+                "num_key_value_heads": 2,
+                "layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 2],
+                "mlp_layer_types": ["dense", "sparse"] * 2,
+                "sliding_window": 24,
+                "num_sliding_attention_heads": 4,
+                "n_routed_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "share_expert_dim": 56,
+                "moe_router_scaling_factor": 2.0,
+                "swiglu_limits": [0.0, 0.5, 0.0, 0.0],
+                "swiglu_limits_shared": [0.7, 0.4, 0.0, 0.0],
+            },
+            "vision_config": {**_SIGLIP, "model_type": "step3p5_vision"},
+        },
+    ),
+    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 24}),
+    "cwm": ("cwm", {"head_dim": 16, "sliding_window": 24}),
     "phi3": (
         "phi3",
         {
@@ -133,6 +200,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral3",
         {
             "text_config": {**SIZES, "model_type": "mistral", "head_dim": 16},
+            "vision_config": _PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral4": (
+        "mistral3",
+        {
+            "text_config": {
+                **SIZES,
+                "model_type": "mistral4",
+                "num_key_value_heads": 6,
+                "q_lora_rank": 20,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 12,
+                "n_group": 3,
+                "topk_group": 2,
+                "n_routed_experts": 9,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "first_k_dense_replace": 1,
+                "rope_parameters": {
+                    **_YARN,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
             "vision_config": _PIXTRAL,
             "tie_word_embeddings": False,
         },
@@ -355,8 +451,16 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
     )
     model = build.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
-    adds_one = any(stem in kind for stem in ("gemma", "qwen3_next", "qwen3_5"))
-    adds_one = adds_one or kind == "nemotron"
+    adds_one = kind in (
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "nemotron",
+        "step3p7",
+        "vaultgemma",
+    )
+    adds_one = adds_one or kind.startswith(("qwen3_next", "qwen3_5"))
     corrections = [each for each in model.named_buffers() if each[0].endswith("bias")]
     with torch.no_grad():
         for key, value in (*model.named_parameters(), *corrections):
@@ -367,6 +471,9 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
                 value.copy_(0.3 * noise)
             else:
                 value.copy_(0.2 * noise + (0.0 if adds_one and "linear_attn" not in key else 1.0))
+        for key, value in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                value.copy_(1.0 + 0.3 * torch.randn(value.shape, generator=generator))
     model.save_pretrained(path)
     if name == "internlm3":
         # Files of the hub name the class of their own code.

@@ -114,6 +114,10 @@ class QuantisedScheme(ABC):
             for gate_up, down in read_experts(spec, weights):
                 yield self.make(gate_up, weights), self.make(down, weights)
             return
+        if weights.has(spec.stacked[-1]):
+            # One tensor of all experts is no module that the configuration means: floats.
+            yield from read_experts(spec, weights)
+            return
         for number in range(spec.num_experts):
             expert = weights.at(number)
             first, second = (

@@ -45,6 +45,14 @@ class Fp8Scheme(QuantisedScheme):
         scales = torch.cat([self._row_scales(part, weights) for part in parts])
         return Fp8Channels(data, _checked(scales, spec, weights))
 
+    def ignores(self, spec: LinearSpec, weights: Weights) -> bool:
+        """See `QuantisedScheme.ignores`; gates without scales are floats, whatever is listed."""
+        if spec.is_gate and not self.is_made_at_load:
+            scale = self.quantization.scale_name
+            if not any(weights.has(f"{name}.{scale}") for name in spec.modules):
+                return True
+        return super().ignores(spec, weights)
+
     def _row_scales(self, part: TensorSlice, weights: Weights) -> torch.Tensor:
         """[rows of the part]: of a scale for the whole projection, the same for all."""
         name, rows = self._scale_name(part), part.shape[0]

@@ -65,14 +65,16 @@ def packed_experts(
 
 def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The shard of each expert's weights, gate with up projection and down projection."""
-    gate_up, down = spec.stacked
-    is_stacked, own = weights.has(gate_up), weights.shard
+    *gate_up, down = spec.stacked
+    is_stacked, own = weights.has(down), weights.shard
+    parts = (spec.gate_up,) if len(gate_up) == 1 else spec.gate_up.parts
     for number in range(spec.num_experts):
         if is_stacked:
-            yield (
-                _of_stack(gate_up, spec.gate_up, number, spec, weights),
-                _of_stack(down, spec.down, number, spec, weights),
-            )
+            both = [
+                _of_stack(name, part, number, spec, weights)
+                for name, part in zip(gate_up, parts, strict=True)
+            ]
+            yield torch.cat(both), _of_stack(down, spec.down, number, spec, weights)
         else:
             expert = weights.at(number)
             yield expert.read(spec.gate_up.weights(own)), expert.read(spec.down.weights(own))

@@ -1,0 +1,48 @@
+"""A mixture of experts beside the MLP of a layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.engine.model.layers.mlp import PlainMLP
+from weft.engine.model.layers.moe import SparseMLP
+from weft.engine.model.step import Step
+from weft.kernels.lora import LoraStep
+from weft.kernels.norm import AnyNorm
+from weft.kernels.stream import Combine, Computed, Normed, Stream
+
+
+class BesideNorms(NamedTuple):
+    """Norms before and behind both parts, and before the router."""
+
+    mlp: AnyNorm
+    mlp_post: AnyNorm
+    experts: AnyNorm
+    experts_post: AnyNorm
+    router: AnyNorm
+
+
+class ExpertsBesideMLP:
+    """The sum of an MLP and of routed experts, each normalised by itself: Gemma 4's
+    `FeedForward`. It reads the stream as it is.
+    """
+
+    def __init__(self, mlp: PlainMLP, experts: SparseMLP, norms: BesideNorms) -> None:
+        self._mlp, self._experts, self._norms = mlp, experts, norms
+
+    def __call__(self, x: Normed, step: Step) -> Computed:
+        """See `FeedForward`."""
+        norms, hidden, stream = self._norms, x.value, Stream(x.value)
+        mlp = stream.computed(self._mlp(Normed(norms.mlp(hidden)), step))
+        routed = self._experts(Normed(norms.experts(hidden)), step)
+        assert isinstance(routed, Combine), "there are no shared experts"
+        routed = routed._replace(router_x=Normed(norms.router(hidden)))
+        return Computed(norms.mlp_post(mlp) + norms.experts_post(stream.computed(routed)))
+
+    def folds(self, rows: int, lora: LoraStep | None) -> bool:
+        """See `Mixer.folds`."""
+        return False
+
+    def shape_key(self) -> object:
+        """See `Mixer.shape_key`."""
+        return ExpertsBesideMLP, self._mlp.shape_key(), self._experts.shape_key()

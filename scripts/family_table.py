@@ -1,0 +1,133 @@
+"""Writes docs/reference/architectures.md: what was shown of every architecture, and its files.
+
+pytest --full tests/engine/models/test_family_table.py --junitxml=results.xml
+python scripts/family_table.py results.xml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from weft.engine.checkpoint.architectures import configuration_reader
+from weft.engine.checkpoint.config import ModelConfig
+from weft.testing.models.family_configs import family_configs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reference" / "architectures.md"
+COLUMNS = (
+    "float32 tokens", "bfloat16 near-ties", "chunked prefill", "prefix hit", "P/D over NIXL",
+    "n-gram drafts", "LoRA", "FP8 layout",
+)  # fmt: skip
+FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
+_RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}
+
+
+def cells(results: Path) -> dict[str, dict[str, str]]:
+    """By architecture and column: yes, failed, or `refused: reason`."""
+    table: dict[str, dict[str, str]] = defaultdict(dict)
+    for case in ElementTree.parse(results).iter("testcase"):
+        said = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+        if "column" not in said:
+            continue
+        has_failed = case.find("failure") is not None or case.find("error") is not None
+        found = f"refused: {said['refused']}" if "refused" in said else "yes"
+        found = "failed" if has_failed else found
+        row, column = table[said["architecture"]], said["column"]
+        before = row.get(column, "-")
+        if _RANK[found.split(":")[0]] > _RANK[before.split(":")[0]]:
+            row[column] = found
+    return table
+
+
+def feature_lines(table: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """The table of features."""
+    yield f"| architecture | {' | '.join(COLUMNS)} |"
+    yield f"| --- |{' --- |' * len(COLUMNS)}"
+    for architecture in sorted(table):
+        row = (table[architecture].get(column, "-") for column in COLUMNS)
+        yield f"| {architecture} | {' | '.join(row)} |"
+
+
+def file_lines() -> Iterator[str]:
+    """The table of files."""
+    yield "| file | lines |"
+    yield "| --- | --- |"
+    base = ROOT / "engine" / "weft" / "engine"
+    for folder in FOLDERS:
+        for path in sorted((base / folder).glob("*.py")):
+            count = len(path.read_text().splitlines())
+            if count > 1:
+                yield f"| {path.relative_to(base)} | {count} |"
+
+
+def parts_of(record: Any) -> Iterator[str]:
+    """The parts that a configuration asks for: fields that are not at their defaults."""
+    for field in fields(record):
+        value, name = getattr(record, field.name), f"{type(record).__name__}.{field.name}"
+        values = value if isinstance(value, tuple) else (value,)
+        for inner in (one for one in values if is_dataclass(one)):
+            yield from parts_of(inner)
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if default is not MISSING and value != default:
+            yield name
+
+
+def users() -> dict[str, set[str]]:
+    """The readers that use each part, in the models that tests make."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for raw in family_configs().values():
+        config = ModelConfig.from_dict(raw)
+        reader = configuration_reader(config.architecture)
+        if config.decoder is None or reader is None:
+            continue
+        records = [config.decoder, config.moe, config.latent]
+        for part in {p for record in records if record is not None for p in parts_of(record)}:
+            found[part].add(reader.__module__.rpartition(".")[2])
+    return found
+
+
+def lone_lines() -> Iterator[str]:
+    """The table of parts that only one family has."""
+    yield "| part | its user |"
+    yield "| --- | --- |"
+    for part, readers in sorted(users().items()):
+        if len(readers) == 1 and not part.startswith("RopeConfig."):
+            yield f"| {part} | {next(iter(readers))} |"
+
+
+def page(results: Path) -> str:
+    """The page."""
+    parts = (
+        "# Architectures",
+        "Made by `scripts/family_table.py` from a run of tests/engine/models/test_family_table.py.",
+        "## Features",
+        "\n".join(feature_lines(cells(results))),
+        "## Files",
+        "\n".join(file_lines()),
+        "## Parts without a second user",
+        "\n".join(lone_lines()),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Writes the page; exit status 1 if a cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="JUnit XML of the tests")
+    text = page(parser.parse_args().results)
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(text)
+    return int("| failed |" in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Every architecture with every feature, for the table that `scripts/family_table.py` makes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.loop.llm import LLM
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.float32_reference import BFLOAT16_ULPS
+from weft.testing.models.fp8_models import LAYOUTS, fp8_copy
+from weft.testing.models.lora_reference import PeftModels
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.reference_models import make_reference
+
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("single_thread")]
+
+PAGE, NUM_NEW = 8, 16
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "qwen2": ("qwen2", {"head_dim": None}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": (
+        "qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
+    ),
+}  # fmt: skip
+OF_REFERENCES = BASES | MOE_FAMILIES
+NAMES = [*OF_REFERENCES, *FAMILIES]
+Record = Callable[[str, object], None]
+
+
+class Case(NamedTuple):
+    """A model of both."""
+
+    path: Path
+    reference: Any
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    """What the reference goes on with, in float32."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration as it is served."""
+        return ModelConfig.load(self.path)
+
+
+def written(name: str, path: Path, seed: int) -> Any:
+    """Writes a model; the same in transformers."""
+    if name in OF_REFERENCES:
+        kind, overrides = OF_REFERENCES[name]
+        return make_reference(kind, path, seed, **overrides)
+    return loaded(make_family(name, path, seed))
+
+
+def loaded(path: Path) -> Any:
+    """A model directory in transformers."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    build: Any = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        build = transformers.AutoModelForImageTextToText
+    return build.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def greedy(reference: Any, prompt: list[int]) -> list[int]:
+    tokens = torch.tensor([prompt])
+    for _ in range(NUM_NEW):
+        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
+        tokens = torch.cat([tokens, best], dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(params=NAMES, scope="module")
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Case:
+    path = tmp_path_factory.mktemp(request.param) / "model"
+    reference = written(request.param, path, seed)
+    prompts = [[random.randrange(3, 250) for _ in range(count)] for count in (5, 21, 90)]
+    prompts.append(prompts[1][:PAGE] * 3)
+    return Case(path, reference, prompts, [greedy(reference, prompt) for prompt in prompts])
+
+
+@contextmanager
+def cell(case: Case, column: str, record: Record, refusal: str = "") -> Iterator[None]:
+    """Names the cell that a test fills; with a refusal the body must end in such an error."""
+    record("architecture", case.config.architecture)
+    record("column", column)
+    if not refusal:
+        yield
+        return
+    with pytest.raises((ConfigError, ModelError), match=refusal) as raised:
+        yield
+    record("refused", str(raised.value).rpartition(": ")[2])
+
+
+def answers(case: Case, model: Path | None = None, **settings: Any) -> list[list[int]]:
+    """Greedy tokens of an engine, of the prompts asked twice, which must be alike."""
+    stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+    defaults = {"dtype": "float32", "page_size": PAGE, "num_pages": 120}
+    with LLM(model or case.path, **(defaults | settings)) as llm:
+        params = SamplingParams(temperature=0.0)
+        return [sample.token_ids for sample in llm.generate(case.prompts, params, stop)]
+
+
+def test_float32_tokens(case: Case, record_property: Record) -> None:
+    with cell(case, "float32 tokens", record_property):
+        assert answers(case) == case.tokens
+
+
+def test_bfloat16_near_ties(case: Case, record_property: Record) -> None:
+    """Each token is the choice of float32 with rounded weights, or within a near-tie of it."""
+    with cell(case, "bfloat16 near-ties", record_property):
+        rounded = copy.deepcopy(case.reference).to(torch.bfloat16).float()
+        gaps = []
+        for prompt, tokens in zip(case.prompts, answers(case, dtype="bfloat16"), strict=True):
+            ids = torch.tensor([prompt + tokens[:-1]])
+            with torch.inference_mode():
+                logits = rounded(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+            best = logits.max(dim=-1).values
+            chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+            ulp = 2.0 ** (torch.floor(torch.log2(logits.abs().amax(dim=-1))) - 7)
+            gaps += ((best - chosen) / ulp).tolist()
+        far = sum(gap > BFLOAT16_ULPS for gap in gaps)
+        # Where two experts are nearly alike, rounding decides which one is asked.
+        assert far <= (0.1 * len(gaps) if case.config.moe is not None else 0), sorted(gaps)[-5:]
+
+
+def test_chunked_prefill(case: Case, record_property: Record) -> None:
+    with cell(case, "chunked prefill", record_property):
+        assert answers(case, prefill_chunk_tokens=2 * PAGE) == case.tokens
+
+
+def test_prefix_hit(case: Case, record_property: Record) -> None:
+    with cell(case, "prefix hit", record_property):
+        stop = StopCriteria(max_tokens=NUM_NEW, ignore_eos=True)
+        params = SamplingParams(temperature=0.0)
+        with LLM(case.path, dtype="float32", page_size=PAGE, num_pages=120) as llm:
+            for _ in range(2):
+                samples = llm.generate(case.prompts, params, stop)
+            assert [sample.token_ids for sample in samples] == case.tokens
+            assert llm.engine.counters()["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.needs("nixl")
+def test_prefill_apart_over_nixl(case: Case, record_property: Record) -> None:
+    with cell(case, "P/D over NIXL", record_property):
+        clock = ManualClock()
+        settings = {"transport": "nixl"}
+        owner, filler = (
+            make_engine(case.path, role, clock, **settings) for role in ("decode", "prefill")
+        )
+        pair = EnginePair(owner, [filler], clock)
+        try:
+            asked = [pair.submit(prompt, NUM_NEW) for prompt in case.prompts]
+            assert pair.finish(*asked) == case.tokens
+            (fill,) = pair.answers[asked[2]].finished[0].timeline.fills
+            assert (fill.accepted_tokens, fill.failure) == (89 // PAGE * PAGE, "")
+            pair.settle()
+        finally:
+            pair.close()
+
+
+def test_ngram_drafts(case: Case, record_property: Record) -> None:
+    with cell(case, "n-gram drafts", record_property):
+        assert answers(case, drafter="ngram") == case.tokens
+
+
+def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
+    """Of attention, for the first prompts of a batch with and without the adapter."""
+    refusal = "" if case.config.has_equal_layers else "products of different shapes"
+    if not refusal and hasattr(case.reference.config, "vision_config"):
+        pytest.skip("PEFT's tests load what AutoModelForCausalLM builds")
+    with cell(case, "LoRA", record_property, refusal):
+        if refusal:
+            answers(case, enable_lora=True)
+        models = PeftModels(case.path, tmp_path)
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        names = [name for name, _ in case.reference.named_modules()]
+        targets = [t for t in targets if any(name.endswith(t) for name in names)] or ["qkv_proj"]
+        if case.config.latent is not None:
+            targets = ["o_proj"]
+        digest = models.add(7, r=5, target_modules=targets)
+        settings = {"dtype": "float32", "page_size": PAGE, "num_pages": 64}
+        stop = StopCriteria(max_tokens=8, ignore_eos=True)
+        with LLM(case.path, enable_lora=True, **settings) as llm:
+            assert llm.load_adapter(models.directories[digest]) == digest
+            (sample,) = llm.generate(
+                case.prompts[1:2], stop=stop, top_logprobs=5, adapters=[digest]
+            )
+            models.check(digest, case.prompts[1], sample)
+
+
+def test_quantised_layout(case: Case, record_property: Record, tmp_path: Path) -> None:
+    """FP8 in blocks, of a configuration that lists no modules; projections that share rows or a
+    tensor of all experts stay in floats.
+    """
+    with cell(case, "FP8 layout", record_property):
+        if not (case.path / "model.safetensors").exists():
+            pytest.fail("the model is in several files")
+        config = {k: v for k, v in LAYOUTS["blocks"].items() if k != "modules_to_not_convert"}
+        path, floats = fp8_copy(case.path, tmp_path / "fp8", "blocks", config)
+        fields = json.loads((path / "config.json").read_text())
+        assert fields["quantization_config"]["quant_method"] == "fp8"
+        reference = loaded(floats)
+        expected = [greedy(reference, prompt) for prompt in case.prompts]
+        assert answers(case, path) == expected

@@ -1,0 +1,97 @@
+"""Small random models of the families with experts, as transformers configures them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
+LOCAL = {"num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 44}
+DEEPSEEK = {
+    "head_dim": None, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 20, "num_experts_per_tok": 3, "moe_intermediate_size": 44,
+    "n_shared_experts": 2, "n_routed_experts": 7, "first_k_dense_replace": 1,
+    "num_key_value_heads": 6,
+}  # fmt: skip
+GLM = {
+    "n_routed_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 44,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+}  # fmt: skip
+MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", LOCAL),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {**MOE, "head_dim": None, "num_hidden_layers": 4, "shared_expert_intermediate_size": 60,
+         "decoder_sparse_step": 2, "hidden_size": 144},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, "q_lora_rank": 40, "n_group": 4, "topk_group": 2, "n_routed_experts": 8,
+         "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
+    ),
+    "deepseek-v2-lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": "none"}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": 40, "n_group": 3, "topk_group": 2, "n_routed_experts": 9,
+         "routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2,
+         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.9,
+                             "mscale_all_dim": 0.7, "original_max_position_embeddings": 128}},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 40, "n_routed_experts": 6}),
+    "gpt-oss": (
+        "gpt_oss",
+        {**LOCAL, "sliding_window": 20, "num_hidden_layers": 4, "max_position_embeddings": 512,
+         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                             "original_max_position_embeddings": 128}},
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        {**GLM, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1},
+    ),
+    "dots1": ("dots1", {**GLM, "n_group": 3, "topk_group": 2, "norm_topk_prob": True,
+                        "sliding_window": 20, "max_window_layers": 2}),
+    "minimax-m2": (
+        "minimax_m2",
+        {**LOCAL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                      "partial_rotary_factor": 0.5}},
+    ),
+    "olmoe": ("olmoe", {**MOE, "intermediate_size": 44, "head_dim": None}),
+    "ernie": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 44, "num_hidden_layers": 4,
+         "moe_layer_end_index": 2},
+    ),
+    "granite-moe": (
+        "granitemoe",
+        {**LOCAL, "head_dim": None, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+         "attention_multiplier": 0.3, "logits_scaling": 4.0},
+    ),
+    "hy3": (
+        "hy_v3",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44,
+         "router_scaling_factor": 2.8},
+    ),
+    "llama4": (
+        "llama4_text",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44,
+         "intermediate_size_mlp": 100, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
+         "no_rope_layer_interval": 3, "attention_chunk_size": 20, "floor_scale": 16,
+         "attn_scale": 0.3},
+    ),
+    "mimo": (
+        "mimo_v2_flash",
+        {**MOE, "n_routed_experts": 7, "head_dim": 24, "v_head_dim": 16, "sliding_window": 20,
+         "num_hidden_layers": 4, "num_key_value_heads": 1, "attention_value_scale": 0.7},
+    ),
+    "laguna": (
+        "laguna",
+        {**MOE, "shared_expert_intermediate_size": 60, "num_hidden_layers": 4,
+         "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
+         "num_attention_heads_per_layer": [6, 4, 6, 4], "moe_routed_scaling_factor": 2.0,
+         "moe_router_logit_softcapping": 1.5},
+    ),
+    "solar": ("solar_open", {**GLM, "n_group": 3, "topk_group": 2, "norm_topk_prob": True}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
+}  # fmt: skip
+"""Model types, and overrides for `make_reference`."""
