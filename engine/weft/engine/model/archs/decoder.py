@@ -102,7 +102,7 @@ class Decoder(DecoderOnlyLM):
         assert parts is not None, "its configuration is read by a family"
         attention = replace(parts.attention, first_position=first_position)
         parts = replace(parts, layers=(*parts.layers, attention))
-        config = config if is_sparse else replace(config, moe=None)
+        config = replace(config, decoder=parts, moe=config.moe if is_sparse else None)
         return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
 
     def scale_logits(self, logits: torch.Tensor) -> None:
