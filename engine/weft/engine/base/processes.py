@@ -41,4 +41,5 @@ def give_way_at_once() -> bool:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, os.SCHED_OTHER, 0, nice, 0, LONG_SLICE_NS, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
+    status: int = ctypes.CDLL(None).syscall(number, 0, attributes, 0)
+    return status == 0
