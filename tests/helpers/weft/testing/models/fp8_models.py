@@ -70,7 +70,16 @@ _BY_TENSORS = ("autofp8", "modelopt", "tensor")
 
 def is_rounded(name: str) -> bool:
     """Whether a tensor is the weight of a product in FP8."""
-    ends = ("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".c_fc", "per_layer_input_gate")
+    ends = (
+        "_proj",
+        "_proj_with_mqa",
+        ".w1",
+        ".w2",
+        ".w3",
+        ".c_fc",
+        "per_layer_input_gate",
+        "_projection",
+    )
     return name.endswith(tuple(f"{end}.weight" for end in ends))
 
 
