@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +138,14 @@ def measure(gib: float, repeats: int, device: str) -> dict[str, Any]:
             for way in ways:
                 times[way].append(seconds_of(way, folder, device))
     rates = {way: size / statistics.median(taken) / GIB for way, taken in times.items()}
-    return {"bytes": size, "device": device, "seconds": times, "gib_per_s": rates}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "bytes": size,
+        "device": device,
+        "seconds": times,
+        "gib_per_s": rates,
+    }
 
 
 def main() -> None:
