@@ -161,7 +161,10 @@ def test_states_of_recurrent_layers_are_named_behind_the_pages() -> None:
     layout = CacheLayout(16, pages.groups, states)
     text = "|states=delta;layers=6;parts=state:256:float32,tail:288:bfloat16;rows=hidden:32:float32"
     assert layout.describe() == pages.describe() + text
-    assert (states.block_bytes, states.ring_row_bytes) == (6 * (1024 + 576) + 128, 6 * (192 + 16) + 128)
+    assert (states.block_bytes, states.ring_row_bytes) == (
+        6 * (1024 + 576) + 128,
+        6 * (192 + 16) + 128,
+    )
     of_pages = [kv_pb2.PlanePart(name=name, dim=16, dtype="bfloat16") for name in ("k", "v")]
     of_blocks = [
         kv_pb2.PlanePart(name=part.name, dim=part.size, dtype=part.dtype) for part in parts
