@@ -67,6 +67,11 @@ class GatedRecurrence:
             for name in ("q_norm", "k_norm")
         ]
 
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
     def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """See `Mixer.move`."""
 
