@@ -43,7 +43,6 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("Gemma2", "hidden_activation", {"hidden_activation": "relu"}),
         ("Gemma2", "layer_types", {"layer_types": ["chunked_attention"] * 4}),
         ("Gemma2", "layer_types", {"layer_types": ["full_attention"]}),
-        ("Gemma3", "use_bidirectional_attention", {"use_bidirectional_attention": True}),
         ("Gemma3", "sliding_window", {"sliding_window": -1}),
         ("Phi3", "long_factor", {"rope_scaling": {"type": "longrope", "long_factor": 1.0},
                                  "original_max_position_embeddings": 64}),
