@@ -43,6 +43,18 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "mean",
     ),
+    "bge-m3": (
+        {
+            "model_type": "xlm-roberta",
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "max_position_embeddings": 8194,
+            "type_vocab_size": 1,
+        },
+        "cls",
+    ),
     "qwen3-0.6b": (
         {
             "model_type": "qwen3",
@@ -56,7 +68,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         "lasttoken",
     ),
 }
-LENGTHS = {"8 to 48": (8, 48), "256": (256, 256)}
+LENGTHS = {"8 to 48": (8, 48), "16 to 480": (16, 480), "256": (256, 256)}
 VOCAB = 30_000
 PAD = "[PAD]"
 
@@ -85,7 +97,7 @@ def write_model(shape: str, folder: Path) -> None:
         ],
         "1_Pooling/config.json": {
             "word_embedding_dimension": config.hidden_size,
-            "pooling_mode_cls_token": False,
+            "pooling_mode_cls_token": pooling == "cls",
             "pooling_mode_mean_tokens": pooling == "mean",
             "pooling_mode_lasttoken": pooling == "lasttoken",
         },

@@ -267,6 +267,17 @@ class RecurrenceStruct(ctypes.Structure):
     )
 
 
+class SelectionStruct(ctypes.Structure):
+    """`Selection` of csrc/recurrent.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "b", "c", "dt", "a", "d")),
+        *((name, ctypes.c_void_p) for name in ("states", "out", "cu_lens")),
+        *((name, ctypes.c_int64) for name in ("sequences", "channels", "keys")),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
 class ConvolutionStruct(ctypes.Structure):
     """`Convolution` of csrc/recurrent.h."""
 
@@ -319,6 +330,7 @@ class NativeCpu:
         "rms_norm",
         "rope_and_cache",
         "round_groups",
+        "selective_scan",
         "silu_and_mul",
     )
 
@@ -370,6 +382,7 @@ class NativeCpu:
         self.draft_chain_width = declare("weft_draft_chain_width", long, pointer, long)
         self.draft_chain = declare("weft_draft_chain", integer, *[pointer] * 3, long)
         self.recurrence = declare("weft_recurrence", None, pointer)
+        self.selective_scan = declare("weft_selective_scan", None, pointer)
         self.convolution = declare("weft_convolution", None, pointer)
         self.announce = declare("weft_announce", None, pointer, ctypes.c_uint32)
         self.await_count = declare("weft_await", integer, pointer, ctypes.c_uint32, pointer, long)

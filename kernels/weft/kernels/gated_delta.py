@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
-from weft.kernels.segments import LONGEST, Segments, Wave
+from weft.kernels.segments import LONGEST, Segments, Wave, num_rows_of
 
 _LONGEST, _LONGEST_BY_ELEMENT = LONGEST, 16
 """Rows of a piece; with decays of each element the products of a piece are its length times larger.
@@ -50,6 +50,11 @@ def gated_delta(
         ValueError: Shapes do not fit.
     """
     _check(q, k, v, decay, beta, states, cu_lens)
+    if v.is_cuda:
+        from weft.kernels.gpu import recurrence as gpu
+
+        scale = q.shape[2] ** -0.5
+        return gpu.recurrence(q, k, v, decay, states, cu_lens, beta=beta, scale=scale, is_unit=True)
     native = native_recurrence_for(v, states, q, k)
     if native is None:
         return gated_delta_reference(q, k, v, decay, beta, states, cu_lens)
@@ -149,7 +154,7 @@ def _check(
 ) -> None:
     rows, heads, value = v.shape
     shared, dim = k.shape[1:]
-    num_rows, sequences = int(cu_lens[-1]), len(cu_lens) - 1
+    num_rows, sequences = num_rows_of(v, cu_lens), len(cu_lens) - 1
     fits = (
         q.shape == k.shape == (rows, shared, dim)
         and heads % shared == 0

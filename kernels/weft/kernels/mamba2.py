@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
-from weft.kernels.segments import Segments, Wave
+from weft.kernels.segments import Segments, Wave, num_rows_of
 
 
 def mamba2(
@@ -47,7 +47,7 @@ def mamba2(
     """
     rows, heads, width = x.shape
     groups, size = b.shape[1:]
-    num_rows, sequences = int(cu_lens[-1]), len(cu_lens) - 1
+    num_rows, sequences = num_rows_of(x, cu_lens), len(cu_lens) - 1
     fits = (
         dt.shape == (rows, heads)
         and b.shape == c.shape == (rows, groups, size)
@@ -62,12 +62,15 @@ def mamba2(
             f"x, dt, a, b, c, d, states {shapes} do not fit {num_rows} rows of {sequences} "
             "sequences"
         )
+    decay = dt.float() * a.float()
+    if x.is_cuda:
+        from weft.kernels.gpu import recurrence as gpu
+
+        return gpu.recurrence(c, b, x, decay, states, cu_lens, steps=dt, skips=d)
     native = native_recurrence_for(x, states, b, c)
     if native is None:
         return mamba2_reference(x, dt, a, b, c, d, states, cu_lens)
-    return native_recurrence(
-        native, c, b, x, dt.float() * a.float(), states, cu_lens, steps=dt, skips=d
-    )
+    return native_recurrence(native, c, b, x, decay, states, cu_lens, steps=dt, skips=d)
 
 
 def mamba2_reference(

@@ -7,7 +7,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.segments import Segments
+from weft.kernels.segments import Segments, num_rows_of
 
 
 def short_conv(
@@ -38,12 +38,16 @@ def short_conv(
         ValueError: Shapes do not fit.
     """
     taps, channels = weight.shape
-    rows, count = int(cu_lens[-1]), len(cu_lens) - 1
+    rows, count = num_rows_of(x, cu_lens), len(cu_lens) - 1
     if x.shape != (rows, channels) or tails.shape != (count, channels, taps - 1):
         raise ValueError(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and tails {tuple(tails.shape)} do "
             f"not fit {rows} rows of {count} sequences"
         )
+    if x.is_cuda:
+        from weft.kernels.gpu import recurrence as gpu
+
+        return gpu.short_conv(x, weight, bias, tails, cu_lens, has_silu=has_silu)
     native = cpu.native_cpu_for(x)
     is_native = native is not None and taps <= native.max_taps_of_conv and tails.dtype == x.dtype
     if native is None or not is_native:

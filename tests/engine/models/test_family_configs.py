@@ -46,7 +46,8 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("Qwen3Next", "layer_types", {**EXPERTS, "layer_types": ["linear_attention"] * 3 + ["x"]}),
         ("Qwen3Next", "num_hidden_layers", {**EXPERTS, "layer_types": ["full_attention"]}),
         ("Qwen3Next", "linear_num_value_heads", {**EXPERTS, "linear_num_value_heads": 5}),
-        ("Qwen3_5Moe", "norm_topk_prob", {**EXPERTS, "norm_topk_prob": True}),
+        ("Qwen3_5Moe", "norm_topk_prob", {**EXPERTS, "norm_topk_prob": False}),
+        ("Qwen3_5", "attn_output_gate", {"attn_output_gate": False}),
         ("Bamba", "layer_types", {"mamba_n_heads": 6}),
         ("Bamba", "mamba_n_heads", {"mamba_n_heads": 7}),
         ("GraniteMoeHybrid", "position_embedding_type",
@@ -59,6 +60,8 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("NemotronH", "hybrid_override_pattern", {"hybrid_override_pattern": "MX"}),
         ("Lfm2", "layer_types", {"layer_types": ["conv"] * 4}),
         ("Lfm2", "conv_L_cache", {"conv_L_cache": 1, "full_attn_idxs": [1]}),
+        ("Jamba", "attn_layer_offset", {"attn_layer_period": 2, "attn_layer_offset": 2}),
+        ("Jamba", "attn_layer_period", {"num_hidden_layers": 4}),
         ("KimiLinear", "mla_use_nope", {"mla_use_nope": False}),
     ],
 )  # fmt: skip
@@ -92,6 +95,34 @@ def test_what_changes_hidden_states_changes_the_fingerprint(
 ) -> None:
     assert parse(architecture).fingerprint() != parse(architecture, **change).fingerprint()
     assert parse(architecture).fingerprint() == parse(architecture, eos_token_id=7).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "with_attention"),
+    [
+        ("Qwen3_5", {}, (3,)),
+        ("KimiLinear", {"model_max_length": 512, **EXPERTS, "num_experts_per_token": 2,
+                        "linear_attn_config": {"full_attn_layers": [2, 4], "num_heads": 3,
+                                               "head_dim": 8, "short_conv_kernel_size": 4}},
+         (1, 3)),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba", "mamba", "attention", "mamba"],
+                              "num_local_experts": 0, "mamba_n_heads": 6,
+                              "position_embedding_type": "nope"}, (2,)),
+        ("NemotronH", {"hybrid_override_pattern": "M-M*-M", "mamba_num_heads": 6,
+                       "mamba_head_dim": 16, "n_groups": 2,
+                       "time_step_limit": [0.0, float("inf")]}, (2,)),
+        ("Lfm2", {"full_attn_idxs": [1], "block_ff_dim": 60, "block_multiple_of": 8,
+                  "norm_eps": 1e-5, "tie_embedding": True}, (1,)),
+    ],
+)  # fmt: skip
+def test_layers_of_hybrids_as_files_of_the_hub_list_them(
+    architecture: str, fields: dict[str, Any], with_attention: tuple[int, ...]
+) -> None:
+    config = parse(architecture, **fields)
+    assert config.decoder is not None
+    assert config.decoder.attention_layers == with_attention
+    assert config.page_groups == [(None, list(with_attention))]
+    assert len(config.decoder.recurrent_layers) == config.num_layers - len(with_attention)
 
 
 def test_older_files_of_gemma_3_say_the_same() -> None:

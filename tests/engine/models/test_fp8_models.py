@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.model.loader import load_model
+from weft.testing.models.families import make_family
 from weft.testing.models.fp8_models import LAYOUTS, compressed, fp8_copy
 from weft.testing.models.paging import PagedDriver
 from weft.testing.models.reference_models import make_reference
@@ -32,11 +33,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("fp8") / "model", random.randrange(10**6))
 
 
-def check_greedy(model: Any, floats: Path) -> None:
+def check_greedy(model: Any, floats: Path, vocab: int = 500) -> None:
     """Greedy tokens are those that transformers draws with the same weights in floats."""
     from transformers import AutoModelForCausalLM
 
-    prompt = [random.randrange(3, 500) for _ in range(33)]
+    prompt = [random.randrange(3, vocab) for _ in range(33)]
     (tokens,) = PagedDriver(model, num_pages=64).greedy([prompt], 24)
     reference = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)
     with torch.inference_mode():
@@ -92,6 +93,17 @@ def test_gates_without_scales_are_floats_though_no_list_names_them(
     gates = [key for key in tensors if "gate" in key.split(".")[-2] or "router" in key]
     assert any(tensors[key].dtype == torch.float32 for key in gates)
     check_greedy(load_model(path, "float32").model, floats)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.full)])
+def test_recurrent_layers_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    source = make_family(name, tmp_path / "model", seed, linear_key_head_dim=64)
+    kept = ["lm_head", "in_proj_ba", "in_proj_b", "in_proj_a", "shared_expert_gate", "mlp.gate"]
+    config = LAYOUTS["blocks"] | {"modules_to_not_convert": kept}
+    path, floats = fp8_copy(source, tmp_path / "fp8", "blocks", config)
+    check_greedy(load_model(path, "float32").model, floats, vocab=259)
 
 
 def test_weights_made_at_load(model_dir: Path, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
-from weft.testing.engine.engine_pair import ManualClock, make_engine
+from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
+from weft.testing.models.families import make_family
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -137,7 +138,7 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
 @pytest.mark.parametrize(
     ("num_requests", "prefix_cache"),
     [
-        (16, True),
+        (8, True),
         pytest.param(200, True, marks=FULL),
         pytest.param(100, False, marks=FULL),
     ],
@@ -178,26 +179,41 @@ def test_storms_on_a_device_that_is_late(
         storm.close()
 
 
-@pytest.mark.parametrize("num_requests", [10, pytest.param(100, marks=FULL)])
-def test_drafts_in_a_storm(model_dir: Path, num_requests: int) -> None:
+@pytest.mark.parametrize(
+    ("num_requests", "way"),
+    [
+        (12, WAYS[0].values[0]),
+        pytest.param(100, WAYS[0].values[0], marks=FULL),
+        *(pytest.param(60, way.values[0], marks=[*way.marks, FULL]) for way in WAYS[1:]),
+    ],
+)
+def test_drafts_and_faulty_prefill_workers_in_a_storm(
+    model_dir: Path, num_requests: int, way: dict[str, Any]
+) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng, clock = random.Random(seed), ManualClock()
     samplings = [SamplingParams(temperature=0.0, seed=i, n=4) for i in range(4)]
     texts = make_texts(make_engine(model_dir, "decode", clock, **ALONE), clock, samplings, NUM_NEW)
-    values = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 12, "num_pages": 60}
-    engine = make_engine(
-        model_dir, "decode", clock, **ALONE, **values, max_running_requests=4, max_step_tokens=64
-    )
-    storm = Storm(engine, [], clock, texts, rng)
+    values = {**way, "num_pages": 90, "checkpoint_tokens": 4 * PAGE, "max_running_requests": 4}
+    drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 12}
+    owner = make_engine(model_dir, "decode", clock, **values, **drafts, max_step_tokens=64)
+    fillers = [
+        make_engine(model_dir, "prefill", clock, **values, worker_id=name) for name in ("p0", "p1")
+    ]
+    storm = Storm(owner, fillers, clock, texts, rng)
     try:
-        ride_out(storm, num_requests, 12)
-        check(engine)
+        ride_out(storm, num_requests, 12, lambda: owner.counters()["fills_done"] > 0)
+        assert owner.counters()["fills_done"]
+        for engine in (owner, *fillers):
+            check(engine)
     finally:
         storm.close()
 
 
-def test_settings_that_such_models_do_not_take(model_dir: Path) -> None:
+def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device = cuda: must be cpu, the only device for recur"):
+        make_engine(make_family("lfm2", tmp_path, 0), "decode", ManualClock(), device="cuda")
     for settings, name in (
         ({"enable_lora": True}, "enable_lora"),
         ({"tp": 2}, "tp"),
@@ -213,8 +229,33 @@ def test_workers_of_such_models_exchange_no_pages_and_say_so(model_dir: Path) ->
     settings = {"local_prefill_max_tokens": None, "has_store": True, "host_cache_bytes": 1 << 20}
     engine = make_engine(model_dir, "decode", ManualClock(), **settings)
     told = next(text for text in engine.info.notices if "recurrent layers: this worker" in text)
-    assert "computes all prompts itself" in told
     assert "KV store" in told
     assert "host memory" in told
     assert (engine.tiers, engine.store) == (None, None)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [WAYS[0], pytest.param(*WAYS[1].values, marks=[*WAYS[1].marks, FULL]), *WAYS[2:3]]
+)
+def test_prefill_workers_ship_states_behind_pages(
+    model_dir: Path, model: torch.nn.Module, settings: dict[str, Any]
+) -> None:
+    """Prompts of every length, and such as begin alike on both sides."""
+    clock = ManualClock()
+    values = {**settings, "prefill_chunk_tokens": 2 * PAGE, "checkpoint_tokens": 4 * PAGE}
+    owner = make_engine(model_dir, "decode", clock, **values)
+    filler = make_engine(model_dir, "prefill", clock, **values)
+    pair, base = EnginePair(owner, [filler], clock), random_prompt(90)
+    try:
+        for length in (PAGE, 3 * PAGE + 1, 90, 60, 61, 90):
+            prompt = base[:length] + random_prompt(random.randint(1, 9))
+            (tokens,) = pair.finish(pair.submit(prompt, 5, [pair.candidate("prefill")]))
+            assert tokens == greedy(model, prompt, 5)
+        counters = owner.counters()
+        assert counters["fills_done"] >= 4
+        assert not counters["fills_failed"]
+        check(owner)
+        check(filler)
+    finally:
+        pair.close()

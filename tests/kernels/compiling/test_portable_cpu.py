@@ -21,6 +21,7 @@ from weft.kernels.mamba2 import mamba2, mamba2_reference
 from weft.kernels.norm import rms_norm, rms_norm_reference
 from weft.kernels.quantised import quantise_channels
 from weft.kernels.rope import rope_and_cache, rope_and_cache_reference
+from weft.kernels.selective_scan import selective_scan, selective_scan_reference
 from weft.kernels.short_conv import short_conv, short_conv_reference
 from weft.testing.kernels.attention_cases import in_parts
 from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
@@ -235,6 +236,18 @@ def test_recurrences(dtype: torch.dtype, by_element: bool) -> None:
     ):
         torch.testing.assert_close(made[0], expected[0], rtol=1e-2, atol=10 * TOLERANCE[dtype])
         torch.testing.assert_close(made[1], expected[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selective_scans(dtype: torch.dtype) -> None:
+    rows, channels, size = 21, 75, 6
+    x, (b, c) = torch.randn(rows, channels).to(dtype), torch.randn(2, rows, size).to(dtype)
+    a, states = -torch.rand(size, channels), torch.randn(2, size, channels)
+    bounds, dt, d = torch.tensor([0, 1, rows]), torch.rand(rows, channels), torch.randn(channels)
+    made, after = selective_scan(x, dt, a, b, c, d, states, bounds)
+    expected, behind = selective_scan_reference(x, dt, a, b, c, d, states, bounds)
+    torch.testing.assert_close(made, expected, rtol=1e-2, atol=10 * TOLERANCE[dtype])
+    torch.testing.assert_close(after, behind, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,6 +20,7 @@ KERNELS = {
     "fixed": "_fixed _fixed_linear _sorted",
     "chunks": "_decode _extend _fixed",
     "latents": "_latent _merge_latents",
+    "recurrences": "_recurrence _conv _tails",
     "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",
     "adapters of experts": "_direct_inner _sorted _shrink _expand _weigh",
     "drafts": "_join _keep _largest _sliced_linear",

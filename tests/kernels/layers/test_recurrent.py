@@ -14,6 +14,7 @@ from weft.kernels import cpu
 from weft.kernels.gated_delta import gated_delta, unit_length
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.mamba2 import mamba2
+from weft.kernels.selective_scan import selective_scan
 from weft.kernels.short_conv import short_conv
 from weft.testing.kernels.kernel_checks import DTYPES
 
@@ -154,6 +155,42 @@ def mamba_row(
     return torch.einsum("hn,hnp->hp", c, state) + d[:, None] * x, state
 
 
+def select_case() -> Case:
+    cu_lens = lengths()
+    count, channels, size = int(cu_lens[-1]), 37, 6
+    x = torch.randn(count, channels, 1, dtype=WIDE)
+    dt = F.softplus(torch.randn(count, channels, dtype=WIDE))
+    b, c = torch.randn(2, count, size, 1, dtype=WIDE)
+    a = -torch.exp(2.0 * torch.randn(size, channels, dtype=WIDE))
+    states = torch.randn(len(cu_lens) - 1, size, channels, dtype=WIDE)
+    return Case((x, dt, b, c), (a, torch.randn(channels, dtype=WIDE)), states, cu_lens)
+
+
+def select(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    *states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return selective_scan(x[..., 0], dt, a, b[..., 0], c[..., 0], d, *states)
+
+
+def select_row(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = state * torch.exp(dt * a) + b * (dt * x[:, 0])
+    return (c * state).sum(0) + d * x[:, 0], state
+
+
 def conv_case(taps: int) -> Case:
     cu_lens = lengths()
     count, channels = int(cu_lens[-1]), 23
@@ -182,6 +219,7 @@ CASES: dict[str, tuple[Callable[[], Case], Operation, Operation]] = {
     "gated-delta-by-element": (lambda: delta_case(by_element=True), gated_delta, delta_row),
     "gated-delta-beyond-one": (lambda: delta_case(most_beta=2.0), gated_delta, delta_row),
     "mamba2": (mamba_case, mamba, mamba_row),
+    "selective-scan": (select_case, select, select_row),
     "short-conv": (lambda: conv_case(4), conv, conv_row),
     "shortest-conv": (lambda: conv_case(2), conv, conv_row),
 }

@@ -1,4 +1,4 @@
-"""A model with recurrent layers behind the whole mesh, beside services that exchange pages."""
+"""A model with recurrent layers behind the whole mesh; prompts are computed by a prefill worker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import pytest
 from weft.cli.chaos.tiny import write_tokenizer
 from weft.testing.meshes.local_mesh import LocalMesh
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import Greedy
 from weft.testing.models.families import make_family
 
@@ -32,8 +33,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mesh(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
 ) -> Iterator[LocalMesh]:
-    flags = ("--model", str(model_dir), "--dtype", "float32", "--kvstore", "1")
-    flags += ("--local-prefill-max-tokens", "0", "--decode-args", "--drafter ngram")
+    flags = ("--model", str(model_dir), "--dtype", "float32")
+    flags += ("--local-prefill-max-tokens", "0", "--decode-args", f"{PATIENT} --drafter ngram")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
     try:
         mesh.wait_ready()
@@ -69,8 +70,10 @@ def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     # The second branch continues where the first one left the prompt.
     assert cached == [0, 199 // PAGE * PAGE, 0, 150 // PAGE * PAGE]
-
-
-def test_workers_say_that_they_exchange_no_pages(mesh: LocalMesh) -> None:
-    for name in ("decode-0", "prefill-0"):
-        assert "recurrent layers: this worker" in mesh.log(name)
+    assert mesh.dump("decode-0")["engine"]["counters"]["fills_done"]
+    shown = httpx.get(
+        f"http://{mesh.service('decode-0')['metrics_address']}/metrics", trust_env=False
+    ).text
+    assert 'weft_state_blocks{state="cached"}' in shown
+    names = [worker["kv_layout"] for worker in mesh.dump("gateway")["workers"]]
+    assert all("states=gated-delta" in name for name in names), names

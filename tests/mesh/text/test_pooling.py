@@ -76,6 +76,14 @@ class ManyTasks(LocalMesh):
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def answers_all(self) -> bool:
+        pair = {"text_1": "x", "text_2": "y"}
+        asked = [("/v1/embeddings", name, {"input": "x"}) for name in ("embedder", "m3")]
+        asked += [("/v1/score", name, pair) for name in ("ranker", "judge")]
+        return all(
+            self.post(path, model=name, **body).status_code == 200 for path, name, body in asked
+        )
+
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
 
@@ -111,6 +119,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyTasks]:
     running = ManyTasks(tmp_path_factory.mktemp("pooling"))
     try:
         running.wait_ready()
+        # On a busy machine the gateway may meet the last workers later.
+        wait_until(running.answers_all, 60, lambda: running.text)
         yield running
     finally:
         running.stop()
@@ -306,6 +316,24 @@ def test_common_instructions_are_cached(mesh: ManyTasks) -> None:
     for answer, text in zip(again, prompts, strict=True):
         found = answer["data"][0]["embedding"]
         assert cosine(found, mesh.embedding(mesh.ids(text))) > 0.99999
+
+
+def test_metrics_count_prompts_and_no_tokens(mesh: ManyTasks) -> None:
+    def value(metric: str) -> float:
+        address = mesh.service("gateway")["metrics_address"]
+        lines = httpx.get(f"http://{address}/metrics", trust_env=False).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric))
+
+    names = ("weft_prompt_tokens_total", "weft_generation_tokens_total")
+    before = [value(name) for name in names]
+    used = mesh.json("/v1/embeddings", model="embedder", input=TEXTS)["usage"]["prompt_tokens"]
+    assert used == sum(len(mesh.ids(text)) for text in TEXTS)
+
+    def gained() -> list[float]:
+        return [value(name) - old for name, old in zip(names, before, strict=True)]
+
+    # A request is counted when it is over, which its client may know first.
+    wait_until(lambda: gained() == [used, 0], 30, lambda: str(gained()))
 
 
 def test_a_killed_worker_costs_a_retry_or_503(mesh: ManyTasks) -> None:

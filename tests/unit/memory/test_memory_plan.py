@@ -10,12 +10,13 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.executor.memory_plan import (
     MemoryNeeds,
     describe_pool,
+    divide_states,
     free_of_share,
     largest_step,
     pages_of,
     sampling_bytes,
 )
-from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 
 GIB = 1 << 30
 
@@ -85,3 +86,22 @@ def test_the_largest_step_is_well_formed(tokens: int, context: int, max_logits: 
 
 def test_sampling_has_room_for_all_requests() -> None:
     assert sampling_bytes(128_256, 256, 0) >= 256 * 128_256 * (4 + 4)
+
+
+def test_blocks_get_what_requests_need_and_at_most_half() -> None:
+    plane = PagedPlane(layers=2, heads=2, dim=64, dtype="float32")
+    part = (StatePart("state", (64, 64), "float32"),)
+    states = StatePlane(name="delta", layers=6, parts=part, ring=part)
+    layout = CacheLayout(16, CacheLayout.of_plane(plane, 16).groups, states)
+    assert divide_states(CacheLayout.of_plane(plane, 16), GIB, 64, 0) == (0, GIB)
+    for size, most in ((GIB, 4), (GIB // 4, 4), (GIB, 64)):
+        rings = (most + 1) * (16 + 2 * (1 + 5)) * states.ring_row_bytes
+        num_blocks, left = divide_states(layout, size, most, 5)
+        spent = rings + num_blocks * states.block_bytes
+        assert spent + left == size
+        assert spent <= size // 2
+        assert num_blocks > 3 * most
+    num_tokens = GIB // layout.page_bytes * 16
+    assert divide_states(layout, GIB, 64, 0, is_fixed=True) == (193 + num_tokens // 256, GIB)
+    with pytest.raises(ConfigError, match="lower max_running_requests"):
+        divide_states(layout, 64 << 20, 64, 5)

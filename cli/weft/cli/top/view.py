@@ -139,14 +139,14 @@ class TopView:
         """The last minutes of tokens a second and of first tokens."""
         points = list(self._picture.points)
         columns = max(0, width // 2 - 25)
-        if len(points) < 2 or columns < 10:
-            return []
         tokens = [point.output_tokens_per_second for point in points]
         first = [
             point.first_token.p90_s if point.HasField("first_token") else 0.0 for point in points
         ]
         tokens_chart, most_tokens = chart(tokens, columns)
         first_chart, most_first = chart(first, columns)
+        if columns < 10 or not most_tokens + most_first:
+            return []
         return [
             Text.assemble(
                 "tokens/s ",

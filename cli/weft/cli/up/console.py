@@ -17,7 +17,8 @@ from weft.cli.up.board import Board
 from weft.cli.up.plan import BACK, MeshPlan
 from weft.engine.base.tasks import Task
 
-_REFRESHES_PER_S = 8
+_STARTING_PER_S, _SERVING_PER_S = 8, 2
+"""Pictures a second."""
 
 
 class ConsoleReporter:
@@ -54,13 +55,13 @@ class ConsoleReporter:
         """Shows the state of the whole mesh until the next summary."""
         self._board.summary = summary
 
-    def _begin(self, *, is_transient: bool = False) -> None:
+    def _begin(self) -> None:
         if not self._is_plain:
             self._live = Live(
                 self._board,
                 console=self._console,
-                refresh_per_second=_REFRESHES_PER_S,
-                transient=is_transient,
+                refresh_per_second=_SERVING_PER_S if self._is_up else _STARTING_PER_S,
+                transient=self._is_up,
                 # What other threads write goes to the logs.
                 redirect_stdout=False,
                 redirect_stderr=False,
@@ -149,7 +150,7 @@ class ConsoleReporter:
         self._plain("Ctrl-C ends it.")
         self._board.forget_ended()
         self._is_up = True
-        self._begin(is_transient=True)
+        self._begin()
 
     def _plain(self, text: str) -> None:
         # Lines are not wrapped, since users copy them.

@@ -56,6 +56,7 @@ _FAMILIES = {
     "HunYuanMoEV1ForCausalLM": ("hunyuan", "read_hunyuan_moe"),
     "HYV3ForCausalLM": ("hunyuan", "read_hy3"),
     "InternLM3ForCausalLM": ("llamas", "read_internlm3"),
+    "JambaForCausalLM": ("jamba", "read_jamba"),
     "KimiLinearForCausalLM": ("kimi_linear", "read_kimi_linear"),
     "Lfm2ForCausalLM": ("lfm2", "read_lfm2"),
     "Lfm2MoeForCausalLM": ("lfm2", "read_lfm2_moe"),

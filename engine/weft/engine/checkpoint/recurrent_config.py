@@ -68,6 +68,24 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """Mamba (arXiv 2312.00752) with norms of dt, B and C (arXiv 2403.19887)."""
+
+    width: int
+    """Channels."""
+    state_size: int
+    """Elements of a channel's state, and of B and C."""
+    rank: int
+    """Width from which dt of all channels is projected."""
+    taps: int
+    """Rows that the convolution sees, a row's own included."""
+    eps: float
+    conv_bias: bool = True
+    bias: bool = False
+    """Of the projections to x and z, and back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig:
     """A short convolution between two gates (arXiv 2511.23404)."""
 
@@ -77,4 +95,6 @@ class ShortConvConfig:
     bias: bool = False
 
 
-RecurrentConfig = GatedDeltaConfig | DeltaAttentionConfig | Mamba2Config | ShortConvConfig
+RecurrentConfig = (
+    GatedDeltaConfig | DeltaAttentionConfig | Mamba2Config | MambaConfig | ShortConvConfig
+)

@@ -456,6 +456,21 @@ class LocalExecutor:
         assert self.states is not None
         self.states.poison(blocks)
 
+    def pack_block(self, block: int, pages: Sequence[int]) -> None:
+        """Copies a block of recurrent layers into pages of the first group."""
+        assert self.states is not None
+        self.states.to_pages(block, pages, self._page_rows)
+
+    def unpack_block(self, block: int, pages: Sequence[int]) -> None:
+        """Copies a block of recurrent layers out of pages of the first group."""
+        assert self.states is not None
+        self.states.from_pages(block, pages, self._page_rows)
+
+    @property
+    def _page_rows(self) -> torch.Tensor:
+        """The pool as [num_pages, page_bytes] uint8."""
+        return self.pool.view(torch.uint8).view(self.pool.shape[0], -1)
+
     def zero(self, pages: Sequence[int], group: int = 0) -> None:
         """Zeroes pages of a group."""
         if pages:

@@ -114,6 +114,14 @@ class Executor(Protocol):
         """The same for blocks of recurrent layers."""
         ...
 
+    def pack_block(self, block: int, pages: Sequence[int]) -> None:
+        """Copies a block of recurrent layers into pages of the first group."""
+        ...
+
+    def unpack_block(self, block: int, pages: Sequence[int]) -> None:
+        """Copies a block of recurrent layers out of pages of the first group."""
+        ...
+
     def page_digests(self, pages: Sequence[int]) -> list[int]:
         """Digests of pages as they are in the pool now; waits for them."""
         ...

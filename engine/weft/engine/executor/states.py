@@ -55,6 +55,28 @@ class StateMemory:
             size = num_blocks * plane.block_bytes
             raise ConfigError(f"{size:,} bytes of recurrent states do not fit: {error}") from error
 
+    def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
+        """Copies a block into pages of a pool, which have room for it.
+
+        Args:
+            block: Number of the block.
+            pages: Numbers of the pages, in order.
+            pool: [num_pages, page_bytes] uint8.
+        """
+        parts = [part[block].reshape(-1).view(torch.uint8) for part in self.pools.blocks]
+        row = torch.cat(parts)
+        room = pool.new_zeros(len(pages) * pool.shape[1])
+        room[: row.shape[0]] = row
+        pool[list(pages)] = room.view(len(pages), -1)
+
+    def from_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
+        """Copies a block out of pages; see `to_pages`."""
+        room, at = pool[list(pages)].reshape(-1), 0
+        for part in self.pools.blocks:
+            size = part[block].numel() * part.element_size()
+            part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)
+            at += size
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fills free blocks with NaN, so that reading one is noticed."""
         if blocks:

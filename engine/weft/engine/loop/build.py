@@ -568,6 +568,7 @@ def _describe_engine(
             plane.name: (plane.layers, plane.heads, plane.dim)
             for plane in [plane for group in layout.groups for plane in group.planes][1:]
         },
+        states=layout.states,
         transports=transport.transports,
         transport_detail=transport.describe(),
         versions=_versions(),

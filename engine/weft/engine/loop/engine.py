@@ -27,7 +27,7 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
-from weft.engine.loop.recurrent import served_config
+from weft.engine.loop.recurrent import BlocksInPages, served_config
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
@@ -106,6 +106,10 @@ class Engine:
             self._out.fill_command,
             clock,
         )
+        self._block_pages: BlocksInPages | None = None
+        if parts.states is not None:
+            own = (parts.layout, parts.states, parts.memory, parts.executor)
+            self._block_pages = self.fills.block_pages = BlocksInPages(*own)
         pages = RequestPages(
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
@@ -206,6 +210,7 @@ class Engine:
             clock,
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
+            block_pages=self._block_pages,
             max_chunk_pages=parts.transport.shipper.max_chunk_pages,
         )
 

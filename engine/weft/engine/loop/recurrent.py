@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
+from weft.engine.executor.port import Executor
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import PrefixTree
+from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
 
 
 def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
-    """The settings with which a model is served: with recurrent layers, no pages are exchanged,
-    since nobody sends the blocks of states that belong to them.
+    """The settings with which a model is served: with recurrent layers there are no KV store and no
+    tiers, which keep no blocks.
     """
     if layout.states is None:
         return config
-    return replace(
-        config,
-        local_prefill_max_tokens=NEVER_SHIP_TOKENS,
-        has_store=False,
-        host_cache_bytes=0,
-        disk_cache_dir=None,
-    )
+    return replace(config, has_store=False, host_cache_bytes=0, disk_cache_dir=None)
 
 
 def check_recurrent(config: EngineConfig) -> None:
@@ -65,11 +61,6 @@ def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: in
         f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
     ]
     without = (
-        (config.role == "prefill", "fills no pages of other workers"),
-        (
-            config.role == "decode" and not config.never_fills,
-            "computes all prompts itself, since prefill workers send no states",
-        ),
         (config.has_store, "does not use the KV store"),
         (
             config.host_cache_bytes > 0 or config.disk_cache_dir is not None,
@@ -90,3 +81,41 @@ def make_states(
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
     return StateBlocks(memory, index, *sizes)
+
+
+class BlocksInPages:
+    """Carries blocks of recurrent layers in pages of KV, so that leases ship them as they do these.
+
+    Args:
+        layout: Of pages and blocks.
+        states: The owner of blocks.
+        memory: The owner of pages.
+        executor: Has the bytes of both.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, states: StateBlocks, memory: PageMemory, executor: Executor
+    ) -> None:
+        assert layout.states is not None
+        self.num_pages = -(-layout.states.block_bytes // layout.page_bytes)
+        self._page_size = layout.page_size
+        self._states = states
+        self._memory = memory
+        self._executor = executor
+
+    def pack(self, request: Request, end_token: int) -> list[int] | None:
+        """See `BlockPages.pack`."""
+        block = self._states.block_at(request, end_token // self._page_size)
+        if block is None or self._memory.num_available_pages < self.num_pages:
+            return None
+        pages = self._memory.allocate(self.num_pages, request.namespace)
+        # Otherwise the next step would zero them.
+        self._executor.zero(self._memory.take_wipes())
+        self._executor.pack_block(block, pages)
+        return pages
+
+    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+        """See `BlockPages.unpack`."""
+        block = self._states.adopt(request, end_token // self._page_size)
+        self._executor.unpack_block(block, pages)
+        self._states.committed(request)

@@ -107,13 +107,14 @@ class StatePart(NamedTuple):
     """float32, float16 or bfloat16."""
 
     @property
+    def size(self) -> int:
+        """Elements of one layer at one position."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of one layer at one position."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-    def describe(self) -> str:
-        """Canonical text of the part."""
-        return f"{self.name}:{'x'.join(map(str, self.shape))}:{self.dtype}"
+        return self.size * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

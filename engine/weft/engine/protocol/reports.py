@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.engine.base.tasks import Task
+from weft.engine.memory.layout import StatePlane
 from weft.engine.protocol.adapters import AdapterState
 from weft.engine.protocol.fills import StagingCounts
 
@@ -28,7 +29,9 @@ class TierReport:
 
 @dataclass(slots=True, kw_only=True)
 class WindowCounts:
-    """Pages by state in a page group whose pages are freed behind a sliding window."""
+    """Pages by state in a page group whose pages are freed behind a sliding window, or blocks of
+    recurrent layers.
+    """
 
     free: int
     cached: int
@@ -83,6 +86,8 @@ class LoadReport:
     """Number of pages pinned for them, cached or used."""
     window_pages: dict[str, WindowCounts] = field(default_factory=dict)
     """Pages of the planes whose pages are freed behind a window, by name."""
+    state_counts: WindowCounts | None = None
+    """Blocks of recurrent layers; None: the model has no such layers."""
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts per request, by the least number of requests in a step for which the entry holds;
     empty if nothing is drafted."""
@@ -123,6 +128,8 @@ class EngineInfo:
     max_loras: int = 0
     """Most adapters on the device at once; 0: the engine serves none."""
     max_lora_rank: int = 0
+    states: StatePlane | None = None
+    """What blocks of recurrent layers contain; None: the model has no such layers."""
     further_planes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Numbers of layers, heads and elements of a head in the planes after the first, by name: those
     whose pages are freed behind a window, and those of layers with other heads.

@@ -402,6 +402,8 @@ class Scheduler:
             for on_computed in self._events.computed:
                 on_computed(request, known, request.num_published_pages)
         self.pages.note_computed(request)
+        if request.is_fill and known == request.num_published_pages:
+            self.progressed.append(request)  # Its states were computed, for pages that are cached.
 
     def publish(self, request: Request) -> None:
         """Puts the request's full pages into the prefix cache."""

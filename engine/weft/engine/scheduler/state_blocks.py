@@ -143,17 +143,31 @@ class StateBlocks:
         """Gives a request the block behind as many pages of another one; False: it is not there any
         more, or there is no room for it.
         """
-        own = self._held[first].blocks.get(num_pages)
-        number = own.number if own is not None and own.end <= first.num_computed else None
-        node = self._node_at(first, num_pages)
-        if number is None and node is not None and self._index is not None:
-            number = self._index.block_of(node)
+        number = self.block_at(first, num_pages)
         if (num_pages and number is None) or not self.reserve(request):
             return False
         if num_pages and number is not None:
             self.memory.retain([number])
             self._held[request].blocks = {num_pages: _Block(number, 0)}
         return True
+
+    def block_at(self, request: Request, num_pages: int) -> int | None:
+        """The block behind as many pages of a request; None: it is not there."""
+        held = self._held.get(request)
+        own = None if held is None else held.blocks.get(num_pages)
+        if own is not None and own.end <= request.num_computed:
+            return own.number
+        node = self._node_at(request, num_pages)
+        return None if node is None or self._index is None else self._index.block_of(node)
+
+    def adopt(self, request: Request, num_pages: int) -> int:
+        """Gives an admitted request a new block behind as many of its pages, where it goes on; the
+        caller writes the block.
+        """
+        held, (block,) = self._held[request], self.memory.allocate(1)
+        self.memory.release(held.pages)
+        held.blocks = {num_pages: _Block(block, 0)}
+        return block
 
     def keep_at(self, request: Request, num_pages: int) -> None:
         """Has a block kept behind as many pages of a request, if no step has passed them yet."""

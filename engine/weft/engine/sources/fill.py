@@ -49,6 +49,25 @@ class OwnerTransport(Protocol):
         ...
 
 
+class BlockPages(Protocol):
+    """Carries blocks of recurrent layers in pages: those of a lease follow its pages of KV."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that one block takes."""
+        ...
+
+    def pack(self, request: Request, end_token: int) -> list[int] | None:
+        """Copies the block behind a request's tokens into new pages, which the caller releases;
+        None: there is no room for it.
+        """
+        ...
+
+    def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
+        """Gives a request the block in these pages, which has its tokens up to `end_token`."""
+        ...
+
+
 @dataclass(slots=True)
 class Chunk:
     """State of one chunk. Its notification and its digests come in any order; the owner verifies
@@ -82,6 +101,10 @@ class Fill:
     uses_nixl: bool
     accepted_token: int
     """End of the accepted range [start_token, accepted_token)."""
+    num_block_pages: int = 0
+    """Pages behind `end_token` that carry a block; protocol and chunks count them as positions."""
+    block_pages: list[int] = field(default_factory=list)
+    """Those of them that are accepted."""
     state: FillState = FillState.STARTING
     chunks: dict[int, Chunk] = field(default_factory=dict)
     next_chunk: int = 0
@@ -100,6 +123,10 @@ class Fill:
     def chunk(self, index: int) -> Chunk:
         """The state of a chunk, created on first use."""
         return self.chunks.setdefault(index, Chunk())
+
+    def last_token(self, page_size: int) -> int:
+        """End of all pages of the lease, as positions."""
+        return self.end_token + self.num_block_pages * page_size
 
     @property
     def awaits_arrival(self) -> bool:
@@ -133,7 +160,8 @@ class Fill:
         return (
             self.state is FillState.ACTIVE
             and self.chunk(event.chunk).digests is None
-            and self.accepted_token <= event.start_token < event.end_token <= self.end_token
+            and self.accepted_token <= event.start_token
+            and event.start_token < event.end_token <= self.last_token(page_size)
             and event.start_token % page_size == event.end_token % page_size == 0
             and len(event.digests) == (event.end_token - event.start_token) // page_size
         )
@@ -143,7 +171,7 @@ class Fill:
         return (
             self.state is FillState.ACTIVE
             and not self.uses_nixl
-            and self.accepted_token <= event.start_token < self.end_token
+            and self.accepted_token <= event.start_token < self.last_token(page_size)
             and event.start_token % page_size == 0
             and 0 < len(event.data) <= DATA_CHUNK_BYTES
             and 0 <= event.offset <= page_bytes - len(event.data)

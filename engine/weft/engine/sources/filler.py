@@ -26,7 +26,9 @@ from weft.engine.base.clock import Clock
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
+from weft.engine.scheduler.state import Request
 from weft.engine.sources.data_budget import DataBudget
+from weft.engine.sources.fill import BlockPages
 from weft.engine.sources.lease import FillJob, Jobs, Lease, LeaseState
 from weft.engine.transfer.chunks import (
     RAN_OUT,
@@ -75,6 +77,7 @@ class Filler:
         nixl_version: Version of NIXL; None: NIXL is not available.
         memory_type: Kind of the memory from which pages are written, as NIXL names it. Owners with
             another kind of memory get `data` messages.
+        block_pages: Carries blocks of recurrent layers; None: the model has none.
         max_chunk_bytes: Most bytes of one write.
         max_chunk_pages: Most pages of one write; None: no limit.
     """
@@ -92,6 +95,7 @@ class Filler:
         *,
         nixl_version: str | None,
         memory_type: str = "DRAM",
+        block_pages: BlockPages | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
     ) -> None:
@@ -106,6 +110,7 @@ class Filler:
         self._nixl_version = nixl_version
         self._data = DataBudget()
         self._memory_type = memory_type
+        self._block_pages = block_pages
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
@@ -213,12 +218,21 @@ class Filler:
             lease.timings.queued_s, lease.timings.planned_s = self._jobs.waits_s(job)
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
+            if self._block_pages is not None:
+                assert isinstance(job, Request)
+                packed = self._block_pages.pack(job, lease.end_token)
+                if packed is None:
+                    self._fail(lease, "no room for the states of recurrent layers")
+                    return
+                lease.block_pages = packed
+                ready += len(packed) * size
         is_data = lease.handle.nixl is None
         max_pages = self._max_data_pages if is_data else self._max_chunk_pages
         while lease.next_token < ready:
             end = min(ready, lease.next_token + max_pages * size)
             self._ship(lease, job, end)
         if is_complete:
+            self._memory.release(lease.block_pages)
             lease.job = None
             self._jobs.end(job)
             self._finish_if_done(lease)
@@ -318,10 +332,10 @@ class Filler:
         start, end = handle.start_token, handle.end_token
         if start % size or end % size or not 0 <= start < end or len(handle.tokens) != end:
             return f"range [{start}, {end}) of {len(handle.tokens)} tokens, page size {size}"
-        if len(handle.pages) != (end - start) // size or len(set(handle.pages)) != len(
-            handle.pages
-        ):
-            return f"{len(handle.pages)} pages for {(end - start) // size}"
+        num_pages = (end - start) // size
+        num_pages += 0 if self._block_pages is None else self._block_pages.num_pages
+        if len(handle.pages) != num_pages or len(set(handle.pages)) != num_pages:
+            return f"{len(handle.pages)} pages for {num_pages}"
         if handle.nixl is not None and max(handle.pages) >= handle.nixl.num_pages:
             return f"page {max(handle.pages)} of a pool of {handle.nixl.num_pages}"
         if not 0 < handle.lease_s <= 3600:
@@ -358,7 +372,9 @@ class Filler:
     def _ship(self, lease: Lease, job: FillJob, end_token: int) -> None:
         handle, size = lease.handle, lease.handle.page_size
         start_token = lease.next_token
-        local = job.pages[start_token // size : end_token // size]
+        local = job.pages[start_token // size : min(end_token, lease.end_token) // size]
+        of_block = range(max(start_token - lease.end_token, 0), end_token - lease.end_token, size)
+        local = [*local, *(lease.block_pages[at // size] for at in of_block)]
         known = job.digests
         first = (start_token - handle.start_token) // size
         chunk = ShipChunk(
@@ -374,7 +390,7 @@ class Filler:
             owner_epoch=handle.owner_epoch,
             term=lease.term,
             computed_tokens=(
-                lease.timings.computed_tokens if end_token == lease.end_token else None
+                lease.timings.computed_tokens if end_token >= lease.end_token else None
             ),
         )
         self._memory.retain(local)

@@ -75,6 +75,8 @@ class Lease:
     next_token: int
     """End of the pages that are queued for shipping or shipped."""
     next_chunk: int = 0
+    block_pages: list[int] = field(default_factory=list)
+    """Pages that carry the block of recurrent layers, shipped behind the others."""
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
     held: deque[ShipChunk] = field(default_factory=deque)
     """Chunks of `shipping` that wait until the stream has taken the ones before."""

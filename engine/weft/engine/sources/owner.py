@@ -33,7 +33,14 @@ from weft.engine.protocol.timeline import FillCandidate, FillRecord
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts
-from weft.engine.sources.fill import Fill, FillCounters, FillListener, FillState, OwnerTransport
+from weft.engine.sources.fill import (
+    BlockPages,
+    Fill,
+    FillCounters,
+    FillListener,
+    FillState,
+    OwnerTransport,
+)
 from weft.engine.sources.fill_queue import FillQueue
 from weft.engine.sources.landing import DirectLanding, Landing, StagedLanding
 from weft.engine.sources.quarantine import QuarantineWatch
@@ -90,6 +97,8 @@ class OwnerFills:
         self._line = FillQueue(config.fill_progress_timeout_s, clock)
         self._quarantine = QuarantineWatch(config.max_quarantine_fraction, clock)
         self.listener: FillListener | None = None
+        self.block_pages: BlockPages | None = None
+        """Carries blocks of recurrent layers; None: the model has none."""
         self.audit: PageAudit | None = None
         self.on_filled: Callable[[FillRecord], None] | None = None
         """Called with each fill that ended with all of its pages."""
@@ -103,7 +112,7 @@ class OwnerFills:
         if request.candidates and self._is_blocked:
             self.counters.local_decisions += 1
             return State.PREFILLING
-        while request.candidates and self._end_token(request) <= request.num_computed:
+        while request.candidates and self._end_token(request) <= self._next_token(request):
             if request.candidates[0].kind != "kvstore":
                 return State.PREFILLING
             request.candidates.pop(0)
@@ -133,8 +142,9 @@ class OwnerFills:
         if any(fill.is_proven for fill in self._fills.values()):
             return True  # A fence is due; it waits for open fills to end, so none may begin.
         size = self._config.page_size
-        wanted = (self._end_token(request) - request.num_computed) // size
-        free, most = self._room()
+        begin, num_more = self._next_token(request), self._num_block_pages
+        wanted = (self._end_token(request) - begin) // size
+        free, most = (count - num_more for count in self._room())
         is_load = request.candidates[0].kind == "kvstore" and wanted <= free
         if not (is_load or self._line.may_begin(request)):
             return True
@@ -145,26 +155,28 @@ class OwnerFills:
         self._line.leaves(request)
         pages = self._memory.allocate(num_pages, request.namespace, promised=True)
         request.num_promised_pages -= num_pages
+        pages += self._memory.allocate(num_more, request.namespace)
         now, lease_id = self._clock(), secrets.token_bytes(LEASE_ID_BYTES)
         fill = Fill(
             lease_id=lease_id,
             request=request,
             candidate=request.candidates[0],
-            start_token=request.num_computed,
-            end_token=request.num_computed + num_pages * size,
+            start_token=begin,
+            end_token=begin + num_pages * size,
             pages=pages,
             landed=self._landing.reserve(pages),
             record=FillRecord(
                 source=request.candidates[0].kind,
                 worker_id=request.candidates[0].worker_id,
                 transport="",
-                start_token=request.num_computed,
-                end_token=request.num_computed + num_pages * size,
+                start_token=begin,
+                end_token=begin + num_pages * size,
                 start_s=now - request.timeline.submitted_at,
                 lease_id=lease_id.hex(),
             ),
             uses_nixl=self._transport.target is not None,
-            accepted_token=request.num_computed,
+            accepted_token=begin,
+            num_block_pages=num_more,
             last_progress_at=now,
             renew_at=now + self._config.renew_interval_s,
         )
@@ -329,6 +341,16 @@ class OwnerFills:
             return min(end, request.candidates[0].match_tokens)
         return end
 
+    def _next_token(self, request: Request) -> int:
+        """The first position whose KV the request lacks."""
+        if self.block_pages is None:
+            return request.num_computed
+        return len(request.pages) * self._config.page_size
+
+    @property
+    def _num_block_pages(self) -> int:
+        return 0 if self.block_pages is None else self.block_pages.num_pages
+
     def _room(self) -> tuple[int, int]:
         """Pages that a new fill may hold now, and at most; quarantined ones do not count."""
         fills, in_pool = self._fills.values(), self._landing.max_pool_pages()
@@ -343,8 +365,11 @@ class OwnerFills:
 
     @property
     def _is_blocked(self) -> bool:
-        """Whether quarantine leaves too little room for any fill."""
-        landing = self._landing
+        """Whether quarantine leaves too little room for any fill, or a block has none."""
+        landing, num_more = self._landing, self._num_block_pages
+        most = min(landing.max_pages, landing.max_pool_pages()) - 1
+        if num_more and num_more > min(most, self._memory.num_available_pages):
+            return True
         return self._num_quarantined_pages() > landing.max_pages - landing.least_pages
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
@@ -498,23 +523,34 @@ class OwnerFills:
         request = fill.request
         assert request is not None
         num_pages = (end_token - fill.accepted_token) // self._config.page_size
+        num_kv = max(0, min(end_token, fill.end_token) - fill.accepted_token)
+        num_kv //= self._config.page_size
         if self.audit is not None:
-            self.audit.accepted(fill.pages[:num_pages], fill.chunks[index].digests or ())
-        request.pages += fill.pages[:num_pages]
+            digests = fill.chunks[index].digests or []
+            self.audit.accepted(fill.pages[:num_kv], digests[:num_kv])
+        request.pages += fill.pages[:num_kv]
+        fill.block_pages += fill.pages[num_kv:num_pages]
         self._landing.accepted(fill.landed[:num_pages])
         del fill.pages[:num_pages], fill.landed[:num_pages]
         num_bytes = num_pages * self._page_bytes
-        fill.record.accepted_tokens += end_token - fill.accepted_token
+        fill.record.accepted_tokens += num_kv * self._config.page_size
         fill.record.bytes += num_bytes
         if fill.candidate.kind == "kvstore":
             request.num_cached_tokens += end_token - fill.accepted_token
         self.counters.accepted_pages += num_pages
         self.counters.accepted_bytes += num_bytes
-        fill.accepted_token = request.num_computed = end_token
-        fill.next_chunk = index + 1
-        assert self.listener is not None
-        self.listener.publish(request)
-        if fill.accepted_token < fill.end_token:
+        fill.accepted_token, fill.next_chunk = end_token, index + 1
+        is_whole = end_token == fill.last_token(self._config.page_size)
+        if self.block_pages is None or is_whole:
+            # Without a block, nothing can go on behind the pages that come before it.
+            request.num_computed = min(end_token, fill.end_token)
+            assert self.listener is not None
+            self.listener.publish(request)
+        if self.block_pages is not None and is_whole:
+            self.block_pages.unpack(request, fill.block_pages, fill.end_token)
+            self._memory.release(fill.block_pages)
+            fill.block_pages = []
+        if not is_whole:
             self._progress(fill, fill.next_chunk)
             return
         self._go_on(fill)
@@ -592,7 +628,8 @@ class OwnerFills:
             self._landing.quarantine(fill.pages, fill.landed)
             fill.silent_since = self._clock()
             fill.query_at = fill.silent_since + QUERY_INTERVAL_S
-        fill.pages = []
+        self._memory.release(fill.block_pages)
+        fill.pages, fill.block_pages = [], []
         fill.request = None
         if not notify:
             return

@@ -356,6 +356,18 @@ void weft_convolution(const Convolution *c) {
   }
 }
 
+void weft_selective_scan(const Selection *s) {
+  const int parallel = s->cu_lens[s->sequences] * s->channels * s->keys > PARALLEL_WORK / 8;
+  const int threads = parallel ? team_limit() : 1;
+  Range ranges[MAX_THREADS];
+  divide_work(ranges, threads, s->sequences * ((s->channels + VL - 1) / VL));
+#pragma omp parallel num_threads(threads) if (parallel)
+  {
+    Member me = join_team(NULL);
+    selection_share(s, ranges, threads, &me);
+  }
+}
+
 int weft_max_keys(void) { return MAX_KEYS; }
 int weft_max_taps_of_conv(void) { return MAX_TAPS_OF_CONV; }
 

@@ -148,6 +148,55 @@ static void recurrence_share(const Recurrence *r, Range *ranges, int threads, co
   }
 }
 
+/* As laid out by weft/kernels/cpu.py. Of a channel, with `keys` numbers as state s:
+ * s = exp(dt * a) * s + dt * x * b; out = c . s + d * x. */
+typedef struct {
+  const void *x;          /* [rows, channels] */
+  const void *b, *c;      /* [rows, keys] */
+  const float *dt;        /* [rows, channels] */
+  const float *a;         /* [keys, channels] */
+  const float *d;         /* [channels] */
+  float *states;          /* [sequences, keys, channels]: of before, then of behind */
+  void *out;              /* [rows, channels] */
+  const int64_t *cu_lens; /* [sequences + 1] */
+  int64_t sequences, channels, keys;
+  int32_t is_bf16;
+} Selection;
+
+/* VL channels of one sequence. */
+INLINE void select_through(const int is_bf16, const Selection *s, long sequence, long channel) {
+  const int some = at_most(s->channels - channel, VL);
+  float *states = s->states + sequence * s->keys * s->channels;
+  const vf skip = load_some(s->d, 0, channel, some);
+  for (long row = s->cu_lens[sequence]; row < s->cu_lens[sequence + 1]; row++) {
+    const long place = row * s->channels + channel;
+    const vf x = load_some(s->x, is_bf16, place, some), dt = load_some(s->dt, 0, place, some);
+    const vf taken = dt * x;
+    vf out = skip * x;
+    for (long n = 0; n < s->keys; n++) {
+      const long at = n * s->channels + channel;
+      const vf left = vf_exp(dt * load_some(s->a, 0, at, some));
+      const vf key = vf_splat(load_one(s->b, is_bf16, row * s->keys + n));
+      const vf next = vf_fma(key, taken, left * load_some(states, 0, at, some));
+      store_some(states, 0, at, some, next);
+      out = vf_fma(vf_splat(load_one(s->c, is_bf16, row * s->keys + n)), next, out);
+    }
+    store_some(s->out, is_bf16, place, some, out);
+  }
+}
+
+static void selection_share(const Selection *s, Range *ranges, int threads, const Member *me) {
+  const long vectors = (s->channels + VL - 1) / VL;
+  int at = 0;
+  for (int64_t unit; (unit = next_unit(ranges, threads, me->thread, &at)) >= 0;) {
+    const long sequence = unit / vectors, channel = unit % vectors * VL;
+    if (s->is_bf16)
+      select_through(1, s, sequence, channel);
+    else
+      select_through(0, s, sequence, channel);
+  }
+}
+
 /* As laid out by weft/kernels/cpu.py. */
 typedef struct {
   const void *x;          /* [rows, channels] */

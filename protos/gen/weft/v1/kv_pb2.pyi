@@ -140,7 +140,9 @@ class Plane(_message.Message):
     layers: _builtins.int
     """Layers of the model that have this state."""
     heads: _builtins.int
-    """Global KV heads, whatever the tensor parallelism."""
+    """Global KV heads, whatever the tensor parallelism. 0: the plane, the last one, is the states of
+    recurrent layers at page borders, and dim is the size of a part of one layer.
+    """
     draft_digest: _builtins.bytes
     """Content digest of the draft head whose KV is the last of these layers: 32 bytes; empty = there
     is none. Part of the layout.

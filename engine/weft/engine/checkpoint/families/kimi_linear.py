@@ -24,6 +24,8 @@ def read_kimi_linear(
     fields, norm = family.fields, family.rms(eps=1e-5)
     family.only("mla_use_nope", True)
     family.only("hidden_act", "silu")
+    family.only("moe_router_activation_func", "sigmoid")
+    family.only("moe_layer_freq", 1)
     latent = LatentConfig(
         q_rank=fields.positive("q_lora_rank") if "q_lora_rank" in fields else None,
         kv_rank=fields.positive("kv_lora_rank", 512),

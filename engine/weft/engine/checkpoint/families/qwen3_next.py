@@ -26,8 +26,8 @@ _NAMES = NamesConfig(
     left_out=("mtp.", "model.visual.", "visual."),
     moe=MoENamesConfig(shared="shared_expert"),
 )
-_EXPERTS = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-"""Fields of Qwen3-Next that later configurations do without."""
+_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""What later configurations take for granted."""
 
 
 def read_qwen3_next(
@@ -48,10 +48,9 @@ def read_qwen3_5_moe(
 ) -> ModelConfig:
     """The text of Qwen3.5 with experts."""
     family = _text(raw, generation, where)
-    for name in _EXPERTS:
-        if name in family.fields:
-            raise family.fields.error(name, "is not supported for this architecture")
-    return _config(family, replace(_experts(family), norm_topk_prob=True), is_fused=False)
+    for name, value in _EXPERTS.items():
+        family.only(name, value)
+    return _config(family, _experts(family), is_fused=False)
 
 
 def _text(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> Family:
@@ -71,8 +70,8 @@ def _experts(family: Family) -> MoEConfig:
 def _config(family: Family, moe: MoEConfig | None, *, is_fused: bool) -> ModelConfig:
     fields, norm = family.fields, family.rms(adds_one=True)
     dim, bias = family.head_dim(256), fields.flag("attention_bias", False)
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", "only silu is supported for this architecture")
+    family.only("hidden_act", "silu")
+    family.only("attn_output_gate", True)
     attention = AttentionConfig(
         rope=family.rope(partial=0.25),
         scale=dim**-0.5,

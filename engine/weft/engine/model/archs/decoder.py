@@ -19,6 +19,7 @@ from weft.engine.checkpoint.recurrent_config import (
     DeltaAttentionConfig,
     GatedDeltaConfig,
     Mamba2Config,
+    MambaConfig,
     RecurrentConfig,
 )
 from weft.engine.memory.layout import CacheLayout
@@ -38,6 +39,7 @@ from weft.engine.model.layers.heads import (
 )
 from weft.engine.model.layers.latent import LatentAttention, latent_layout
 from weft.engine.model.layers.layer import FeedForward, Form, Layer, Mixer
+from weft.engine.model.layers.mamba import Mamba
 from weft.engine.model.layers.mamba2 import Mamba2
 from weft.engine.model.layers.mlp import GatedMLP, PlainMLP, down_spec, gate_up_spec, up_spec
 from weft.engine.model.layers.moe import SparseMLP
@@ -100,7 +102,7 @@ class Decoder(DecoderOnlyLM):
         assert parts is not None, "its configuration is read by a family"
         attention = replace(parts.attention, first_position=first_position)
         parts = replace(parts, layers=(*parts.layers, attention))
-        config = config if is_sparse else replace(config, moe=None)
+        config = replace(config, decoder=parts, moe=config.moe if is_sparse else None)
         return _layer(config, parts, config.num_layers, weights, weights, self._rotaries)
 
     def scale_logits(self, logits: torch.Tensor) -> None:
@@ -119,7 +121,7 @@ def _build_stack(
 
     def layer(index: int) -> Layer:
         number, feed = names.blocks[index] if names.blocks else (index, index)
-        of_feed = None if feed is None else of_layers.at(feed)
+        of_feed = None if feed is None or index in parts.without_feed else of_layers.at(feed)
         return _layer(config, parts, index, of_layers.at(number), of_feed, rotaries)
 
     layers = [layer(index) for index in range(config.num_layers)]
@@ -145,7 +147,7 @@ def _layer(
     before = None if order == "after" else norm(names.input_norm)
     mixer = read_mixer(config, parts, index, own, rotaries)
     if of_feed is None:
-        return Layer(index, before, mixer, None, None, Form(None, None, parts.residual_multiplier))
+        return Layer(index, before, mixer, None, None, Form(multiplier=parts.residual_multiplier))
     between = norm(names.feed_norm, of_feed) if order in ("before", "around") else before
     feed = _feed(config, parts, index, of_feed)
     if isinstance(feed, ExpertsBesideMLP):
@@ -229,6 +231,8 @@ def _recurrent(
         return DeltaAttention.read(layer, *place)
     if isinstance(layer, Mamba2Config):
         return Mamba2.read(layer, *place)
+    if isinstance(layer, MambaConfig):
+        return Mamba.read(layer, *place)
     return GatedConv.read(layer, *place)
 
 

@@ -37,7 +37,7 @@ from weft.common.worker.frames import (
 )
 from weft.engine.base import faults
 from weft.engine.base.errors import ConfigError, Internal, RanksLost, WeftError
-from weft.engine.base.processes import die_with_parent
+from weft.engine.base.processes import die_with_parent, give_way_at_once
 from weft.engine.loop.build import load_parts
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.outgoing import failure_of
@@ -143,6 +143,8 @@ def load(link: ServerLink) -> Engine:
     if config.enable_faults:
         faults.BOARD.enable()
         sabotage.install()
+    if config.device.startswith("cpu"):
+        give_way_at_once()
     last = 0.0
 
     def progress(done: int, total: int, what: str) -> None:

@@ -16,6 +16,8 @@ from weft.engine.protocol.handle import (
 from weft.v1 import common_pb2, kv_pb2
 
 MAX_PAGES = 1 << 24
+MAX_BLOCK_PAGES = 1 << 16
+"""Most pages that carry the states of recurrent layers."""
 DECLINES = {
     "namespace": kv_pb2.DECLINE_REASON_NAMESPACE,
     "layout": kv_pb2.DECLINE_REASON_LAYOUT,
@@ -94,7 +96,7 @@ def handle_from_proto(message: kv_pb2.KvHandle) -> KvHandle:
     if list(message.planes) != ["target"]:
         raise InvalidRequest(f"planes {list(message.planes)}: only target", param="planes")
     num_pages = sum(run.num_pages for run in message.page_runs)
-    if num_pages > min(MAX_PAGES, len(message.tokens.ids)):
+    if num_pages > min(MAX_PAGES, len(message.tokens.ids) + MAX_BLOCK_PAGES):
         raise InvalidRequest(f"{num_pages} pages", param="page_runs")
     if abs(message.priority) > MAX_PRIORITY:
         raise InvalidRequest(f"priority {message.priority}", param="priority")

@@ -189,6 +189,12 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
             windows.add_metric([plane, state], count)
     if windows.samples:
         yield windows
+    if load.state_counts is not None:
+        text = "Blocks of recurrent layers, by state"
+        blocks = GaugeMetricFamily("weft_state_blocks", text, labels=["state"])
+        for state, count in asdict(load.state_counts).items():
+            blocks.add_metric([state], count)
+        yield blocks
     text = "Pages of host memory in front of a KV pool on a GPU, by state"
     staging = GaugeMetricFamily("weft_staging_pages", text, labels=["state"])
     counts = load.staging or StagingCounts(free=0, used=0, quarantined=0, total=0)

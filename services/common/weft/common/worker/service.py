@@ -172,6 +172,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             for name, (layers, heads, dim) in {**first, **info.further_planes}.items()
         ]
         planes[0].draft_digest = bytes.fromhex(info.draft)
+        if info.states is not None:
+            parts = [
+                kv_pb2.PlanePart(name=part.name, dim=part.size, dtype=part.dtype)
+                for part in info.states.parts
+            ]
+            planes.append(
+                kv_pb2.Plane(name=info.states.name, layers=info.states.layers, parts=parts)
+            )
         response = worker_pb2.GetInfoResponse(
             worker_id=self._worker_id,
             epoch=info.epoch,

@@ -16,7 +16,7 @@ from weft.common.rpc.start import StartProgress, progress_of
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import is_ending, log_failure, run_together
 from weft.engine.base.errors import Draining, Internal, PeerUnavailable, WeftError
-from weft.engine.memory.layout import CacheLayout, PagedPlane
+from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
 from weft.gateway.fleet.discovery import Endpoint, Role
 from weft.gateway.fleet.kv_follow import KvFollower
 from weft.gateway.fleet.session import DecodeSession, ReconnectBackoff
@@ -439,5 +439,18 @@ def _layout(info: worker_pb2.GetInfoResponse) -> str:
             draft=plane.draft_digest.hex(),
         )
         for plane in info.planes
+        if plane.heads
     ]
-    return CacheLayout.of_planes(planes, info.page_size).describe()
+    layout = CacheLayout.of_planes(planes, info.page_size)
+    of_blocks = [plane for plane in info.planes if not plane.heads]
+    if not of_blocks:
+        return layout.describe()
+    parts, rows = (
+        tuple(
+            StatePart(part.name, (part.dim,), part.dtype) for plane in some for part in plane.parts
+        )
+        for some in (of_blocks[:1], of_blocks[1:])
+    )
+    name, layers = of_blocks[0].name, of_blocks[0].layers
+    states = StatePlane(name=name, layers=layers, parts=parts, ring=(), rows=rows)
+    return CacheLayout(info.page_size, layout.groups, states).describe()

@@ -46,6 +46,7 @@ from weft.kernels.gpu import (
     latent_attention,
     page_digest,
     page_ops,
+    recurrence,
     replaced,
     sampling,
     sampling_top,
@@ -220,6 +221,18 @@ def compile_latents() -> None:
         for words in (None, torch.full((sum(q_lens),), -1)):
             step = group._replace(ancestors=words)
             latent_attention.latent_attention(q, pool, 0, LatentSpec(heads, 512, 0.1), step)
+
+
+def compile_recurrences() -> None:
+    """States of heads, with decays of heads and of elements, and convolutions."""
+    bounds, states = torch.tensor([0, 1, 4]), torch.zeros(2, 8, 128, 128)
+    q, v = torch.zeros(4, 4, 128, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16)
+    gate = torch.zeros(4, 8)
+    for decay in (gate, torch.zeros(4, 8, 128)):
+        recurrence.recurrence(q, q, v, decay, states, bounds, beta=gate, is_unit=True)
+    recurrence.recurrence(q, q, v, gate, states, bounds, steps=gate, skips=gate[0])
+    x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
+    recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
 
 
 def compile_fixed() -> None:
@@ -412,6 +425,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "fixed": compile_fixed,
         "chunks": compile_chunks,
         "latents": compile_latents,
+        "recurrences": compile_recurrences,
         "fp8": partial(compile_fp8, is_full),
         "adapters": partial(compile_adapters, is_full),
         "adapters of experts": compile_expert_adapters,

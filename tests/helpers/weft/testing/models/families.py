@@ -341,6 +341,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1, 3], "mamba_n_groups": 2}),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "mamba_d_state": 10,
+            "mamba_dt_rank": 7,
+        },
+    ),
     "granite_hybrid": (
         "granitemoehybrid",
         {
@@ -421,7 +432,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "granite_hybrid-dense", "falcon_h1", "falcon_h1-normed", "nemotron_h"),
-    "nemotron_h-experts",
+    *("nemotron_h-experts", "jamba"),
 )
 """Those with recurrent layers."""
 

@@ -70,7 +70,8 @@ _BY_TENSORS = ("autofp8", "modelopt", "tensor")
 
 def is_rounded(name: str) -> bool:
     """Whether a tensor is the weight of a product in FP8."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    of_states = ("_proj_qkvz.weight", "_proj_qkv.weight", "_proj_z.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", *of_states))
 
 
 def round_weight(weight: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:

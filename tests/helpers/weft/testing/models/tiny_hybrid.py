@@ -43,7 +43,7 @@ def make_hybrid(path: Path, seed: int, **overrides: Any) -> Path:
 
 def serve_hybrid(patch: pytest.MonkeyPatch) -> None:
     """Has Qwen3 models load as `TinyHybrid`."""
-    patch.setattr(loader, "model_class", lambda architecture: TinyHybrid)
+    patch.setattr(loader, "class_of", lambda config: TinyHybrid)
 
 
 class _HalfAttention(Attention):

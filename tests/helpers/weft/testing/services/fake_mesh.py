@@ -43,7 +43,7 @@ class Recorder:
         append(self._record, {"event": "restarting", "name": name, "delay_s": delay_s})
 
     def failed(self, name: str, how: str) -> None:
-        append(self._record, {"event": "failed", "name": name})
+        append(self._record, {"event": "failed", "name": name, "how": how})
 
     def stopping(self, grace_s: float) -> None:
         append(self._record, {"event": "stopping"})
@@ -95,8 +95,7 @@ def main() -> int:
                 ready_timeout_s=float(os.environ.get("FAKE_READY_TIMEOUT_S", "300")),
             )
         )
-    except ExitedEarly as error:
-        append(record, {"event": "failed", "name": error.name, "how": error.how})
+    except ExitedEarly:
         return 1
     return 0
 

@@ -1,0 +1,153 @@
+"""Mamba layers with norms of dt, B and C: Jamba's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from weft.engine.checkpoint.recurrent_config import MambaConfig
+from weft.engine.memory.layout import StatePart
+from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, read_taps
+from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.weights import Weights
+from weft.kernels.gated_norm import gated_norm
+from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.norm import Norm
+from weft.kernels.selective_scan import selective_scan
+from weft.kernels.short_conv import short_conv
+from weft.kernels.stream import Normed
+
+
+class _Selection(NamedTuple):
+    """What computes dt, B and C of a row's convolved values."""
+
+    x_proj: LinearWeight
+    dt_proj: LinearWeight
+    norms: tuple[Norm, Norm, Norm]
+    """Of the narrow dt, of B and of C."""
+    dt_bias: torch.Tensor
+    """[channels] float32."""
+
+
+class Mamba(RecurrentMixer):
+    """A state space of each channel behind a short convolution."""
+
+    kind = "mamba"
+
+    def __init__(
+        self,
+        config: MambaConfig,
+        layer: int,
+        in_plane: int,
+        *,
+        in_proj: LinearWeight,
+        conv: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        selection: _Selection,
+        rates: torch.Tensor,
+        skips: torch.Tensor,
+        out_proj: LinearWeight,
+        dtype: torch.dtype,
+    ) -> None:
+        """Assembles the layer from its parts.
+
+        Args:
+            config: Sizes.
+            layer: The layer's number.
+            in_plane: Its index among the layers of the state plane.
+            in_proj: [hidden] -> x and z.
+            conv: [taps, channels].
+            conv_bias: [channels], or None.
+            selection: Of dt, B and C.
+            rates: [N, channels] float32: negative rates of the decay.
+            skips: [channels] float32: D.
+            out_proj: All channels -> [hidden].
+            dtype: The model's.
+        """
+        super().__init__(layer, in_plane, dtype, out_proj)
+        self.config = config
+        self.in_proj = in_proj
+        self.conv = conv
+        self.conv_bias = conv_bias
+        self.selection = selection
+        self.rates = rates
+        self.skips = skips
+
+    @classmethod
+    def read(
+        cls, config: MambaConfig, hidden: int, layer: int, in_plane: int, weights: Weights
+    ) -> Mamba:
+        """Reads the parameters below one prefix of the names; other arguments as above."""
+        width, size, rank = config.width, config.state_size, config.rank
+
+        def product(rows: tuple[int, ...], fused: str, columns: int, bias: bool) -> LinearWeight:
+            names = tuple(f"{fused}.{number}" for number in range(len(rows)))
+            spec = LinearSpec(names=names, in_features=columns, rows=rows, bias=bias, fused=fused)
+            return weights.linear(spec)
+
+        def wide(name: str, *shape: int) -> torch.Tensor:
+            return weights.tensor(TensorSlice(name, shape), torch.float32)
+
+        norms = [
+            Norm(weights.norm(f"{name}_layernorm", count), config.eps)
+            for name, count in (("dt", rank), ("b", size), ("c", size))
+        ]
+        return cls(
+            config,
+            layer,
+            in_plane,
+            in_proj=product((width, width), "in_proj", hidden, config.bias),
+            conv=read_taps(weights, "conv1d", width, config.taps).t().contiguous(),
+            conv_bias=wide("conv1d.bias", width) if config.conv_bias else None,
+            selection=_Selection(
+                product((rank, size, size), "x_proj", width, False),
+                product((width,), "dt_proj", rank, False),
+                (norms[0], norms[1], norms[2]),
+                wide("dt_proj.bias", width),
+            ),
+            rates=-wide("A_log", width, size).exp().t().contiguous(),
+            skips=wide("D", width),
+            out_proj=product((hidden,), "out_proj", width, config.bias),
+            dtype=weights.dtype,
+        )
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.parts`: the state and the last inputs of the convolution."""
+        config = self.config
+        return (
+            StatePart("state", (config.state_size, config.width), "float32"),
+            StatePart("conv", (config.width, config.taps - 1), self.dtype),
+        )
+
+    @property
+    def ring(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.ring`: inputs of the convolution."""
+        return (StatePart("x", (self.config.width,), self.dtype),)
+
+    def project(self, x: Normed) -> Projected:
+        """See `RecurrentMixer.project`."""
+        values, gate = x.linear(self.in_proj, None).chunk(2, dim=1)
+        return Projected((values,), gate)
+
+    def scan(
+        self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentMixer.scan`."""
+        (values,), (state, tail), config = inputs, states, self.config
+        x, tail = short_conv(values, self.conv, self.conv_bias, tail, cu_lens, has_silu=True)
+        found = linear(x, self.selection.x_proj)
+        parts = torch.split(found, [config.rank, config.state_size, config.state_size], dim=1)
+        low, b, c = (
+            norm(part.contiguous()) for norm, part in zip(self.selection.norms, parts, strict=True)
+        )
+        dt = F.softplus(linear(low, self.selection.dt_proj).float() + self.selection.dt_bias)
+        out, state = selective_scan(x, dt, self.rates, b, c, self.skips, state, cu_lens)
+        return out, (state, tail)
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `RecurrentMixer.gated`."""
+        return gated_norm(out[:, None], gate[:, None], None, self.config.eps)[:, 0]

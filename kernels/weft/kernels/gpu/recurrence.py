@@ -1,0 +1,214 @@
+"""Recurrent operations on a GPU, rows one after another: for steps of few rows a sequence.
+
+A program has some values of one head of one sequence, whose part of the state it keeps in
+registers. Convolutions are computed row by row, each row from those before it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_VALUES = 32
+"""Values of a program."""
+_CHANNELS = 256
+"""Channels of a program."""
+
+
+def recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    states: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    steps: torch.Tensor | None = None,
+    skips: torch.Tensor | None = None,
+    scale: float = 1.0,
+    is_unit: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors."""
+    rows, heads, values = v.shape
+    keys = k.shape[2]
+    q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
+    states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
+    out = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
+    gates = (
+        None if each is None else each.to(torch.float32).contiguous()
+        for each in (decay, beta, steps, skips)
+    )
+    grid = ((len(cu_lens) - 1) * heads, triton.cdiv(values, _VALUES))
+    _recurrence_kernel[grid](
+        *(q, k, v, *gates, states, after, out, cu_lens),
+        *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
+        *(heads, heads // k.shape[1], scale),
+        KEYS=keys, VALUES=values, BLOCK_KEYS=triton.next_power_of_2(keys), BLOCK_VALUES=_VALUES,
+        IS_UNIT=is_unit, BY_KEY=decay.dim() == 3, num_warps=4,
+    )  # fmt: skip
+    return out, after
+
+
+def short_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tails: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    has_silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.short_conv.short_conv` for CUDA tensors."""
+    (rows, channels), taps = x.shape, weight.shape[0]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight, tails = weight.contiguous(), tails.contiguous()
+    out = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
+    left, count = torch.empty_like(tails), len(cu_lens) - 1
+    numbers = torch.arange(count, device=x.device)
+    owners = numbers.repeat_interleave(cu_lens.diff(), output_size=rows)
+    blocks = triton.cdiv(channels, _CHANNELS)
+    sizes = (x.stride(0), channels)
+    _conv_kernel[(rows, blocks)](
+        *(x, weight, bias, tails, out, owners, cu_lens, *sizes),
+        TAPS=taps, HAS_SILU=has_silu, BLOCK=_CHANNELS,
+    )  # fmt: skip
+    _tails_kernel[(count * (taps - 1), blocks)](
+        *(x, tails, left, cu_lens, *sizes), BEFORE=taps - 1, BLOCK=_CHANNELS
+    )
+    return out, left
+
+
+@triton.jit
+def _key(
+    x: tl.tensor, at: tl.tensor, element: tl.tensor, mask: tl.tensor, IS_UNIT: tl.constexpr
+) -> tl.tensor:
+    """A key or query in float32, of length 1 if `IS_UNIT`."""
+    found = tl.load(x + at + element, mask=mask, other=0.0).to(tl.float32)
+    if IS_UNIT:
+        found *= tl.rsqrt(tl.sum(found * found, axis=0) + 1e-6)
+    return found
+
+
+@triton.jit
+def _recurrence_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    decay: tl.tensor,
+    beta: tl.tensor,
+    steps: tl.tensor,
+    skips: tl.tensor,
+    states: tl.tensor,
+    after: tl.tensor,
+    out: tl.tensor,
+    cu_lens: tl.tensor,
+    q_row: int,
+    k_row: int,
+    v_row: int,
+    q_head: int,
+    k_head: int,
+    v_head: int,
+    heads: int,
+    shared: int,
+    scale: float,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+    BY_KEY: tl.constexpr,
+) -> None:
+    sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    element = tl.arange(0, BLOCK_KEYS)
+    value = tl.program_id(1) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_key, is_value = element < KEYS, value < VALUES
+    place = tl.program_id(0).to(tl.int64) * KEYS * VALUES + element[:, None] * VALUES + value[None]
+    both = is_key[:, None] & is_value[None]
+    state = tl.load(states + place, mask=both, other=0.0)
+    begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
+    for row in range(begin, end):
+        query = _key(q, row * q_row + head // shared * q_head, element, is_key, IS_UNIT) * scale
+        key = _key(k, row * k_row + head // shared * k_head, element, is_key, IS_UNIT)
+        given = tl.load(v + row * v_row + head * v_head + value, mask=is_value, other=0.0)
+        given = given.to(tl.float32)
+        gate = row * heads + head
+        if BY_KEY:
+            left = tl.exp(tl.load(decay + gate * KEYS + element, mask=is_key, other=0.0))
+            state *= left[:, None]
+        else:
+            state *= tl.exp(tl.load(decay + gate))
+        update = given
+        if beta is not None:
+            found = tl.sum(state * key[:, None], axis=0)
+            update = (given - found) * tl.load(beta + gate)
+        if steps is not None:
+            update *= tl.load(steps + gate)
+        state += key[:, None] * update[None]
+        made = tl.sum(state * query[:, None], axis=0)
+        if skips is not None:
+            made += given * tl.load(skips + head)
+        tl.store(out + gate * VALUES + value, made.to(out.dtype.element_ty), mask=is_value)
+    tl.store(after + place, state, mask=both)
+
+
+@triton.jit
+def _conv_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    tails: tl.tensor,
+    out: tl.tensor,
+    owners: tl.tensor,
+    cu_lens: tl.tensor,
+    x_row: int,
+    channels: int,
+    TAPS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < channels
+    sequence = tl.load(owners + row)
+    begin = tl.load(cu_lens + sequence)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = row - (TAPS - 1 - tap)
+        before = (sequence * channels + channel) * (TAPS - 1) + (source - begin + TAPS - 1)
+        num_own = tl.where(source >= begin, channels, 0)
+        own = tl.load(x + source * x_row + channel, mask=channel < num_own, other=0.0)
+        old = tl.load(tails + before, mask=channel < channels - num_own, other=0.0)
+        factor = tl.load(weight + tap * channels + channel, mask=mask, other=0.0).to(tl.float32)
+        total += factor * (own.to(tl.float32) + old.to(tl.float32))
+    if HAS_SILU:
+        total *= tl.sigmoid(total)
+    tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tails_kernel(
+    x: tl.tensor,
+    tails: tl.tensor,
+    left: tl.tensor,
+    cu_lens: tl.tensor,
+    x_row: int,
+    channels: int,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    sequence, index = tl.program_id(0) // BEFORE, tl.program_id(0) % BEFORE
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < channels
+    begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
+    source = end - BEFORE + index
+    at = (sequence * channels + channel).to(tl.int64) * BEFORE
+    num_own = tl.where(source >= begin, channels, 0)
+    own = tl.load(x + source * x_row + channel, mask=channel < num_own, other=0.0)
+    before = tails + at + (source - begin + BEFORE)
+    old = tl.load(before, mask=channel < channels - num_own, other=0.0)
+    kept = own.to(tl.float32) + old.to(tl.float32)
+    tl.store(left + at + index, kept.to(left.dtype.element_ty), mask=mask)
