@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from weft.engine.checkpoint.architectures import configuration_reader
+from weft.engine.checkpoint.architectures import configuration_reader, supported_architectures
 from weft.engine.checkpoint.config import ModelConfig
 from weft.testing.models.family_configs import family_configs
 
@@ -29,10 +29,17 @@ FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
 _RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}
 
 
-def cells(results: Path) -> dict[str, dict[str, str]]:
-    """By architecture and column: yes, failed, or `refused: reason`."""
+def cells(results: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """By architecture and column: yes, failed, or `refused: reason`. Where several families have an
+    architecture the worst counts; a test that a later file repeats counts as there.
+    """
+    cases = {
+        (case.get("classname"), case.get("name")): case
+        for path in results
+        for case in ElementTree.parse(path).iter("testcase")
+    }
     table: dict[str, dict[str, str]] = defaultdict(dict)
-    for case in ElementTree.parse(results).iter("testcase"):
+    for case in cases.values():
         said = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
         if "column" not in said:
             continue
@@ -51,8 +58,19 @@ def feature_lines(table: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     yield f"| architecture | {' | '.join(COLUMNS)} |"
     yield f"| --- |{' --- |' * len(COLUMNS)}"
     for architecture in sorted(table):
-        row = (table[architecture].get(column, "-") for column in COLUMNS)
+        row = (table[architecture].get(column, "not compared") for column in COLUMNS)
         yield f"| {architecture} | {' | '.join(row)} |"
+
+
+def others(table: Mapping[str, Mapping[str, str]]) -> str:
+    """Names that are read by the reader of an architecture of the table."""
+    readers = {configuration_reader(name): name for name in sorted(table)}
+    found = []
+    for name in supported_architectures():
+        reader = configuration_reader(name)
+        if name not in table and reader is not None and reader in readers:
+            found.append(f"{name} (as {readers[reader]})")
+    return f"Also by the same readers: {', '.join(found)}."
 
 
 def file_lines() -> Iterator[str]:
@@ -104,13 +122,15 @@ def lone_lines() -> Iterator[str]:
             yield f"| {part} | {next(iter(readers))} |"
 
 
-def page(results: Path) -> str:
+def page(results: Sequence[Path]) -> str:
     """The page."""
+    table = cells(results)
     parts = (
         "# Architectures",
         "Made by `scripts/family_table.py` from a run of tests/engine/models/test_family_table.py.",
         "## Features",
-        "\n".join(feature_lines(cells(results))),
+        "\n".join(feature_lines(table)),
+        others(table),
         "## Files",
         "\n".join(file_lines()),
         "## Parts without a second user",
@@ -122,7 +142,7 @@ def page(results: Path) -> str:
 def main() -> int:
     """Writes the page; exit status 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, help="JUnit XML of the tests")
+    parser.add_argument("results", type=Path, nargs="+", help="JUnit XML of the tests")
     text = page(parser.parse_args().results)
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(text)

@@ -19,8 +19,21 @@ EXPERTS = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+NEEDED = {
+    "MiMoV2Flash": {**EXPERTS, "n_routed_experts": 8, "head_dim": 24, "v_head_dim": 16},
+    "Llama4": {"num_local_experts": 8, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2},
+    "Step3p5": {**EXPERTS, "moe_num_experts": 8, "moe_top_k": 2, "head_dim": 16},
+}
+"""Fields without which a file of some architectures says nothing."""
+
+
 def parse(architecture: str, **fields: Any) -> ModelConfig:
-    raw = {**SIZES, "architectures": [f"{architecture}ForCausalLM"], **fields}
+    needed = NEEDED.get(architecture, {})
+    raw = {**SIZES, **needed, "architectures": [f"{architecture}ForCausalLM"], **fields}
     return ModelConfig.from_dict(raw)
 
 
@@ -63,6 +76,13 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("Jamba", "attn_layer_offset", {"attn_layer_period": 2, "attn_layer_offset": 2}),
         ("Jamba", "attn_layer_period", {"num_hidden_layers": 4}),
         ("KimiLinear", "mla_use_nope", {"mla_use_nope": False}),
+        ("Gemma4", "use_bidirectional_attention", {"use_bidirectional_attention": "all"}),
+        ("Gemma4", "num_kv_shared_layers", {"num_kv_shared_layers": 4}),
+        ("Laguna", "gating", {"gating": "other", **EXPERTS}),
+        ("MiMoV2Flash", "hybrid_layer_pattern", {"hybrid_layer_pattern": [0, 2, 1, 0]}),
+        ("MiMoV2Flash", "swa_head_dim", {"swa_head_dim": 16}),
+        ("Step3p5", "swiglu_limits", {"swiglu_limits": [0.0]}),
+        ("Llama4", "layer_types", {"layer_types": ["sliding_attention"] * 4}),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
@@ -88,6 +108,11 @@ def test_what_is_not_supported_is_refused_by_name(
         ("StableLm", {"use_parallel_residual": True}),
         ("Qwen3_5", {"linear_value_head_dim": 64}),
         ("Qwen3_5", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}),
+        ("Gemma4", {"final_logit_softcapping": 5.0}),
+        ("Gemma4", {"attention_k_eq_v": True}),
+        ("Llama4", {"attention_chunk_size": 64}),
+        ("Llama4", {"floor_scale": 64}),
+        ("MiMoV2Flash", {"attention_value_scale": 0.5}),
     ],
 )
 def test_what_changes_hidden_states_changes_the_fingerprint(
@@ -151,3 +176,54 @@ def test_yarn_is_read_for_llamas_too() -> None:
     assert config.rope.factor == SIZES["max_position_embeddings"] / 64
     assert config.rope.attention_factor == pytest.approx(1.2079, abs=1e-4)
     assert b"attention_factor" not in parse("Llama").fingerprint()
+
+
+KINDS = [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")]
+
+
+def test_both_layouts_of_gemma_4_say_the_same() -> None:
+    heads = {"head_dim": 24, "num_key_value_heads": 1}
+    layers = {"layer_types": KINDS, "attention_k_eq_v": True, "sliding_window": 20}
+    listed = parse("Gemma4", **layers, per_layer_config={"0": heads, "3": heads})
+    assert listed == parse("Gemma4", **layers, global_head_dim=24, num_global_key_value_heads=1)
+    assert listed.page_planes == [(None, [(1, 24, [0, 3]), (2, 256, [1, 2])])]
+
+
+def test_both_layouts_of_mimo_say_the_same() -> None:
+    ropes = {
+        "full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_theta": 1e3, "partial_rotary_factor": 0.5},
+    }
+    mlps = ["dense", "sparse", "dense", "sparse"]
+    ours = parse(
+        "MiMoV2Flash", layer_types=KINDS, mlp_layer_types=mlps, sliding_window=21,
+        rope_parameters=ropes,
+    )  # fmt: skip
+    hub = parse(
+        "MiMoV2Flash", hybrid_layer_pattern=[0, 1, 1, 0], moe_layer_freq=[0, 1, 0, 1],
+        sliding_window=20, sliding_window_size=20, rope_theta=1e6, swa_rope_theta=1e3,
+        partial_rotary_factor=0.5, swa_num_key_value_heads=4, swa_head_dim=24, swa_v_head_dim=16,
+    )  # fmt: skip
+    assert ours == hub
+    assert [layer.kv_heads for layer in ours.decoder.layers] == [None, 4, 4, None]  # type: ignore[union-attr]
+
+
+def test_both_layouts_of_step_3_say_the_same() -> None:
+    yarn = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    ropes = {
+        "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.5, **yarn},
+        "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }
+    layers = {"layer_types": KINDS, "sliding_window": 20, "share_expert_dim": 24}
+    ours = parse(
+        "Step3p5", **layers, rope_parameters=ropes, num_sliding_attention_heads=8,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+    )  # fmt: skip
+    hub = parse(
+        "Step3p5", **{**layers, "layer_types": [*KINDS, KINDS[1]]}, num_nextn_predict_layers=1,
+        rope_theta=[5e6, 1e4, 1e4, 5e6, 1e4], partial_rotary_factors=[0.5, 1.0, 1.0, 0.5, 1.0],
+        rope_scaling=yarn, moe_layers_enum="1,2", num_attention_groups=2,
+        attention_other_setting={"num_attention_heads": 8, "num_attention_groups": 2},
+    )  # fmt: skip
+    assert ours == hub

@@ -21,6 +21,7 @@ STOP = StopCriteria(max_tokens=10, ignore_eos=True)
 NO_TEXT = (
     *("gemma3-images", "mistral3", "internlm3", "qwen2_5_vl", "qwen3_vl", "mistral4", "step3"),
     "qwen3_5-images",
+    *("qwen3_vl_moe", "kimi_k25"),
 )
 TEXT = [name for name in FAMILIES if name not in (*NO_TEXT, *HYBRIDS)]
 """What AutoModelForCausalLM builds, without recurrent layers."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE = 8
 NUM_NEW = 16
-FULL = ("hy3", "laguna", "solar", "olmoe")
+FULL = ("exaone-moe", "hy3", "laguna", "solar", "olmoe")
 """Those whose parts others have too; they run behind --full."""
 
 

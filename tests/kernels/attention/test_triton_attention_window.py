@@ -134,7 +134,9 @@ def test_decode(
         check_rows(decode(module, case, window, max_rows=4), case, 1, 4, *expected)
 
 
-@pytest.mark.parametrize("window", [8, 67, 100])
+@pytest.mark.parametrize(
+    "window", [67, *(pytest.param(one, marks=pytest.mark.full) for one in (8, 100))]
+)
 def test_chunks(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks below and above a page, a tile and the rows of a program, in all three kernels."""
     fresh_seed()

@@ -18,7 +18,6 @@ KERNELS = {
     "experts": "_direct_inner _direct_out _sorted _route _route_and_sort _combine",
     "fp8": "_fp8_spread _fp8_rows _fp8_tiles _direct_inner _direct_out _sorted",
     "fixed": "_fixed _fixed_linear _sorted",
-    "chunks": "_decode _extend _fixed",
     "latents": "_latent _merge_latents",
     "recurrences": "_recurrence _conv _tails",
     "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",

@@ -121,6 +121,33 @@ def test_rest_wants_a_key(mesh: SecureMesh) -> None:
         httpx.get(url, trust_env=False)
 
 
+def test_the_console_needs_the_operators_token(mesh: SecureMesh) -> None:
+    """A tenant's key sees nothing of others; the token passes the gateway on to every member."""
+    token = (mesh.state / "admin-token").read_text().strip()
+    members = ("decode-0", "prefill-0", "kvstore-0")
+    with httpx.Client(
+        base_url=mesh.url, verify=mesh.context, trust_env=False, timeout=30
+    ) as client:
+        for secret, status in ((None, 401), ("wrong", 401), (mesh.key, 403), (token, 200)):
+            headers = {} if secret is None else {"authorization": f"Bearer {secret}"}
+            with client.stream("GET", "/mesh/watch", headers=headers) as answer:
+                assert answer.status_code == status
+                if status == 200:
+                    first = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+                    assert first["can_operate"]
+                    assert {one["member_id"] for one in first["members"]} >= set(members[:2])
+            for member in members:
+                answer = client.post("/mesh/flush", json={"member_id": member}, headers=headers)
+                assert answer.status_code == (200 if status == 200 else 401), answer.text
+        level = {"member_id": "decode-0", "level": "info"}
+        assert client.post("/mesh/log_level", json=level, headers=headers).status_code == 200
+        for change in ("drain", "undrain"):
+            answer = client.post(
+                f"/mesh/{change}", json={"member_id": "prefill-0"}, headers=headers
+            )
+            assert answer.status_code == 200, answer.text
+
+
 def test_workers_do_not_take_calls_from_those_who_may_not(mesh: SecureMesh) -> None:
     forbidden: list[tuple[str, str, Any, str]] = [
         ("prefill", "decode-0", worker_pb2_grpc.WorkerServiceStub, "ReportExit"),

@@ -270,6 +270,26 @@ def test_model_directory_variants(tmp_path: Path) -> None:
     assert model.eos_ids == {1, 2}
 
 
+def test_the_chat_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
+    folder = write_model_dir(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("default")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (folder / "additional_chat_templates" / "plain.jinja").write_text("plain")
+    (tmp_path / "mine.jinja").write_text("mine")
+    for chosen, text in (
+        ("", "default"),
+        ("plain", "plain"),
+        (str(tmp_path / "mine.jinja"), "mine"),
+    ):
+        model = load_model_card(folder, chat_template=chosen)
+        assert model.template is not None
+        assert model.template.render([]) == text
+        assert (model.tool_template is None) == bool(chosen)
+    with pytest.raises(ModelError, match=r"'other' is no file, .*\(default, plain, tool_use\)"):
+        load_model_card(folder, chat_template="other")
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [

@@ -155,12 +155,16 @@ def test_layers_with_other_heads_have_a_plane_of_their_own_in_the_same_pages() -
 def test_states_of_recurrent_layers_are_named_behind_the_pages() -> None:
     parts = (StatePart("state", (4, 8, 8), "float32"), StatePart("tail", (96, 3), "bfloat16"))
     ring = (StatePart("inputs", (96,), "bfloat16"), StatePart("decay", (4,), "float32"))
-    states = StatePlane(name="delta", layers=6, parts=parts, ring=ring)
+    rows = (StatePart("hidden", (32,), "float32"),)
+    states = StatePlane(name="delta", layers=6, parts=parts, ring=ring, rows=rows)
     pages = CacheLayout.of_plane(PagedPlane(layers=2, heads=2, dim=16, dtype="bfloat16"), 16)
     layout = CacheLayout(16, pages.groups, states)
-    text = "|states=delta;layers=6;parts=state:256:float32,tail:288:bfloat16"
+    text = "|states=delta;layers=6;parts=state:256:float32,tail:288:bfloat16;rows=hidden:32:float32"
     assert layout.describe() == pages.describe() + text
-    assert (states.block_bytes, states.ring_row_bytes) == (6 * (1024 + 576), 6 * (192 + 16))
+    assert (states.block_bytes, states.ring_row_bytes) == (
+        6 * (1024 + 576) + 128,
+        6 * (192 + 16) + 128,
+    )
     of_pages = [kv_pb2.PlanePart(name=name, dim=16, dtype="bfloat16") for name in ("k", "v")]
     of_blocks = [
         kv_pb2.PlanePart(name=part.name, dim=part.size, dtype=part.dtype) for part in parts
@@ -168,5 +172,10 @@ def test_states_of_recurrent_layers_are_named_behind_the_pages() -> None:
     planes = [
         kv_pb2.Plane(name="target", layers=2, heads=2, parts=of_pages),
         kv_pb2.Plane(name="delta", layers=6, parts=of_blocks),
+        kv_pb2.Plane(
+            name="delta-rows",
+            layers=1,
+            parts=[kv_pb2.PlanePart(name="hidden", dim=32, dtype="float32")],
+        ),
     ]
     assert _layout(worker_pb2.GetInfoResponse(planes=planes, page_size=16)) == layout.describe()

@@ -15,15 +15,16 @@ from weft.engine.checkpoint.demo import (
 )
 from weft.engine.checkpoint.files import Progress
 from weft.engine.checkpoint.gguf_folder import gguf_folder
+from weft.engine.checkpoint.mistral_folder import mistral_folder, needs_conversion
 
 
 def resolve_model(model: str, progress: Progress | None = None) -> Path:
     """The directory of a model, made or downloaded first if need be.
 
     Args:
-        model: `demo`, `demo-gguf` (its GGUF file), a Hugging Face directory, a GGUF file, a name on
-            a hub (`organisation/name`, with `@revision` or without; a directory of that name comes
-            first), or the URL of a folder in an object store.
+        model: `demo`, `demo-gguf` (its GGUF file), a directory in Hugging Face's or Mistral's
+            layout, a GGUF file, a name on a hub (`organisation/name`, with `@revision` or without;
+            a directory of that name comes first), or the URL of a folder in an object store.
         progress: Called with (bytes written, bytes in all) while the demo model is converted.
 
     Raises:
@@ -37,6 +38,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
     path = find_source() if model == DEMO_GGUF else Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return gguf_folder(path)
+    if needs_conversion(path):
+        return mistral_folder(path)
     if _is_model_folder(path):
         return path.resolve()
     name = hub.HubName.parse(model)
@@ -46,7 +49,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
             "GGUF file nor a name on the hub (organisation/name[@revision]) nor a URL",
             param="model",
         )
-    return hub.pull(name)
+    folder = hub.pull(name)
+    return mistral_folder(folder) if needs_conversion(folder) else folder
 
 
 def default_name(model: str, folder: Path) -> str:
@@ -65,4 +69,4 @@ def default_name(model: str, folder: Path) -> str:
 
 
 def _is_model_folder(path: Path) -> bool:
-    return (path / "config.json").is_file()
+    return (path / "config.json").is_file() or needs_conversion(path)

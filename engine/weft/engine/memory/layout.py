@@ -150,9 +150,11 @@ class StatePlane:
 
     def describe(self) -> str:
         """Canonical text of what a block contains; rings are never exchanged."""
-        parts = ",".join(part.describe() for part in self.parts)
+        parts, rows = (
+            ",".join(f"{part.name}:{part.size}:{part.dtype}" for part in some)
+            for some in (self.parts, self.rows)
+        )
         described = f"states={self.name};layers={self.layers};parts={parts}"
-        rows = ",".join(part.describe() for part in self.rows)
         return f"{described};rows={rows}" if rows else described
 
 

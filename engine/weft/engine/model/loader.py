@@ -16,6 +16,7 @@ from weft.engine.checkpoint.digest import model_digest, mtp_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
+from weft.engine.checkpoint.mistral_params import mistral_name
 from weft.engine.checkpoint.pooling import PoolingConfig, load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.model.archs.registry import class_of
@@ -25,7 +26,7 @@ from weft.engine.model.pooled_heads import PooledHeads, read_embedding_head, rea
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.gguf_file import GgufFile
 from weft.engine.model.weights.random_weights import RandomWeights
-from weft.engine.model.weights.reader import CheckpointReader, WithoutPrefix
+from weft.engine.model.weights.reader import CheckpointReader, Renamed
 from weft.engine.model.weights.schemes.registry import scheme_of
 from weft.engine.model.weights.specs import Shard
 from weft.engine.model.weights.weights import Weights
@@ -149,8 +150,10 @@ def load_model(
             for body, head in product((*bodies, ""), config.names.heads):
                 checkpoint.check_alike(f"{body}{config.names.embedding}.weight", f"{head}.weight")
         reader: CheckpointReader = checkpoint
-        if not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
-            reader = WithoutPrefix(checkpoint, _BASE)
+        if checkpoint.has(mistral_name(_EMBEDDING)):
+            reader = Renamed(checkpoint, mistral_name)
+        elif not checkpoint.has(_EMBEDDING) and checkpoint.has(_EMBEDDING.removeprefix(_BASE)):
+            reader = Renamed(checkpoint, lambda name: name.removeprefix(_BASE))
         weights = weights_of(reader)
         model, mtp = build(config, weights), None
         if mtp_head:

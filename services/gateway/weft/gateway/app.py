@@ -126,8 +126,9 @@ class GatewayApp:
                 tool_parser=settings.tool_parser,
                 reasoning_parser=settings.reasoning_parser,
                 has_own_sampling=settings.generation_config == "auto",
+                chat_template="" if number else settings.chat_template,
             )
-            for name, folder in settings.model_folders
+            for number, (name, folder) in enumerate(settings.model_folders)
         ]
         self._models = {model.name: model for model in loaded}
         if len(self._models) < len(loaded):

@@ -58,6 +58,12 @@ class GatewaySettings(ServiceSettings):
         description="defaults of temperature, top_p, top_k, min_p and repetition_penalty; auto = "
         "those of the model's generation_config.json, none = the API's own",
     )
+    chat_template: str = Field(
+        "",
+        max_length=4096,
+        description="file with the chat template of model_dir's model, or the name of one of its "
+        "own; empty = the one called default",
+    )
     tool_parser: Literal[
         "auto",
         "hermes",

@@ -19,6 +19,12 @@ from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.mtp_config import head_behind
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, MlpConfig, NamesConfig
 
+_KIMI_TOWERS = tuple(
+    f"{top}{part}."
+    for top in ("", "model.")
+    for part in ("vision_tower", "mm_projector", "multi_modal_projector")
+)
+
 
 def read_deepseek_v2(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
@@ -31,7 +37,14 @@ def read_deepseek_v2(
 def read_deepseek_v3(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:
-    """DeepSeek V3, R1 and V3.1 (arXiv 2412.19437), and Kimi K2 (arXiv 2507.20534)."""
+    """DeepSeek V3, R1 and V3.1 (arXiv 2412.19437), Kimi K2 (arXiv 2507.20534), and the text of
+    Kimi K2.5.
+    """
+    if "text_config" in raw:
+        family = Family(raw, generation, where, "text_config")
+        names = replace(mistral_names(), left_out=_KIMI_TOWERS)
+        moe = deepseek_v3_experts(family.fields, num_dense=3)
+        return _config(family, moe, eps=1e-6, names=names)
     family = Family(raw, generation, where)
     return _config(family, deepseek_v3_experts(family.fields, num_dense=3), eps=1e-6)
 

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.families.experts import deepseek_v3_experts
 from weft.engine.checkpoint.families.family import FULL, SLIDING, Family
-from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, HeadNormConfig, MlpConfig
+from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig
+from weft.engine.checkpoint.parts import (
+    AttentionConfig,
+    DecoderConfig,
+    HeadNormConfig,
+    MlpConfig,
+    NamesConfig,
+)
 
 
 def read_exaone4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """EXAONE 4.0: where there are windows, the other layers do not rotate."""
+    return _config(Family(raw, generation, where))
+
+
+def read_exaone_moe(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """K-EXAONE: norms before the blocks, and DeepSeek V3's experts."""
     family = Family(raw, generation, where)
+    fields = family.fields
+    named = fields.replaced(
+        num_local_experts=fields.positive("num_experts"),
+        n_shared_experts=fields.count("num_shared_experts", 1),
+        n_routed_experts=None,
+    )
+    return _config(family, "before", deepseek_v3_experts(named, num_dense=1))
+
+
+def _config(
+    family: Family, order: Literal["after", "before"] = "after", moe: MoEConfig | None = None
+) -> ModelConfig:
     fields = family.fields
     has_window = fields.get("sliding_window") is not None or "sliding_window" not in list(fields)
     kinds = (FULL,) * family.num_layers
@@ -28,8 +55,12 @@ def read_exaone4(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         for kind in kinds
     )
     mlp = MlpConfig(activation=family.activation())
-    decoder = DecoderConfig(norm=norm, layers=layers, mlp=mlp, order="after")
-    return family.config(decoder, head_dim=dim, window=family.window(kinds, 4096))
+    decoder = DecoderConfig(norm=norm, layers=layers, mlp=mlp, order=order)
+    names = NamesConfig(
+        left_out=("mtp.",), moe=MoENamesConfig(correction="e_score_correction_bias")
+    )
+    window = family.window(kinds, 4096)
+    return family.config(decoder, head_dim=dim, window=window, names=names, moe=moe)
 
 
 def _kind(family: Family, layer: int) -> str:

@@ -10,6 +10,7 @@ from weft.engine.checkpoint.architectures import HEADLESS, is_bidirectional
 from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shape, max_positions
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.checkpoint.mistral_params import LEFT_OUT
 from weft.engine.checkpoint.moe_config import MoEConfig
 from weft.engine.checkpoint.mtp_config import MtpConfig
 from weft.engine.checkpoint.parts import AttentionConfig, DecoderConfig, NamesConfig, NormConfig
@@ -291,7 +292,7 @@ def mistral_names() -> NamesConfig:
     return NamesConfig(
         bodies=("model.language_model", "language_model.model", "model"),
         heads=("lm_head", "language_model.lm_head"),
-        left_out=VISION,
+        left_out=(*VISION, *LEFT_OUT),
     )
 
 

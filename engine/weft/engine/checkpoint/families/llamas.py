@@ -134,7 +134,8 @@ def read_mistral3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     is_ministral = fields.get("model_type") == "ministral3"
     if is_ministral and not (fields.get("rope_parameters") or fields.get("rope_scaling")):
         raise fields.error("rope_parameters", "is missing")
-    rope = family.rope(theta=1e6)
+    # Files in Mistral's own layout are for pairs of neighbours.
+    rope = family.rope(theta=1e6, is_interleaved=fields.flag("rope_interleave", False))
     kinds = family.kinds(lambda layer: SLIDING if "sliding_window" in fields else FULL)
     dim = family.head_dim(128 if section is not None else None)
     return _alike(

@@ -5,10 +5,12 @@ the rotation's axes, so that its sections play no part.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.families.family import Family, same
+from weft.engine.checkpoint.moe_config import MoENamesConfig, qwen_experts
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,
@@ -44,6 +46,16 @@ def read_qwen3_vl(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         head_norm=HeadNormConfig(norm=family.rms()),
     )
     return _config(family, layer, dim, eps=1e-6)
+
+
+def read_qwen3_vl_moe(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Qwen3-VL with experts, which its files keep as columns."""
+    config = read_qwen3_vl(raw, generation, where)
+    family = Family(raw, generation, where, "text_config" if "text_config" in raw else None)
+    names = replace(config.names, moe=MoENamesConfig(is_transposed=True))
+    return replace(config, names=names, moe=qwen_experts(family.fields))
 
 
 def _rope(family: Family, theta: float) -> RopeConfig:

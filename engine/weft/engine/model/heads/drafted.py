@@ -32,7 +32,7 @@ def load_drafted(
         ModelError: The head cannot be used, or does not fit this model.
     """
     config = loaded.config
-    has_others = config.latent is not None or len(config.page_planes[0][1]) > 1
+    has_others = config.latent is not None or not config.has_equal_layers
     if not isinstance(loaded.model, DecoderOnlyLM) or has_others:
         raise ModelError(
             f"draft_dir = {draft_dir}: models of {config.architecture} do not support draft heads",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,29 +55,29 @@ class CheckpointReader(Protocol):
         """
 
 
-class WithoutPrefix:
-    """A reader of a checkpoint whose names lack a prefix that models use.
+class Renamed:
+    """A reader of a checkpoint that has other names than models use.
 
     Args:
         reader: Reads the checkpoint.
-        prefix: Left out of names that begin with it.
+        name_of: Returns what the checkpoint calls a tensor.
     """
 
-    def __init__(self, reader: CheckpointReader, prefix: str) -> None:
+    def __init__(self, reader: CheckpointReader, name_of: Callable[[str], str]) -> None:
         self._reader = reader
-        self._prefix = prefix
+        self._name_of = name_of
 
     def has(self, name: str) -> bool:
         """See `CheckpointReader.has`."""
-        return self._reader.has(name.removeprefix(self._prefix))
+        return self._reader.has(self._name_of(name))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """See `CheckpointReader.shape_of`."""
-        return self._reader.shape_of(name.removeprefix(self._prefix))
+        return self._reader.shape_of(self._name_of(name))
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`."""
-        self._reader.read_into(part._replace(name=part.name.removeprefix(self._prefix)), out)
+        self._reader.read_into(part._replace(name=self._name_of(part.name)), out)
 
     def finish(self) -> None:
         """See `CheckpointReader.finish`."""

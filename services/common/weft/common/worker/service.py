@@ -16,6 +16,7 @@ from weft.common.worker.kv_feed import KvFeed
 from weft.common.worker.tiers import tier_to_proto
 from weft.engine.base.errors import Draining, PeerUnavailable
 from weft.engine.base.faults import FaultSpec, FaultState
+from weft.engine.memory.layout import StatePlane
 from weft.engine.protocol.fills import LeaseQuery, ProcessExited
 from weft.engine.protocol.messages import FaultOrder, Inbox, Outbox
 from weft.engine.protocol.reports import EngineInfo
@@ -173,13 +174,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         ]
         planes[0].draft_digest = bytes.fromhex(info.draft)
         if info.states is not None:
-            parts = [
-                kv_pb2.PlanePart(name=part.name, dim=part.size, dtype=part.dtype)
-                for part in info.states.parts
-            ]
-            planes.append(
-                kv_pb2.Plane(name=info.states.name, layers=info.states.layers, parts=parts)
-            )
+            planes += _state_planes(info.states)
         response = worker_pb2.GetInfoResponse(
             worker_id=self._worker_id,
             epoch=info.epoch,
@@ -384,3 +379,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response.counters.update(load.counters)
         response.tiers.extend(tier_to_proto(tier) for tier in load.tiers)
         return response
+
+
+def _state_planes(states: StatePlane) -> list[kv_pb2.Plane]:
+    """What blocks contain: of each layer, and of all together, if they contain such."""
+    given = ((states.name, states.layers, states.parts), (f"{states.name}-rows", 1, states.rows))
+    return [
+        kv_pb2.Plane(
+            name=name,
+            layers=layers,
+            parts=[
+                kv_pb2.PlanePart(name=part.name, dim=part.size, dtype=part.dtype) for part in parts
+            ],
+        )
+        for name, layers, parts in given
+        if parts
+    ]

@@ -52,10 +52,10 @@ class MeshAccess:
 
     def check_watch(self, context: Context) -> None:
         """Raises ConsoleOff, Unauthenticated or PermissionDenied unless the caller may watch."""
-        if _is_command_line(context) or self._has_token(context):
+        if _is_command_line(context):
             return
         self._check_on()
-        if self._keys is None:
+        if self._keys is None or self._has_token(context):
             return
         tenant = self._keys.find(bearer(context.invocation_metadata()))
         if tenant is None:

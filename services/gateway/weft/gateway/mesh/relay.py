@@ -54,6 +54,8 @@ class OperatorsRelay:
             MemberNotFound: There is no such member.
             PeerUnavailable: It has no operators' port, or does not answer there.
         """
+        if member_id not in self._members():
+            await self._stores.ask_once()
         port = self._find(member_id)
         async with open_channel(port.address, port.service, self._identity) as channel:
             try:
@@ -61,7 +63,8 @@ class OperatorsRelay:
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
 
-    def _find(self, member_id: str) -> _OperatorsPort:
+    def _members(self) -> dict[str, tuple[str, str, int]]:
+        """Address, service and operators' port of each member, by its id."""
         found: dict[str, tuple[str, str, int]] = {}
         for worker in self._fleet.workers():
             if (info := worker.info) is not None:
@@ -70,13 +73,17 @@ class OperatorsRelay:
         for address, state in self._stores.states.items():
             if state.info is not None:
                 found[state.info.store_id] = (address, "kvstore", state.info.admin_port)
-        if member_id not in found:
+        return found
+
+    def _find(self, member_id: str) -> _OperatorsPort:
+        members = self._members()
+        if member_id not in members:
             raise MemberNotFound(
-                f"there is no member {member_id[:_SHOWN]!r}; there are {', '.join(found)}",
+                f"there is no member {member_id[:_SHOWN]!r}; there are {', '.join(members)}",
                 stage="validate",
                 param="member_id",
             )
-        address, service, port = found[member_id]
+        address, service, port = members[member_id]
         if not port:
             raise PeerUnavailable(
                 f"{member_id} has no operators' port: start it with --admin-port and "

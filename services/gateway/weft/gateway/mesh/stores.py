@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import NamedTuple
 
 import grpc
@@ -51,6 +52,17 @@ class StoreWatch:
             for address, state in self.states.items()
             if state.info is not None
         }
+
+    async def ask_once(self) -> None:
+        """Asks every store, whoever watches."""
+        async with contextlib.AsyncExitStack() as stack:
+            channels = {
+                address: await stack.enter_async_context(
+                    open_channel(address, "kvstore", self._identity)
+                )
+                for address in self.addresses()
+            }
+            await asyncio.gather(*(self._ask(*item) for item in channels.items()))
 
     async def run(self) -> None:
         """Asks until cancelled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,7 @@ def load_model_card(
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
     has_own_sampling: bool = True,
+    chat_template: str = "",
 ) -> ModelCard:
     """Reads a Hugging Face model directory.
 
@@ -133,6 +134,8 @@ def load_model_card(
         reasoning_parser: Name of a `ReasoningFormat`, "none", or "auto" = what the chat template
             says.
         has_own_sampling: Whether generation_config.json gives the defaults of sampling.
+        chat_template: A file with the template of chats, or the name of one of the folder's; empty:
+            the one called `default`.
 
     Raises:
         ModelError: A file is missing or cannot be understood; the message names it.
@@ -143,7 +146,7 @@ def load_model_card(
     generation_config = read_json(folder / "generation_config.json")
     context = _integer(config, "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
     pooling, problem = _pooling(folder)
-    parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser)
+    parts, specials = _read_tokenizer(folder, tool_parser, reasoning_parser, chat_template)
     tokenizer: Tokenizer = parts["tokenizer"]
     return ModelCard(
         name=name or folder.resolve().name,
@@ -215,13 +218,15 @@ def _sampling(folder: Path, generation_config: dict[str, Any]) -> SamplingDefaul
 
 
 def _read_tokenizer(
-    folder: Path, tool_parser: str, reasoning_parser: str
+    folder: Path, tool_parser: str, reasoning_parser: str, chat_template: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Fields of `ModelCard` that the files of a tokenizer decide, and its special tokens."""
     tokenizer, tokenizer_config, specials = read_tokenizer(folder)
     vocabulary = Vocabulary(tokenizer)
     sources = _template_sources(folder, tokenizer_config)
     source, for_tools = sources.get(_DEFAULT_TEMPLATE), sources.get(_TOOL_TEMPLATE)
+    if chat_template:
+        source, for_tools = _chosen_template(chat_template, sources), None
     reasoning = REASONING_FORMATS.get(reasoning_parser)
     if reasoning_parser == AUTO:
         reasoning = find_reasoning(source or "")
@@ -295,6 +300,20 @@ def _template_sources(folder: Path, tokenizer_config: dict[str, Any]) -> dict[st
             f"{str(source)[:200]}"
         )
     return found
+
+
+def _chosen_template(chosen: str, sources: Mapping[str, str]) -> str:
+    """The template that a name or a file gives."""
+    if chosen in sources:
+        return sources[chosen]
+    path = Path(chosen).expanduser()
+    if not path.is_file():
+        raise ModelError(
+            f"chat_template: {chosen!r} is no file, and none of the model's templates "
+            f"({', '.join(sorted(sources)) or 'it has none'})",
+            param="chat_template",
+        )
+    return _read_template(path)
 
 
 def _read_template(path: Path) -> str:

@@ -190,6 +190,8 @@ def compile_layers(is_full: bool) -> None:
     for q_lens in ([1] * 32, [40, 1]):
         run_layers(WIDE, q_lens)
     run_layers(WIDE, [6, 6], has_trees=True)
+    for is_fixed in (False, True) if is_full else ():
+        run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
 
 
 def compile_experts() -> None:
@@ -203,12 +205,6 @@ def compile_experts() -> None:
     for rows in (1, 12, 2000):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
-
-
-def compile_chunks() -> None:
-    """Attention within chunks, of few rows and of prompts."""
-    for is_fixed in (False, True):
-        run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
 
 
 def compile_latents() -> None:
@@ -423,7 +419,6 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "layers": partial(compile_layers, is_full),
         "experts": compile_experts,
         "fixed": compile_fixed,
-        "chunks": compile_chunks,
         "latents": compile_latents,
         "recurrences": compile_recurrences,
         "fp8": partial(compile_fp8, is_full),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 SIZES: dict[str, Any] = {
     "vocab_size": 259,
@@ -41,6 +42,7 @@ _PIXTRAL = {
     "patch_size": 8,
     "image_size": 16,
 }
+_LAYERS = "language_model.model.layers."
 _SIGLIP = {**_PIXTRAL, "model_type": "siglip_vision_model"}
 _QWEN_VISION = {
     "depth": 1,
@@ -426,6 +428,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                **SIZES,
+                "head_dim": 16,
+                "num_experts": 7,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "norm_topk_prob": True,
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "kimi_k25": (
+        "kimi_k25",
+        {
+            "text_config": {
+                **SIZES,
+                "model_type": "deepseek_v3",
+                "num_key_value_heads": 6,
+                "q_lora_rank": 20,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 12,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_routed_experts": 9,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "first_k_dense_replace": 1,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+        },
+    ),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
 }
 """Model types of transformers, and fields of their configurations."""
@@ -486,6 +532,13 @@ def make_family(name: str, path: Path, seed: int, **overrides: Any) -> Path:
             if key.endswith("layer_scalar"):
                 value.copy_(1.0 + 0.3 * torch.randn(value.shape, generator=generator))
     model.save_pretrained(path)
+    if name == "kimi_k25":
+        # transformers takes a renaming of the tower's blocks back in the text's layers as well.
+        tensors = load_file(path / "model.safetensors")
+        renamed = {
+            n.replace("language_model.model.blocks.", _LAYERS): t for n, t in tensors.items()
+        }
+        save_file(renamed, path / "model.safetensors", {"format": "pt"})
     if name == "internlm3":
         # Files of the hub name the class of their own code.
         written = json.loads((path / "config.json").read_text())

@@ -70,8 +70,18 @@ _BY_TENSORS = ("autofp8", "modelopt", "tensor")
 
 def is_rounded(name: str) -> bool:
     """Whether a tensor is the weight of a product in FP8."""
-    of_states = ("_proj_qkvz.weight", "_proj_qkv.weight", "_proj_z.weight")
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", *of_states))
+    ends = (
+        "_proj",
+        "_proj_with_mqa",
+        ".w1",
+        ".w2",
+        ".w3",
+        ".c_fc",
+        "per_layer_input_gate",
+        "_projection",
+        *("_proj_qkvz", "_proj_qkv", "_proj_z"),
+    )
+    return name.endswith(tuple(f"{end}.weight" for end in ends))
 
 
 def round_weight(weight: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +125,7 @@ def fp8_copy(
     quantised = load_file(source / "model.safetensors")
     floats = dict(quantised)
     suffix = "_scale_inv" if layout == "blocks" else "_scale"
-    for name in [name for name in quantised if is_rounded(name)]:
+    for name in [name for name in quantised if is_rounded(name) and quantised[name].dim() == 2]:
         data, scales = round_weight(quantised[name], layout)
         quantised[name], quantised[f"{name}{suffix}"] = data, scales
         if layout in _BY_TENSORS:

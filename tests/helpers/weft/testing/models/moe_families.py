@@ -92,6 +92,10 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "moe_router_logit_softcapping": 1.5},
     ),
     "solar": ("solar_open", {**GLM, "n_group": 3, "topk_group": 2, "norm_topk_prob": True}),
+    "exaone-moe": (
+        "exaone_moe",
+        {**MOE, "sliding_window": 20, "num_hidden_layers": 4, "routed_scaling_factor": 1.5},
+    ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
 """Model types, and overrides for `make_reference`."""

@@ -28,6 +28,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep
 from weft.kernels.norm import Norm
+from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Normed, Sum
 from weft.testing.models.tiny_models import make_tiny
 
@@ -49,8 +50,8 @@ def serve_hybrid(patch: pytest.MonkeyPatch) -> None:
 class _HalfAttention(Attention):
     """Attention of every second layer."""
 
-    def move(self, group: int, in_pool: int) -> None:
-        super().move(group, in_pool // 2)
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
+        super().move(group, in_pool // 2, plane)
 
 
 class GatedRecurrence:
@@ -66,7 +67,12 @@ class GatedRecurrence:
             for name in ("q_norm", "k_norm")
         ]
 
-    def move(self, group: int, in_pool: int) -> None:
+    @property
+    def has_own_kv(self) -> bool:
+        """See `Mixer.has_own_kv`."""
+        return True
+
+    def move(self, group: int, in_pool: int, plane: PlaneInPage | None = None) -> None:
         """See `Mixer.move`."""
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
