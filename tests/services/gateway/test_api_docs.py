@@ -14,6 +14,8 @@ from weft.engine.base.errors import WeftError
 from weft.gateway.api.openai.parse import BodyTooLarge
 from weft.gateway.api.responses.service import ResponseNotFound
 from weft.gateway.api.server.service import MetricsNotServed
+from weft.gateway.mesh.access import ConsoleOff
+from weft.gateway.mesh.relay import MemberNotFound
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import gateway
 from weft.v1 import (
@@ -21,6 +23,7 @@ from weft.v1 import (
     decode_pb2,
     gateway_pb2,
     kvstore_pb2,
+    mesh_pb2,
     prefill_pb2,
     trace_pb2,
     worker_pb2,
@@ -46,6 +49,7 @@ def test_the_table_of_errors_is_complete() -> None:
     found = {value for value in vars(errors).values() if isinstance(value, type)}
     kinds = {cls for cls in found if issubclass(cls, WeftError)} - NEVER_SENT
     kinds |= {BodyTooLarge, AdapterExists, AdaptersOff, ResponseNotFound, MetricsNotServed}
+    kinds |= {ConsoleOff, MemberNotFound}
     expected = {
         (f"`{cls.reason}`", str(cls.http_status), cls.grpc_code, "yes" if cls.retryable else "no")
         for cls in kinds
@@ -62,6 +66,7 @@ def test_the_table_of_errors_is_complete() -> None:
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
         kvstore_pb2.DESCRIPTOR.services_by_name["KvStoreService"],
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+        mesh_pb2.DESCRIPTOR.services_by_name["MeshService"],
         trace_pb2.DESCRIPTOR.services_by_name["TraceService"],
         admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
     ],
