@@ -30,14 +30,29 @@ LATENT = {"head_dim": None, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope
           "num_key_value_heads": 6, "first_k_dense_replace": 1}  # fmt: skip
 
 
+PROMPT = [5, 99, 12, 300, 41, 7, 7]
+
+
 def logits(path: Path) -> torch.Tensor:
     model = load_model(path, "float32").model
-    return PagedDriver(model, 8).step([(PagedRequest(), [5, 99, 12, 300, 41, 7, 7])])
+    return PagedDriver(model, 8).step([(PagedRequest(), PROMPT)])
 
 
 def edit(path: Path, **fields: Any) -> None:
     config = json.loads((path / "config.json").read_text()) | fields
     (path / "config.json").write_text(json.dumps(config))
+
+
+def test_experts_as_wide_as_the_stream(tmp_path: Path, seed: int) -> None:
+    """Their shapes do not tell rows from columns, as in gpt-oss's own models."""
+    from transformers import AutoModelForCausalLM
+
+    make_reference("gpt_oss", tmp_path, seed, **GPT_OSS | {"hidden_size": 64})
+    found = logits(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0, -1:]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_in_mxfp4(tmp_path: Path, seed: int) -> None:

@@ -470,6 +470,15 @@ def check_shape(config: ModelConfig, fields: Fields) -> None:
         )
     if config.head_dim % 2:
         raise fields.error("head_dim", f"must be even for the rotation, got {config.head_dim}")
+    for own in () if config.decoder is None else config.decoder.attentions:
+        heads, kv_heads = own.heads or config.num_heads, own.kv_heads or config.num_kv_heads
+        if heads % kv_heads or (own.head_dim or 0) % 2:
+            dim = own.head_dim or config.head_dim
+            raise fields.error(
+                "num_key_value_heads",
+                f"a layer has {heads} heads, {kv_heads} of K and V, and {dim} elements a head; the "
+                "second must divide the first, and the third be even",
+            )
     if config.rope.scaling == "llama3" and not (
         config.rope.high_freq_factor > config.rope.low_freq_factor
     ):

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.digest import cached_file_digests
 from weft.engine.checkpoint.files import GGUF_FILE
 from weft.engine.checkpoint.gguf_metadata import GgufMetadata
 from weft.engine.checkpoint.gguf_tokenizer import tokenizer_files
+from weft.engine.checkpoint.made_folder import make_once
 from weft.engine.checkpoint.quantization import GGUF
 from weft.kernels.build import cache_folder
 
 _VERSION = "1"
 """Version of the folder's content; raise it when the conversion of a file changes."""
-
-_LOCK_TIMEOUT_S = 120.0
-"""Many times what a conversion takes, seconds."""
 
 
 def gguf_folder(path: Path) -> Path:
@@ -39,24 +33,14 @@ def gguf_folder(path: Path) -> Path:
         digest = cached_file_digests([path])[0].hex()[:16]
         target = cache_folder() / "models" / "gguf" / f"{digest}-{_VERSION}" / path.stem
         link = target / GGUF_FILE
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # The services of a mesh read the file at the same moment.
-        with FileLock(target.parent / ".lock", timeout=_LOCK_TIMEOUT_S):
-            if not (link.exists() and link.resolve() == path):
-                _replace(target, path)
-    except (OSError, Timeout) as error:
-        raise ModelError(f"cannot read {path}, or write {target}: {error}") from error
+        make_once(
+            target,
+            lambda: link.exists() and link.resolve() == path,
+            lambda folder: _write(path, folder),
+        )
+    except OSError as error:
+        raise ModelError(f"cannot read {path}, or write what is made of it: {error}") from error
     return target
-
-
-def _replace(target: Path, path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=".tmp-"))
-    try:
-        _write(path, folder)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(path: Path, folder: Path) -> None:

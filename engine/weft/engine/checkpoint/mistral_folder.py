@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.made_folder import make_once
 from weft.engine.checkpoint.mistral_params import PARAMS_FILE, config_of_params
 from weft.engine.checkpoint.tekken import TEKKEN_FILE, tekken_files
 from weft.kernels.build import cache_folder
@@ -44,21 +42,13 @@ def mistral_folder(path: Path) -> Path:
     path = path.resolve()
     try:
         target = cache_folder() / "models" / "mistral" / _identity(path) / path.name
-        if (target / "config.json").is_file():
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=target.parent, prefix=".tmp-"))
+        make_once(
+            target,
+            lambda: (target / "config.json").is_file(),
+            lambda folder: _write(path, folder),
+        )
     except OSError as error:
-        raise ModelError(f"cannot read {path} or write what is made of it: {error}") from error
-    try:
-        _write(path, made)
-        # Another process has made the same folder meanwhile.
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(made, target)
-    except OSError as error:
-        raise ModelError(f"cannot write {target}: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        raise ModelError(f"cannot read {path}, or write what is made of it: {error}") from error
     return target
 
 

@@ -63,8 +63,8 @@ class StateMemory:
             pages: Numbers of the pages, in order.
             pool: [num_pages, page_bytes] uint8.
         """
-        parts = [part[block].reshape(-1).view(torch.uint8) for part in self.pools.blocks]
-        row = torch.cat(parts)
+        parts = (*self.pools.blocks, *self.pools.row_blocks)
+        row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in parts])
         room = pool.new_zeros(len(pages) * pool.shape[1])
         room[: row.shape[0]] = row
         pool[list(pages)] = room.view(len(pages), -1)
@@ -72,7 +72,7 @@ class StateMemory:
     def from_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block out of pages; see `to_pages`."""
         room, at = pool[list(pages)].reshape(-1), 0
-        for part in self.pools.blocks:
+        for part in (*self.pools.blocks, *self.pools.row_blocks):
             size = part[block].numel() * part.element_size()
             part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)
             at += size

@@ -370,7 +370,7 @@ class OwnerFills:
         most = min(landing.max_pages, landing.max_pool_pages()) - 1
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
-        return self._num_quarantined_pages() > landing.max_pages - landing.least_pages
+        return self._num_quarantined_pages() + num_more > landing.max_pages - landing.least_pages
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
         """Whether its answer about a stopped lease is overdue."""

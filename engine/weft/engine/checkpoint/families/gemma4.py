@@ -92,10 +92,10 @@ def _attention(family: Family, layer: int, kind: str, source: int | None) -> Att
     fields, is_full = family.fields, kind == FULL
     own = fields.section("per_layer_config").section(str(layer))
     shares = fields.flag("attention_k_eq_v", False)
-    dim, kv_heads = own.get("head_dim"), own.get("num_key_value_heads")
+    dim, kv_heads = _optional(own, "head_dim"), _optional(own, "num_key_value_heads")
     if "per_layer_config" not in fields and is_full:
         dim = fields.positive("global_head_dim", 512)
-        kv_heads = fields.get("num_global_key_value_heads") if shares else None
+        kv_heads = _optional(fields, "num_global_key_value_heads") if shares else None
     bias = fields.flag("attention_bias", False)
     return AttentionConfig(
         rope=_rope(family, kind),
@@ -109,6 +109,10 @@ def _attention(family: Family, layer: int, kind: str, source: int | None) -> Att
         is_value_key=shares and is_full,
         kv_from=source,
     )
+
+
+def _optional(fields: Fields, name: str) -> int | None:
+    return None if fields.get(name) is None else fields.positive(name)
 
 
 def _rope(family: Family, kind: str) -> RopeConfig:

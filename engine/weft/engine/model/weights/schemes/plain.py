@@ -68,11 +68,14 @@ def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Ten
     """The shard of each expert's weights, gate with up projection and down projection."""
     *gate_up, down = spec.stacked
     is_stacked, own = weights.has(down), weights.shard
-    rows = (spec.num_experts, sum(spec.down.rows), spec.down.in_features)
-    if spec.is_transposed and weights.shape_of(down) == rows:
+    parts = (spec.gate_up,) if len(gate_up) == 1 else spec.gate_up.parts
+    products = zip((*gate_up, down), (*parts, spec.down), strict=True)
+    if spec.is_transposed and all(
+        weights.shape_of(name) == (spec.num_experts, sum(part.rows), part.in_features)
+        for name, part in products
+    ):
         # Newer files of such a family have rows as rows.
         spec = replace(spec, is_transposed=False)
-    parts = (spec.gate_up,) if len(gate_up) == 1 else spec.gate_up.parts
     for number in range(spec.num_experts):
         if is_stacked:
             both = [
