@@ -93,9 +93,9 @@ def test_a_gate_with_its_up_projection(inner: int, k: int, dtype: torch.dtype) -
         peer_gate, peer_up = F.linear(x.float(), wide).chunk(2, dim=-1)
         out = gate_up_silu(x, packed)
         peer = (F.silu(peer_gate) * peer_up).to(dtype)
-        # On some ways gate and up are rounded before they are multiplied.
+        # On some ways gate, up and silu are rounded before they are multiplied: half an eps each.
         slack = loose(dtype, torch.full((1,), 8.0))
-        slack += torch.finfo(dtype).eps * max((gate * up).abs().flatten().tolist(), default=0)
+        slack += 2 * torch.finfo(dtype).eps * max((gate * up).abs().flatten().tolist(), default=0)
         assert_as_exact(out, peer, F.silu(gate) * up, slack=slack)
 
 
