@@ -16,6 +16,7 @@ from weft.engine.base.request import StopCriteria
 from weft.engine.drawing.sampler import derive_seed
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
+from weft.engine.loop.reports import load_report
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
@@ -148,6 +149,11 @@ def test_pages_without_their_states_are_not_continued(
         again = [ask(llm, prompt) for prompt in prompts]
         assert [answer for answer, _ in again] == answers
         assert 0 in [hit for _, hit in again]
+        counts = load_report(llm.engine).state_counts
+        assert counts is not None
+        assert counts.checkpoint_tokens == SETTINGS["checkpoint_tokens"]
+        assert 0 < counts.continuable_pages <= counts.prefix_pages < num_pages
+        assert num_pages == 24 or counts.continuable_pages < counts.prefix_pages
         assert (llm.engine.counters()["evicted_pages"] > 0) == (num_pages == 24)
         turn = [*prompts[-1], *answers[-1], 3]
         answer, hit = ask(llm, turn)
