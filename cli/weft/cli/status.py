@@ -66,6 +66,21 @@ class PageUsage:
 
 
 @dataclass(slots=True, kw_only=True)
+class StateUsage:
+    """Blocks of recurrent layers of one worker, and which cached pages requests can continue in."""
+
+    used: int
+    cached: int
+    total: int
+    checkpoint_tokens: int
+    """Most tokens of a prompt from one block that is kept to the next."""
+    prefix_pages: int
+    """KV pages in the prefix cache, in use or not."""
+    continuable_pages: int
+    """Those of them that have a block behind them or behind a later page."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TierStatus:
     """One cache tier of a worker or store."""
 
@@ -117,6 +132,8 @@ class WorkerStatus:
     filling_requests: int = 0
     queued_tokens: int = 0
     pages: PageUsage = field(default_factory=PageUsage)
+    states: StateUsage | None = None
+    """None: the model has no recurrent layers."""
     sessions: int = 0
     """Chat sessions with pinned pages."""
     pinned_pages: int = 0
@@ -283,6 +300,16 @@ def _add_load(status: WorkerStatus, load: worker_pb2.WatchLoadResponse) -> None:
         quarantined=load.quarantined_pages,
         total=load.total_pages,
     )
+    if load.HasField("state_blocks"):
+        blocks = load.state_blocks
+        status.states = StateUsage(
+            used=blocks.used_blocks,
+            cached=blocks.cached_blocks,
+            total=blocks.total_blocks,
+            checkpoint_tokens=blocks.checkpoint_tokens,
+            prefix_pages=blocks.prefix_pages,
+            continuable_pages=blocks.continuable_pages,
+        )
     status.sessions, status.pinned_pages = load.sessions, load.pinned_pages
     status.prefill_tokens_per_second = load.prefill_tokens_per_second
     status.decode_tokens_per_second = load.decode_tokens_per_second
@@ -386,11 +413,25 @@ def show(console: Console, workers: Sequence[WorkerStatus]) -> None:
     for worker in workers:
         pinned = f"{worker.sessions:,} sessions pin {worker.pinned_pages:,} pages"
         details = [worker.transport_detail, *worker.notices, worker.problem]
+        details.append(describe_states(worker.states) if worker.states is not None else "")
         details.append(pinned if worker.sessions else "")
         details.append(f"task {worker.task}" if worker.task not in ("", "generate") else "")
         for text in dict.fromkeys(detail for detail in details if detail):
             line = f"{worker.worker_id}: {text}"
             console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_states(states: StateUsage) -> str:
+    """Describes blocks of recurrent layers, and where requests can continue, in one line."""
+    told = (
+        f"states: {states.used:,} used and {states.cached:,} cached of {states.total:,} blocks, "
+        f"kept at ends of prompts and every {states.checkpoint_tokens:,} tokens; requests can "
+        f"continue in {states.continuable_pages:,} of {states.prefix_pages:,} cached pages"
+    )
+    if not (num_lone := states.prefix_pages - states.continuable_pages):
+        return told
+    share = states.continuable_pages / states.prefix_pages
+    return f"{told} ({share:.0%}); no block is left behind the other {num_lone:,}"
 
 
 def _tier_table(workers: Sequence[WorkerStatus]) -> Table:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from weft.cli.chaos.tiny import write_tokenizer
-from weft.testing.meshes.local_mesh import LocalMesh
+from weft.testing.meshes.local_mesh import WEFT, LocalMesh
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import Greedy
 from weft.testing.models.families import make_family
@@ -75,5 +77,16 @@ def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model
         f"http://{mesh.service('decode-0')['metrics_address']}/metrics", trust_env=False
     ).text
     assert 'weft_state_blocks{state="cached"}' in shown
+    command = [*WEFT, "status", "--address", mesh.grpc_address]
+    text, found = (
+        subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout
+        for more in ((), ("--json",))
+    )
+    assert "requests can continue in" in text
+    workers = {worker["worker_id"]: worker for worker in json.loads(found)["workers"]}
+    states = workers["decode-0"]["states"]
+    assert states["checkpoint_tokens"] == 1024
+    assert 0 < states["cached"] < states["total"]
+    assert 0 < states["continuable_pages"] <= states["prefix_pages"]
     names = [worker["kv_layout"] for worker in mesh.dump("gateway")["workers"]]
     assert all("states=gated-delta" in name for name in names), names

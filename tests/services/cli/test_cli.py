@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from weft.cli import main as cli_main
-from weft.cli.status import WorkerStatus, show
+from weft.cli.status import StateUsage, WorkerStatus, describe_states, show
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, Harness, gateway
 from weft.v1 import decode_pb2, gateway_pb2
@@ -189,6 +189,16 @@ async def test_status_tells_of_every_worker(
     assert [line.split()[0] for line in lines[1:4]] == ["decode-0", "decode-1", "prefill-0"]
     assert [" not ok " in line for line in lines[1:4]] == [False, True, False]
     assert " 7 " in lines[1]
+
+
+def test_states_are_told_in_one_line() -> None:
+    counts = {"used": 1, "cached": 2, "total": 1234, "checkpoint_tokens": 1024}
+    told = describe_states(StateUsage(**counts, prefix_pages=60, continuable_pages=45))
+    assert "1 used and 2 cached of 1,234 blocks" in told
+    assert "every 1,024 tokens" in told
+    assert "45 of 60 cached pages (75%); no block is left behind the other 15" in told
+    told = describe_states(StateUsage(**counts, prefix_pages=0, continuable_pages=0))
+    assert told.endswith("0 of 0 cached pages")
 
 
 def test_commands_are_dispatched(capsys: pytest.CaptureFixture[str]) -> None:

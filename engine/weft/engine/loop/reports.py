@@ -53,7 +53,7 @@ def load_report(engine: Engine) -> LoadReport:
             group.plane.name: WindowCounts(free=own.free, cached=own.cached, used=own.used)
             for group, own in _window_counts(engine)
         },
-        state_counts=_state_counts(engine),
+        state_counts=engine.parts.states.counts() if engine.parts.states is not None else None,
         quarantine_over_s=engine.fills.quarantine_over_s,
         staging=engine.staging_counts(),
         prefill_tokens_per_second=engine.costs.local_tokens_per_s,
@@ -73,14 +73,6 @@ def load_report(engine: Engine) -> LoadReport:
         sessions=len(engine.sessions.pins) if engine.sessions is not None else 0,
         pinned_pages=engine.sessions.pins.num_pages if engine.sessions is not None else 0,
     )
-
-
-def _state_counts(engine: Engine) -> WindowCounts | None:
-    """Blocks of recurrent layers; None: the model has none."""
-    if engine.parts.states is None:
-        return None
-    own = engine.parts.states.memory.counts()
-    return WindowCounts(free=own.free, cached=own.cached, used=own.used)
 
 
 def _window_counts(engine: Engine) -> list[tuple[PageGroup, PageCounts]]:

@@ -54,6 +54,7 @@ class StateIndex:
     """
 
     def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
         self._of_node: dict[Node, _Kept] = {}
         self._of_block: dict[int, _Kept] = {}
         self._heap: list[tuple[_Worth, int, _Kept]] = []
@@ -76,6 +77,16 @@ class StateIndex:
     def num_evictable_pages(self) -> int:
         """See `PageIndex.num_evictable_pages`: all unused blocks, in any order."""
         return self.num_unused_pages
+
+    @property
+    def num_prefix_pages(self) -> int:
+        """Number of pages in the tree."""
+        return self._tree.num_pages
+
+    @property
+    def num_continuable_pages(self) -> int:
+        """Number of pages that have a block behind them or a later page."""
+        return len(self._num_reaching)
 
     def continuable(self, path: Sequence[Node], num_pages: int) -> int:
         """The most leading pages of a path, up to `num_pages`, behind which there is a block."""

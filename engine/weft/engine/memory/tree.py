@@ -121,6 +121,11 @@ class PrefixTree:
         self.on_removed: list[Callable[[Node], None]] = []
         """Called with every node that leaves the tree; the node's fields are unchanged."""
 
+    @property
+    def num_pages(self) -> int:
+        """Number of pages in the tree, in use or not."""
+        return len(self._node_by_page)
+
     # -- finding and adding ----------------------------------------------------------------------
 
     def find(self, namespace: bytes, data: bytes) -> Match:

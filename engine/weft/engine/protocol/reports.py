@@ -29,13 +29,26 @@ class TierReport:
 
 @dataclass(slots=True, kw_only=True)
 class WindowCounts:
-    """Pages by state in a page group whose pages are freed behind a sliding window, or blocks of
-    recurrent layers.
-    """
+    """Pages by state in a page group whose pages are freed behind a sliding window."""
 
     free: int
     cached: int
     used: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StateCounts:
+    """Blocks of recurrent layers by state, and what of the prefix cache they make of use."""
+
+    free: int
+    cached: int
+    used: int
+    checkpoint_tokens: int
+    """Most tokens of a prompt from one block that is kept to the next."""
+    prefix_pages: int
+    """Pages of KV in the prefix cache, in use or not."""
+    continuable_pages: int
+    """Those of them that save a request anything: a block lies behind them or a later page."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +99,7 @@ class LoadReport:
     """Number of pages pinned for them, cached or used."""
     window_pages: dict[str, WindowCounts] = field(default_factory=dict)
     """Pages of the planes whose pages are freed behind a window, by name."""
-    state_counts: WindowCounts | None = None
+    state_counts: StateCounts | None = None
     """Blocks of recurrent layers; None: the model has no such layers."""
     draft_depths: dict[int, int] = field(default_factory=dict)
     """Drafts per request, by the least number of requests in a step for which the entry holds;

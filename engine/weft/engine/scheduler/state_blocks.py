@@ -28,6 +28,7 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
 from weft.engine.memory.tree import Match, Node
+from weft.engine.protocol.reports import StateCounts
 from weft.engine.scheduler.plan import Plan
 from weft.engine.scheduler.state import Request
 
@@ -111,6 +112,18 @@ class StateBlocks:
     def __len__(self) -> int:
         """Number of requests that have blocks or a reservation."""
         return len(self._held)
+
+    def counts(self) -> StateCounts:
+        """Blocks by state, and the pages that they make of use."""
+        own, index = self.memory.counts(), self._index
+        return StateCounts(
+            free=own.free,
+            cached=own.cached,
+            used=own.used,
+            checkpoint_tokens=self._checkpoint * self._page_size,
+            prefix_pages=0 if index is None else index.num_prefix_pages,
+            continuable_pages=0 if index is None else index.num_continuable_pages,
+        )
 
     # -- lookups ---------------------------------------------------------------------------------
 

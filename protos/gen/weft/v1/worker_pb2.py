@@ -27,7 +27,7 @@ from weft.v1 import common_pb2 as weft_dot_v1_dot_common__pb2
 from weft.v1 import kv_pb2 as weft_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/worker.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14weft/v1/common.proto\x1a\x10weft/v1/kv.proto\"\x10\n\x0eGetInfoRequest\"\xac\x05\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.weft.v1.WorkerRole\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x07 \x01(\r\x12\x1e\n\x06planes\x18\x08 \x03(\x0b\x32\x0e.weft.v1.Plane\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x38\n\x08versions\x18\x0c \x03(\x0b\x32&.weft.v1.GetInfoResponse.VersionsEntry\x12*\n\ntransports\x18\r \x03(\x0e\x32\x16.weft.v1.TransportKind\x12\x18\n\x10transport_detail\x18\x0e \x01(\t\x12\x12\n\nserver_pid\x18\x0f \x01(\r\x12\x12\n\nengine_pid\x18\x10 \x01(\r\x12\x0f\n\x07notices\x18\x11 \x03(\t\x12\x10\n\x08kvstores\x18\x12 \x03(\t\x12\x1a\n\x12\x61\x64vertised_address\x18\x13 \x01(\t\x12(\n\x08\x61\x64\x61pters\x18\x14 \x01(\x0b\x32\x16.weft.v1.AdapterLimits\x12\x15\n\rweight_format\x18\x15 \x01(\t\x12\x0c\n\x04task\x18\x16 \x01(\t\x12\x16\n\x0e\x65mbedding_size\x18\x17 \x01(\r\x12\x12\n\nnum_labels\x18\x18 \x01(\r\x12\x12\n\nadmin_port\x18\x1e \x01(\r\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\rAdapterLimits\x12\x10\n\x08max_rank\x18\x01 \x01(\r\x12\x1b\n\x13max_device_adapters\x18\x02 \x01(\r\"\xd9\x01\n\rAdapterStatus\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.weft.v1.AdapterRef\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.AdapterState\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x11\n\tunloading\x18\x07 \x01(\x08\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12\x10\n\x08left_out\x18\t \x03(\t\"X\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x61\x64\x61pter_changes\x18\x02 \x01(\x08\"\xd5\x06\n\x11WatchLoadResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12+\n\x08loop_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bstale_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x18\n\x10\x66illing_requests\x18\x08 \x01(\r\x12\x15\n\rqueued_tokens\x18\t \x01(\r\x12\x13\n\x0btotal_pages\x18\n \x01(\r\x12\x12\n\nfree_pages\x18\x0b \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x0c \x01(\r\x12\x12\n\nused_pages\x18\r \x01(\r\x12\x19\n\x11quarantined_pages\x18\x0e \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\x0f \x01(\x01\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\x10 \x01(\x01\x12:\n\x08\x63ounters\x18\x11 \x03(\x0b\x32(.weft.v1.WatchLoadResponse.CountersEntry\x12\x16\n\x0erequest_tokens\x18\x12 \x01(\x04\x12.\n\x0b\x64\x65\x63ode_step\x18\x13 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14\x64\x65\x63ode_step_requests\x18\x14 \x01(\x01\x12!\n\x05tiers\x18\x15 \x03(\x0b\x32\x12.weft.v1.TierState\x12\x10\n\x08sessions\x18\x16 \x01(\r\x12\x14\n\x0cpinned_pages\x18\x17 \x01(\r\x12(\n\x08\x61\x64\x61pters\x18\x18 \x03(\x0b\x32\x16.weft.v1.AdapterStatus\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x19 \x01(\x04\x12\x1c\n\x14\x61\x64\x61pters_are_changes\x18\x1a \x01(\x08\x12\x15\n\rgone_adapters\x18\x1b \x03(\x0c\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\x0eWatchKvRequest\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x42\x11\n\x0f_after_sequenceJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x8e\x01\n\x0fWatchKvResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12)\n\x08snapshot\x18\x04 \x01(\x0b\x32\x17.weft.v1.KvSnapshotPart\x12\"\n\x07\x63hanges\x18\x05 \x03(\x0b\x32\x11.weft.v1.KvChangeJ\x04\x08\x03\x10\x04J\x04\x08\x06\x10\r\".\n\x05KvRun\x12\x12\n\nparent_key\x18\x01 \x01(\x06\x12\x11\n\tpage_keys\x18\x02 \x03(\x06\"W\n\x0eKvSnapshotPart\x12\x16\n\x0e\x61s_of_sequence\x18\x01 \x01(\x04\x12\x1c\n\x04held\x18\x02 \x03(\x0b\x32\x0e.weft.v1.KvRun\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\"R\n\x08KvChange\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1e\n\x06stored\x18\x02 \x03(\x0b\x32\x0e.weft.v1.KvRun\x12\x14\n\x0cremoved_keys\x18\x03 \x03(\x06\"\x19\n\x17ListHeldAdaptersRequest\"\x82\x01\n\x18ListHeldAdaptersResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12(\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x16.weft.v1.AdapterStatus\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x04 \x01(\x04\"P\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0ckeep_running\x18\x02 \x01(\x08\"7\n\rDrainResponse\x12\x0c\n\x04idle\x18\x01 \x01(\x08\x12\x18\n\x10running_requests\x18\x02 \x01(\r\"\x10\n\x0eUndrainRequest\"\'\n\x0fUndrainResponse\x12\x14\n\x0cwas_draining\x18\x01 \x01(\x08\"5\n\x11ReportExitRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\",\n\x12ReportExitResponse\x12\x16\n\x0ereleased_pages\x18\x01 \x01(\r*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xac\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44\x41PTER_STATE_LOADING\x10\x01\x12\x16\n\x12\x41\x44\x41PTER_STATE_DISK\x10\x02\x12\x16\n\x12\x41\x44\x41PTER_STATE_HOST\x10\x03\x12\x18\n\x14\x41\x44\x41PTER_STATE_DEVICE\x10\x04\x12\x18\n\x14\x41\x44\x41PTER_STATE_FAILED\x10\x05\x32\xe9\x03\n\rWorkerService\x12<\n\x07GetInfo\x12\x17.weft.v1.GetInfoRequest\x1a\x18.weft.v1.GetInfoResponse\x12\x44\n\tWatchLoad\x12\x19.weft.v1.WatchLoadRequest\x1a\x1a.weft.v1.WatchLoadResponse0\x01\x12\x36\n\x05\x44rain\x12\x15.weft.v1.DrainRequest\x1a\x16.weft.v1.DrainResponse\x12<\n\x07Undrain\x12\x17.weft.v1.UndrainRequest\x1a\x18.weft.v1.UndrainResponse\x12\x45\n\nReportExit\x12\x1a.weft.v1.ReportExitRequest\x1a\x1b.weft.v1.ReportExitResponse\x12>\n\x07WatchKv\x12\x17.weft.v1.WatchKvRequest\x1a\x18.weft.v1.WatchKvResponse0\x01\x12W\n\x10ListHeldAdapters\x12 .weft.v1.ListHeldAdaptersRequest\x1a!.weft.v1.ListHeldAdaptersResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14weft/v1/worker.proto\x12\x07weft.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14weft/v1/common.proto\x1a\x10weft/v1/kv.proto\"\x10\n\x0eGetInfoRequest\"\xac\x05\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.weft.v1.WorkerRole\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x07 \x01(\r\x12\x1e\n\x06planes\x18\x08 \x03(\x0b\x32\x0e.weft.v1.Plane\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x38\n\x08versions\x18\x0c \x03(\x0b\x32&.weft.v1.GetInfoResponse.VersionsEntry\x12*\n\ntransports\x18\r \x03(\x0e\x32\x16.weft.v1.TransportKind\x12\x18\n\x10transport_detail\x18\x0e \x01(\t\x12\x12\n\nserver_pid\x18\x0f \x01(\r\x12\x12\n\nengine_pid\x18\x10 \x01(\r\x12\x0f\n\x07notices\x18\x11 \x03(\t\x12\x10\n\x08kvstores\x18\x12 \x03(\t\x12\x1a\n\x12\x61\x64vertised_address\x18\x13 \x01(\t\x12(\n\x08\x61\x64\x61pters\x18\x14 \x01(\x0b\x32\x16.weft.v1.AdapterLimits\x12\x15\n\rweight_format\x18\x15 \x01(\t\x12\x0c\n\x04task\x18\x16 \x01(\t\x12\x16\n\x0e\x65mbedding_size\x18\x17 \x01(\r\x12\x12\n\nnum_labels\x18\x18 \x01(\r\x12\x12\n\nadmin_port\x18\x1e \x01(\r\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\rAdapterLimits\x12\x10\n\x08max_rank\x18\x01 \x01(\r\x12\x1b\n\x13max_device_adapters\x18\x02 \x01(\r\"\xd9\x01\n\rAdapterStatus\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.weft.v1.AdapterRef\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.weft.v1.AdapterState\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x11\n\tunloading\x18\x07 \x01(\x08\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12\x10\n\x08left_out\x18\t \x03(\t\"X\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x61\x64\x61pter_changes\x18\x02 \x01(\x08\"\x81\x07\n\x11WatchLoadResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12+\n\x08loop_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bstale_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x18\n\x10\x66illing_requests\x18\x08 \x01(\r\x12\x15\n\rqueued_tokens\x18\t \x01(\r\x12\x13\n\x0btotal_pages\x18\n \x01(\r\x12\x12\n\nfree_pages\x18\x0b \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x0c \x01(\r\x12\x12\n\nused_pages\x18\r \x01(\r\x12\x19\n\x11quarantined_pages\x18\x0e \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\x0f \x01(\x01\x12 \n\x18\x64\x65\x63ode_tokens_per_second\x18\x10 \x01(\x01\x12:\n\x08\x63ounters\x18\x11 \x03(\x0b\x32(.weft.v1.WatchLoadResponse.CountersEntry\x12\x16\n\x0erequest_tokens\x18\x12 \x01(\x04\x12.\n\x0b\x64\x65\x63ode_step\x18\x13 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14\x64\x65\x63ode_step_requests\x18\x14 \x01(\x01\x12!\n\x05tiers\x18\x15 \x03(\x0b\x32\x12.weft.v1.TierState\x12\x10\n\x08sessions\x18\x16 \x01(\r\x12\x14\n\x0cpinned_pages\x18\x17 \x01(\r\x12(\n\x08\x61\x64\x61pters\x18\x18 \x03(\x0b\x32\x16.weft.v1.AdapterStatus\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x19 \x01(\x04\x12\x1c\n\x14\x61\x64\x61pters_are_changes\x18\x1a \x01(\x08\x12\x15\n\rgone_adapters\x18\x1b \x03(\x0c\x12*\n\x0cstate_blocks\x18\x1c \x01(\x0b\x32\x14.weft.v1.StateBlocks\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x9b\x01\n\x0bStateBlocks\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x19\n\x11\x63heckpoint_tokens\x18\x04 \x01(\r\x12\x14\n\x0cprefix_pages\x18\x05 \x01(\r\x12\x19\n\x11\x63ontinuable_pages\x18\x06 \x01(\r\"[\n\x0eWatchKvRequest\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x42\x11\n\x0f_after_sequenceJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x8e\x01\n\x0fWatchKvResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12)\n\x08snapshot\x18\x04 \x01(\x0b\x32\x17.weft.v1.KvSnapshotPart\x12\"\n\x07\x63hanges\x18\x05 \x03(\x0b\x32\x11.weft.v1.KvChangeJ\x04\x08\x03\x10\x04J\x04\x08\x06\x10\r\".\n\x05KvRun\x12\x12\n\nparent_key\x18\x01 \x01(\x06\x12\x11\n\tpage_keys\x18\x02 \x03(\x06\"W\n\x0eKvSnapshotPart\x12\x16\n\x0e\x61s_of_sequence\x18\x01 \x01(\x04\x12\x1c\n\x04held\x18\x02 \x03(\x0b\x32\x0e.weft.v1.KvRun\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\"R\n\x08KvChange\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1e\n\x06stored\x18\x02 \x03(\x0b\x32\x0e.weft.v1.KvRun\x12\x14\n\x0cremoved_keys\x18\x03 \x03(\x06\"\x19\n\x17ListHeldAdaptersRequest\"\x82\x01\n\x18ListHeldAdaptersResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12(\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32\x16.weft.v1.AdapterStatus\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x04 \x01(\x04\"P\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0ckeep_running\x18\x02 \x01(\x08\"7\n\rDrainResponse\x12\x0c\n\x04idle\x18\x01 \x01(\x08\x12\x18\n\x10running_requests\x18\x02 \x01(\r\"\x10\n\x0eUndrainRequest\"\'\n\x0fUndrainResponse\x12\x14\n\x0cwas_draining\x18\x01 \x01(\x08\"5\n\x11ReportExitRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\",\n\x12ReportExitResponse\x12\x16\n\x0ereleased_pages\x18\x01 \x01(\r*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\xac\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44\x41PTER_STATE_LOADING\x10\x01\x12\x16\n\x12\x41\x44\x41PTER_STATE_DISK\x10\x02\x12\x16\n\x12\x41\x44\x41PTER_STATE_HOST\x10\x03\x12\x18\n\x14\x41\x44\x41PTER_STATE_DEVICE\x10\x04\x12\x18\n\x14\x41\x44\x41PTER_STATE_FAILED\x10\x05\x32\xe9\x03\n\rWorkerService\x12<\n\x07GetInfo\x12\x17.weft.v1.GetInfoRequest\x1a\x18.weft.v1.GetInfoResponse\x12\x44\n\tWatchLoad\x12\x19.weft.v1.WatchLoadRequest\x1a\x1a.weft.v1.WatchLoadResponse0\x01\x12\x36\n\x05\x44rain\x12\x15.weft.v1.DrainRequest\x1a\x16.weft.v1.DrainResponse\x12<\n\x07Undrain\x12\x17.weft.v1.UndrainRequest\x1a\x18.weft.v1.UndrainResponse\x12\x45\n\nReportExit\x12\x1a.weft.v1.ReportExitRequest\x1a\x1b.weft.v1.ReportExitResponse\x12>\n\x07WatchKv\x12\x17.weft.v1.WatchKvRequest\x1a\x18.weft.v1.WatchKvResponse0\x01\x12W\n\x10ListHeldAdapters\x12 .weft.v1.ListHeldAdaptersRequest\x1a!.weft.v1.ListHeldAdaptersResponseB0Z.weft.dev/weft/services/rest/gen/weft/v1;weftv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFORESPONSE_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_WATCHLOADRESPONSE_COUNTERSENTRY']._loaded_options = None
   _globals['_WATCHLOADRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=2958
-  _globals['_WORKERROLE']._serialized_end=3048
-  _globals['_ADAPTERSTATE']._serialized_start=3051
-  _globals['_ADAPTERSTATE']._serialized_end=3223
+  _globals['_WORKERROLE']._serialized_start=3160
+  _globals['_WORKERROLE']._serialized_end=3250
+  _globals['_ADAPTERSTATE']._serialized_start=3253
+  _globals['_ADAPTERSTATE']._serialized_end=3425
   _globals['_GETINFOREQUEST']._serialized_start=105
   _globals['_GETINFOREQUEST']._serialized_end=121
   _globals['_GETINFORESPONSE']._serialized_start=124
@@ -56,35 +56,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHLOADREQUEST']._serialized_start=1094
   _globals['_WATCHLOADREQUEST']._serialized_end=1182
   _globals['_WATCHLOADRESPONSE']._serialized_start=1185
-  _globals['_WATCHLOADRESPONSE']._serialized_end=2038
-  _globals['_WATCHLOADRESPONSE_COUNTERSENTRY']._serialized_start=1991
-  _globals['_WATCHLOADRESPONSE_COUNTERSENTRY']._serialized_end=2038
-  _globals['_WATCHKVREQUEST']._serialized_start=2040
-  _globals['_WATCHKVREQUEST']._serialized_end=2131
-  _globals['_WATCHKVRESPONSE']._serialized_start=2134
-  _globals['_WATCHKVRESPONSE']._serialized_end=2276
-  _globals['_KVRUN']._serialized_start=2278
-  _globals['_KVRUN']._serialized_end=2324
-  _globals['_KVSNAPSHOTPART']._serialized_start=2326
-  _globals['_KVSNAPSHOTPART']._serialized_end=2413
-  _globals['_KVCHANGE']._serialized_start=2415
-  _globals['_KVCHANGE']._serialized_end=2497
-  _globals['_LISTHELDADAPTERSREQUEST']._serialized_start=2499
-  _globals['_LISTHELDADAPTERSREQUEST']._serialized_end=2524
-  _globals['_LISTHELDADAPTERSRESPONSE']._serialized_start=2527
-  _globals['_LISTHELDADAPTERSRESPONSE']._serialized_end=2657
-  _globals['_DRAINREQUEST']._serialized_start=2659
-  _globals['_DRAINREQUEST']._serialized_end=2739
-  _globals['_DRAINRESPONSE']._serialized_start=2741
-  _globals['_DRAINRESPONSE']._serialized_end=2796
-  _globals['_UNDRAINREQUEST']._serialized_start=2798
-  _globals['_UNDRAINREQUEST']._serialized_end=2814
-  _globals['_UNDRAINRESPONSE']._serialized_start=2816
-  _globals['_UNDRAINRESPONSE']._serialized_end=2855
-  _globals['_REPORTEXITREQUEST']._serialized_start=2857
-  _globals['_REPORTEXITREQUEST']._serialized_end=2910
-  _globals['_REPORTEXITRESPONSE']._serialized_start=2912
-  _globals['_REPORTEXITRESPONSE']._serialized_end=2956
-  _globals['_WORKERSERVICE']._serialized_start=3226
-  _globals['_WORKERSERVICE']._serialized_end=3715
+  _globals['_WATCHLOADRESPONSE']._serialized_end=2082
+  _globals['_WATCHLOADRESPONSE_COUNTERSENTRY']._serialized_start=2035
+  _globals['_WATCHLOADRESPONSE_COUNTERSENTRY']._serialized_end=2082
+  _globals['_STATEBLOCKS']._serialized_start=2085
+  _globals['_STATEBLOCKS']._serialized_end=2240
+  _globals['_WATCHKVREQUEST']._serialized_start=2242
+  _globals['_WATCHKVREQUEST']._serialized_end=2333
+  _globals['_WATCHKVRESPONSE']._serialized_start=2336
+  _globals['_WATCHKVRESPONSE']._serialized_end=2478
+  _globals['_KVRUN']._serialized_start=2480
+  _globals['_KVRUN']._serialized_end=2526
+  _globals['_KVSNAPSHOTPART']._serialized_start=2528
+  _globals['_KVSNAPSHOTPART']._serialized_end=2615
+  _globals['_KVCHANGE']._serialized_start=2617
+  _globals['_KVCHANGE']._serialized_end=2699
+  _globals['_LISTHELDADAPTERSREQUEST']._serialized_start=2701
+  _globals['_LISTHELDADAPTERSREQUEST']._serialized_end=2726
+  _globals['_LISTHELDADAPTERSRESPONSE']._serialized_start=2729
+  _globals['_LISTHELDADAPTERSRESPONSE']._serialized_end=2859
+  _globals['_DRAINREQUEST']._serialized_start=2861
+  _globals['_DRAINREQUEST']._serialized_end=2941
+  _globals['_DRAINRESPONSE']._serialized_start=2943
+  _globals['_DRAINRESPONSE']._serialized_end=2998
+  _globals['_UNDRAINREQUEST']._serialized_start=3000
+  _globals['_UNDRAINREQUEST']._serialized_end=3016
+  _globals['_UNDRAINRESPONSE']._serialized_start=3018
+  _globals['_UNDRAINRESPONSE']._serialized_end=3057
+  _globals['_REPORTEXITREQUEST']._serialized_start=3059
+  _globals['_REPORTEXITREQUEST']._serialized_end=3112
+  _globals['_REPORTEXITRESPONSE']._serialized_start=3114
+  _globals['_REPORTEXITRESPONSE']._serialized_end=3158
+  _globals['_WORKERSERVICE']._serialized_start=3428
+  _globals['_WORKERSERVICE']._serialized_end=3917
 # @@protoc_insertion_point(module_scope)

@@ -388,6 +388,7 @@ class WatchLoadResponse(_message.Message):
     ADAPTER_GENERATION_FIELD_NUMBER: _builtins.int
     ADAPTERS_ARE_CHANGES_FIELD_NUMBER: _builtins.int
     GONE_ADAPTERS_FIELD_NUMBER: _builtins.int
+    STATE_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     draining: _builtins.bool
@@ -457,6 +458,10 @@ class WatchLoadResponse(_message.Message):
     def gone_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """With `adapters_are_changes`: digests of adapters that are gone."""
 
+    @_builtins.property
+    def state_blocks(self) -> Global___StateBlocks:
+        """Absent: the model has no recurrent layers."""
+
     def __init__(
         self,
         *,
@@ -487,14 +492,59 @@ class WatchLoadResponse(_message.Message):
         adapter_generation: _builtins.int = ...,
         adapters_are_changes: _builtins.bool = ...,
         gone_adapters: _abc.Iterable[_builtins.bytes] | None = ...,
+        state_blocks: Global___StateBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step", b"decode_step", "loop_age", b"loop_age", "stale_after", b"stale_after"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_step", b"decode_step", "loop_age", b"loop_age", "stale_after", b"stale_after", "state_blocks", b"state_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_generation", b"adapter_generation", "adapters", b"adapters", "adapters_are_changes", b"adapters_are_changes", "cached_pages", b"cached_pages", "counters", b"counters", "decode_step", b"decode_step", "decode_step_requests", b"decode_step_requests", "decode_tokens_per_second", b"decode_tokens_per_second", "draining", b"draining", "epoch", b"epoch", "filling_requests", b"filling_requests", "free_pages", b"free_pages", "gone_adapters", b"gone_adapters", "loop_age", b"loop_age", "pinned_pages", b"pinned_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens", "request_tokens", b"request_tokens", "running_requests", b"running_requests", "sessions", b"sessions", "stale_after", b"stale_after", "state_blocks", b"state_blocks", "tiers", b"tiers", "total_pages", b"total_pages", "used_pages", b"used_pages", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class StateBlocks(_message.Message):
+    """Blocks with the states of recurrent layers at page borders. Requests continue where one lies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_PAGES_FIELD_NUMBER: _builtins.int
+    CONTINUABLE_PAGES_FIELD_NUMBER: _builtins.int
+    total_blocks: _builtins.int
+    """Free ones included."""
+    cached_blocks: _builtins.int
+    """Kept for later requests, and used by none now."""
+    used_blocks: _builtins.int
+    """Those of running requests."""
+    checkpoint_tokens: _builtins.int
+    """Most tokens of a prompt from one block that is kept to the next."""
+    prefix_pages: _builtins.int
+    """Pages of KV in the prefix cache, in use or not."""
+    continuable_pages: _builtins.int
+    """Those of them that have a block behind them or behind a later page. Of the others requests
+    compute all tokens again.
+    """
+    def __init__(
+        self,
+        *,
+        total_blocks: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        used_blocks: _builtins.int = ...,
+        checkpoint_tokens: _builtins.int = ...,
+        prefix_pages: _builtins.int = ...,
+        continuable_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "checkpoint_tokens", b"checkpoint_tokens", "continuable_pages", b"continuable_pages", "prefix_pages", b"prefix_pages", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateBlocks: _TypeAlias = StateBlocks  # noqa: Y015
 
 @_typing.final
 class WatchKvRequest(_message.Message):

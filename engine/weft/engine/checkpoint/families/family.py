@@ -23,6 +23,8 @@ VISION = tuple(f"{top}{part}." for top in ("", "model.") for part in _TOWERS)
 """Prefixes of tensors that are left out of models that also take images."""
 
 _MOST_BEHIND = 8
+_OF_KINDS = ("layer_types", "full_attention_interval", "linear_attn_config")
+"""Fields that say which layers have attention; the first that there is counts."""
 
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh", "relu2"]] = {
     "silu": "silu",
@@ -244,6 +246,9 @@ class Family:
             raise fields.error("hidden_act", "experts are supported with silu alone")
         if is_bidirectional(self._raw) and not is_encoder:
             raise fields.error("is_causal", "only causal attention is supported")
+        if not decoder.attention_layers:
+            name = next((name for name in _OF_KINDS if name in fields), _OF_KINDS[0])
+            raise fields.error(name, f"none of {len(decoder.layers)} layers has attention")
         architecture = whole.get("architectures")[0]
         attention = decoder.attention
         layers = [layer for layer in decoder.layers if isinstance(layer, AttentionConfig)]

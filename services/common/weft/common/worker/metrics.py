@@ -192,8 +192,9 @@ def _gauges(load: LoadReport, loop_age_s: float) -> Iterator[Metric]:
     if load.state_counts is not None:
         text = "Blocks of recurrent layers, by state"
         blocks = GaugeMetricFamily("weft_state_blocks", text, labels=["state"])
-        for state, count in asdict(load.state_counts).items():
-            blocks.add_metric([state], count)
+        blocks.add_metric(["free"], load.state_counts.free)
+        blocks.add_metric(["cached"], load.state_counts.cached)
+        blocks.add_metric(["used"], load.state_counts.used)
         yield blocks
     text = "Pages of host memory in front of a KV pool on a GPU, by state"
     staging = GaugeMetricFamily("weft_staging_pages", text, labels=["state"])

@@ -378,6 +378,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             response.decode_step_requests = load.decode_step_requests
         response.counters.update(load.counters)
         response.tiers.extend(tier_to_proto(tier) for tier in load.tiers)
+        if (states := load.state_counts) is not None:
+            response.state_blocks.total_blocks = states.free + states.cached + states.used
+            response.state_blocks.cached_blocks = states.cached
+            response.state_blocks.used_blocks = states.used
+            response.state_blocks.checkpoint_tokens = states.checkpoint_tokens
+            response.state_blocks.prefix_pages = states.prefix_pages
+            response.state_blocks.continuable_pages = states.continuable_pages
         return response
 
 

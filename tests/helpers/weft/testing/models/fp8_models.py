@@ -25,7 +25,7 @@ def compressed(strategy: str, *, is_static: bool = False) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*in_proj_(ba|b|a)$"],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
@@ -79,6 +79,7 @@ def is_rounded(name: str) -> bool:
         ".c_fc",
         "per_layer_input_gate",
         "_projection",
+        *(".input_linear", ".output_linear"),
         *("_proj_qkvz", "_proj_qkv", "_proj_z"),
     )
     return name.endswith(tuple(f"{end}.weight" for end in ends))

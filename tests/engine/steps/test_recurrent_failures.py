@@ -1,0 +1,198 @@
+"""Three ways in which prefix caches over recurrent layers went wrong in public, rebuilt:
+vllm#53912, sglang#39830 and LMCache#4247.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from weft.engine.base.request import StopCriteria
+from weft.engine.drawing.sampler import derive_seed
+from weft.engine.loop.engine import Engine
+from weft.engine.loop.llm import LLM
+from weft.engine.loop.reports import load_report
+from weft.testing.engine.drafters import KnownDrafter
+from weft.testing.engine.eagle3_cases import WatchedHead
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.models.reference_models import VOCAB
+from weft.testing.models.tiny_mtp import make_tiny_mtp
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE, NUM_NEW = 8, 18
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "page_size": PAGE,
+    "checkpoint_tokens": 4 * PAGE,
+    "max_running_requests": 2,
+    "poison_free_pages": True,
+}
+States = Mapping[tuple[int, ...], Sequence[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    """A small Qwen3-Next with an MTP head."""
+    path = tmp_path_factory.mktemp("hybrid") / "model"
+    make_tiny_mtp("qwen", path, seed)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> torch.nn.Module:
+    """The same in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def random_tokens(count: int) -> list[int]:
+    return [random.randrange(3, VOCAB) for _ in range(count)]
+
+
+def ask(llm: LLM, prompt: list[int], num_new: int = NUM_NEW) -> tuple[list[int], int]:
+    """A greedy answer, and how many tokens of the prompt were found in the prefix cache."""
+    before = llm.engine.counters()["prefix_hit_tokens"]
+    (sample,) = llm.generate([prompt], stop=StopCriteria(max_tokens=num_new, ignore_eos=True))
+    return sample.token_ids, llm.engine.counters()["prefix_hit_tokens"] - before
+
+
+@torch.inference_mode()
+def check_answer(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> None:
+    """Each token is the most likely one behind all the text before it."""
+    logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(dim=1).tolist() == answer
+
+
+def cached_states(engine: Engine) -> States:
+    """What the prefix cache has of recurrent layers, by the tokens before it."""
+    states, memory = engine.parts.states, engine.pipeline._executor.states
+    assert states is not None
+    assert states._index is not None
+    pools = (*memory.pools.blocks, *memory.pools.row_blocks)
+    found = {}
+    for node, kept in states._index._of_node.items():
+        at, packed = node, b""
+        while at.parent is not None:
+            at, packed = at.parent, at.tokens + packed
+        tokens = tuple(np.frombuffer(packed, np.int32).tolist())
+        found[tokens] = [pool[kept.block].clone() for pool in pools]
+    return found
+
+
+def check_states(path: Path, found: States) -> None:
+    """States are those of an engine that computes each text alone, in one piece, without drafts."""
+    assert found
+    values = SETTINGS | {"checkpoint_tokens": PAGE, "max_running_requests": 64, "mtp_head": True}
+    with LLM(path, num_pages=400, **values) as plain:
+        for tokens in sorted(found, key=len, reverse=True):
+            ask(plain, [*tokens, 3], 1)
+        expected = cached_states(plain.engine)
+    for tokens, states in found.items():
+        # Engines without the head keep no rows for it.
+        for state, right in zip(states, expected[tokens], strict=False):
+            assert (state - right).abs().max() <= 1e-4 * right.abs().max(), len(tokens)
+
+
+def test_rejected_drafts_leave_nothing_in_states_that_are_cached(
+    path: Path, model: torch.nn.Module
+) -> None:
+    """vllm#53912: with an MTP head the same prompt was answered otherwise once others were asked,
+    and from then on, since states of drafts had been cached.
+    """
+    tools = random_tokens(61)
+    first, other = [*tools, *random_tokens(9)], [*random_tokens(13), *tools]
+    with LLM(path, num_pages=200, prefix_cache=False, **SETTINGS) as plain:
+        texts = {tuple(prompt): ask(plain, prompt)[0] for prompt in (first, other, tools)}
+        turn = [*first, *texts[tuple(first)], *random_tokens(7)]
+        texts[tuple(turn)] = ask(plain, turn)[0]
+    for prompt, answer in texts.items():
+        check_answer(model, list(prompt), answer)
+    known = {(prompt, derive_seed(0, 0)): [*prompt, *answer] for prompt, answer in texts.items()}
+    with LLM(path, num_pages=200, drafter="mtp", **SETTINGS) as llm:
+        WatchedHead(llm.engine, KnownDrafter(known, VOCAB, 0.6))
+        hits = []
+        for prompt in (first, other, first, turn, tools, turn, other, first):
+            answer, hit = ask(llm, prompt)
+            assert answer == texts[tuple(prompt)]
+            hits.append(hit)
+        assert [hit > 0 for hit in hits] == [False] * 2 + [True] * 6
+        counters = llm.engine.counters()
+        assert 0 < counters["accepted_tokens"] < counters["drafted_tokens"]
+        check_states(path, cached_states(llm.engine))
+
+
+@pytest.mark.parametrize("num_pages", [24, 90])
+def test_pages_without_their_states_are_not_continued(
+    path: Path, model: torch.nn.Module, tmp_path: Path, num_pages: int
+) -> None:
+    """sglang#39830: pages came back from host memory with states of other requests, and then lay in
+    the pool as if they were right. Here such pages go to no tier. In the small pool pages are lost,
+    in the large one only the states behind them.
+    """
+    tiers = {"host_cache_bytes": 1 << 24, "disk_cache_dir": tmp_path / "disk", "has_store": True}
+    prompts = [random_tokens(42 + 9 * index) for index in range(6)]
+    with LLM(path, num_pages=num_pages, **SETTINGS, **tiers) as llm:
+        told = next(text for text in llm.engine.info.notices if "this worker" in text)
+        assert "keeps no pages in host memory or on disk" in told
+        assert "does not use the KV store" in told
+        assert (llm.engine.tiers, llm.engine.store) == (None, None)
+        answers = [ask(llm, prompt)[0] for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            check_answer(model, prompt, answer)
+        again = [ask(llm, prompt) for prompt in prompts]
+        assert [answer for answer, _ in again] == answers
+        assert 0 in [hit for _, hit in again]
+        counts = load_report(llm.engine).state_counts
+        assert counts is not None
+        assert counts.checkpoint_tokens == SETTINGS["checkpoint_tokens"]
+        assert 0 < counts.continuable_pages <= counts.prefix_pages < num_pages
+        assert num_pages == 24 or counts.continuable_pages < counts.prefix_pages
+        assert (llm.engine.counters()["evicted_pages"] > 0) == (num_pages == 24)
+        turn = [*prompts[-1], *answers[-1], 3]
+        answer, hit = ask(llm, turn)
+        assert hit == (len(turn) - 2) // PAGE * PAGE
+        check_answer(model, turn, answer)
+        check_states(path, cached_states(llm.engine))
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_prefix_from_here_and_its_tail_from_elsewhere(path: Path, model: torch.nn.Module) -> None:
+    """LMCache#4247: a state from elsewhere behind a prefix from here gave another text. Here the
+    state is the one at the end of what came, or the last one from here if not all came.
+    """
+    clock, sizes = ManualClock(), {"num_pages": 300, "prefill_chunk_tokens": 2 * PAGE}
+    owner, filler = (
+        make_engine(path, role, clock, **SETTINGS | sizes) for role in ("decode", "prefill")
+    )
+    pair = EnginePair(owner, [filler], clock)
+    try:
+        for here in (0, 3 * PAGE, 7 * PAGE + 3, 12 * PAGE + 5):
+            for is_whole in (True, False):
+                prompt, begin = random_tokens(12 * PAGE + 5), here // PAGE * PAGE
+                if here:
+                    pair.finish(pair.submit(prompt[:here], 1, []))
+                pair.on_event = lambda event, is_whole=is_whole: (
+                    [event] if is_whole or event.end_token <= 12 * PAGE else []
+                )
+                request = pair.submit(prompt, NUM_NEW)
+                if not is_whole:
+                    pair.stall(owner.config.fill_progress_timeout_s + 1)
+                (answer,) = pair.finish(request)
+                check_answer(model, prompt, answer)
+                fills = pair.answers[request].finished[0].timeline.fills
+                assert [fill.start_token for fill in fills] == [begin] * (begin < 12 * PAGE)
+                for fill in fills:
+                    end = fill.start_token + fill.accepted_tokens
+                    assert end == (12 * PAGE if is_whole else 10 * PAGE)
+                    assert ("no progress" in fill.failure) == (not is_whole)
+        for engine in (owner, filler):
+            check_states(path, cached_states(engine))
+    finally:
+        pair.close()
