@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         prog="weft drain",
         description="Takes a worker out of service: it gets no new requests, and waiting ones go "
         "to other workers. It stays up, and drains until it is restarted or `weft undrain` puts "
-        "it back. Exit status 1: requests still run on it.",
+        "it back. Exit status 1: requests still run on it, or it was put back meanwhile.",
     )
     parser.add_argument("worker", help="as `weft status` shows it, such as decode-0")
     parser.add_argument(
@@ -81,6 +81,9 @@ def _drain(
     if answer.idle:
         sys.stdout.write(f"{arguments.worker}: drained\n")
         return 0
+    if not answer.draining:
+        sys.stdout.write(f"{arguments.worker}: takes requests again; it was put back meanwhile\n")
+        return 1
     running = answer.running_requests
     left = f"{running} request{'s' if running != 1 else ''}" if running else "leases of pages"
     sys.stdout.write(f"{arguments.worker}: takes no new requests; still there: {left}\n")

@@ -148,6 +148,13 @@ def pack_gate_up(
     return _pack(weight, bias, arena, dtype, gated=True, gating=gating)
 
 
+def packing_copies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packed weights of a layer of this dtype share no memory with what they were packed
+    from, whatever that was.
+    """
+    return device.type == "cpu" and dtype in cpu.DTYPES and cpu.native_cpu() is not None
+
+
 def linear(
     x: torch.Tensor,
     w: LinearWeight,
@@ -363,7 +370,8 @@ def _pack(
     is_fixed = arena is not None and arena.is_fixed
     if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
         weight = weight.dequantised(dtype)
-    if on_cpu and dtype in cpu.DTYPES and (native := cpu.native_cpu()) is not None:
+    native = cpu.native_cpu() if packing_copies(dtype, data.device) else None
+    if native is not None:
         return _pack_native(
             native, weight, bias, arena or WeightArena(0), dtype, gated=gated, gating=gating
         )

@@ -36,6 +36,7 @@ NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "EuroBERT": ("eurobert", "mean", {"num_key_value_heads": 2}),
     "gte-Qwen2": ("qwen2", "lasttoken", BOTH),
     "llama-embed-nemotron": ("llama", "mean", BOTH),
     "qwen3, both ways": ("qwen3", "cls", BOTH),
@@ -49,9 +50,10 @@ HEADLESS = {"llama-embed-nemotron": "LlamaBidirectionalModel"}
 @torch.no_grad()
 def test_embedders_of_decoders(tmp_path: Path, seed: int, name: str) -> None:
     kind, pooling, fields = NAMES[name]
-    dense, sizes = (), {"intermediate_size": 112}
-    if kind == "gemma3_text":
-        dense = (96, 40)
+    dense: tuple[int, ...] = ()
+    sizes = {"intermediate_size": 112}
+    if kind in ("gemma3_text", "eurobert"):
+        dense = (96, 40) if kind == "gemma3_text" else ()
         model_dir = make_encoder(kind, tmp_path / "m", seed, **sizes, **fields)
         write_modules(model_dir, 48, seed, pooling=pooling, dense=dense)
     else:

@@ -16,6 +16,7 @@ from weft.kernels.linear import (
     linear,
     pack_gate_up,
     pack_linear,
+    packing_copies,
     weight_rows,
 )
 from weft.testing.kernels.kernel_checks import (
@@ -160,6 +161,8 @@ def test_the_original_is_not_kept_or_changed() -> None:
     expected = linear(x, packed)
     if not isinstance(packed.form, PlainForm):
         weight.zero_()
+    else:
+        assert not packing_copies(weight.dtype, weight.device)
     assert torch.equal(linear(x, packed), expected)
 
 

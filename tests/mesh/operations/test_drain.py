@@ -50,6 +50,12 @@ async def test_a_drained_worker_ends_its_streams_and_waits_to_be_put_back(mesh: 
             other = DECODE[1 - DECODE.index(drained)]
             mesh.disarm(other, SLOW.point)
 
+            waiting = asyncio.create_task(weft(mesh, "drain", drained))
+            await asyncio.to_thread(wait_until, lambda: mesh.load(drained).draining, 60)
+            told = "takes requests again"
+            assert await weft(mesh, "undrain", drained) == (0, f"{drained}: {told}\n")
+            assert await waiting == (1, f"{drained}: {told}; it was put back meanwhile\n")
+
             assert await weft(mesh, "drain", drained, "--timeout", "0") == (
                 *(1, f"{drained}: takes no new requests; still there: 1 request\n"),
             )
@@ -67,7 +73,6 @@ async def test_a_drained_worker_ends_its_streams_and_waits_to_be_put_back(mesh: 
             assert (answer.completion_tokens, answer.timeline.lost_attempts) == (NUM_SLOW, [])
             assert answer.timeline.worker_id == drained
 
-            told = "takes requests again"
             assert await weft(mesh, "undrain", drained) == (0, f"{drained}: {told}\n")
             await asyncio.to_thread(mesh.wait_healthy)
             answers = [await caller.grpc(short()) for _ in range(4)]

@@ -193,6 +193,9 @@ def test_long_inputs_are_refused_or_cut_as_asked(mesh: ManyTasks) -> None:
     refused = mesh.post("/v1/embeddings", model="embedder", input=["short", long])
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "input"
+    refused = mesh.post("/v2/embed", model="embedder", texts=[long], truncate="NONE")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "texts"
     for most, left in ((-1, CONTEXT), (20, 20)):
         given = {"model": "embedder", "input": long, "truncate_prompt_tokens": most}
         answer = mesh.json("/v1/embeddings", **given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -286,8 +287,10 @@ def test_the_chat_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> No
         assert model.template is not None
         assert model.template.render([]) == text
         assert (model.tool_template is None) == bool(chosen)
-    with pytest.raises(ModelError, match=r"'other' is no file, .*\(default, plain, tool_use\)"):
-        load_model_card(folder, chat_template="other")
+    for wrong in ("other", "{% for message in messages %}" * 20, "~no-such-user/mine.jinja"):
+        told = re.escape(wrong[:20]) + r".* is no file, .*\(default, plain, tool_use\)"
+        with pytest.raises(ModelError, match=told):
+            load_model_card(folder, chat_template=wrong)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,11 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 from weft.engine.base.errors import InvalidRequest
 from weft.engine.checkpoint.pooling import load_pooling
+from weft.gateway.api.answer import field_names
+from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.openai.parse import parse_body
+from weft.gateway.api.pooling.bodies import CohereEmbedBody
+from weft.gateway.api.pooling.translate import cohere_request
 from weft.gateway.request import GenerateRequest, PairPrompt, TextPrompt, Wants, WrappedPrompt
 from weft.gateway.text.model_card import load_model_card
 from weft.gateway.text.pooled_prompts import for_model
@@ -77,6 +82,39 @@ def test_a_document_is_cut_and_its_query_is_not() -> None:
         encode_parts(*given, most - 4, len(query))
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate": "NONE", "max_tokens": 3}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"dimensions": 3}, "dimensions"),
+        ({"truncate": "START"}, "truncate"),
+    ],
+)
+def test_settings_of_coheres_body_are_obeyed_or_refused(
+    fields: dict[str, object], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        cohere(fields)
+    assert caught.value.param == param
+
+
+def test_cuts_of_coheres_body_are_told_by_its_names() -> None:
+    cuts = [cohere(fields) for fields in ({"max_tokens": 3}, {}, {"truncate": "NONE"})]
+    assert [one.wants.truncate_tokens for one in cuts if one.wants] == [3, 0, None]
+    with pytest.raises(InvalidRequest) as caught, field_names(CohereEmbedBody.names, {}):
+        encode_cut(with_template("roberta"), "the fox " * 9, 2)
+    assert caught.value.param == "max_tokens"
+    assert caught.value.message.startswith("max_tokens: a text cut to 2 tokens")
+
+
+def cohere(fields: dict[str, object]) -> GenerateRequest:
+    facts = CallFacts("r", "", None, "", None)
+    data = json.dumps({"model": "m", "texts": ["x"], **fields}).encode()
+    return cohere_request(parse_body(CohereEmbedBody, data, 1 << 20), facts)
+
+
 def test_a_gemma_reranker_is_asked_as_its_model_card_says(tmp_path: Path) -> None:
     folder = write_model_dir(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
@@ -98,6 +136,10 @@ def test_a_gemma_reranker_is_asked_as_its_model_card_says(tmp_path: Path) -> Non
     assert prompt.tail.startswith("\nGiven a query A and a passage B, ")
     assert asked.wants is not None
     assert (asked.wants.output, asked.wants.label_ids) == ("label_logits", (7,))
+    judged = replace(card.pooling, false_token_id=9)
+    asked = for_model(request, replace(card, pooling=judged), "score")
+    assert asked.wants is not None
+    assert asked.wants.label_ids == (7, 9)
     request = replace(request, wants=Wants(output="classes", instruction="x"))
     with pytest.raises(InvalidRequest, match="takes none"):
         for_model(request, card, "score")

@@ -73,7 +73,7 @@ class PoolingConfig:
     true_token_id: int | None = None
     """score: the token that says that a document is relevant; None: `yes`."""
     false_token_id: int | None = None
-    """score: the token that says the contrary; None: `no`."""
+    """score: the token that says the contrary; None: as the model was trained, `no` or none."""
 
 
 def load_pooling(model_dir: Path, task: str = "auto") -> PoolingConfig:

@@ -71,26 +71,41 @@ static long source_column(const Weight *w, long p, long c) {
   return c < GATE ? column : columns + column;
 }
 
-static void pack_panel(const Weight *w, const char *plain, uint32_t *packed, long p) {
-  static const uint32_t nothing[16];
-  const long words = words_of(w), stride = w->in_features * (w->is_bf16 ? 2 : 4);
-  const long whole = w->is_bf16 ? w->in_features / 2 : words;
-  uint32_t *panel = packed + p * words * PANEL;
-  const char *columns[PANEL]; /* null: padding */
+#define PACKED_WORDS 16 /* of every column at a time: what is written then stays in the nearest cache */
+
+/* The columns of panel p, each `stride` bytes behind the one before; null: padding. */
+static void columns_of_panel(const Weight *w, const void *plain, long stride, long p,
+                             const char *columns[PANEL]) {
   for (long c = 0; c < PANEL; c++) {
     const long column = source_column(w, p, c);
-    columns[c] = column < 0 ? NULL : plain + column * stride;
+    columns[c] = column < 0 ? NULL : (const char *)plain + column * stride;
   }
-  /* A few words of every column at a time: what is written then stays in the nearest cache. */
-  for (long from = 0; from < whole; from += 16) {
-    const long count = at_most(whole - from, 16);
-    for (long first = 0; first < PANEL; first += 16) {
-      const char *rows[16];
-      for (long i = 0; i < 16; i++)
-        rows[i] = columns[first + i] == NULL ? (const char *)nothing : columns[first + i] + 4 * from;
-      transpose_words(rows, count, panel + from * PANEL + first, PANEL);
+}
+
+/* out [count][PANEL] = words from .. from + count - 1 of the columns, at most PACKED_WORDS; words of
+ * padding are as `padding` has them. */
+static void transpose_columns(const char *const *columns, const uint32_t *padding, long from,
+                              long count, uint32_t *out) {
+  for (long first = 0; first < PANEL; first += 16) {
+    const char *rows[16];
+    for (long i = 0; i < 16; i++) {
+      const char *column = columns[first + i];
+      rows[i] = column == NULL ? (const char *)padding : column + 4 * from;
     }
+    transpose_words(rows, count, out + first, PANEL);
   }
+}
+
+static const uint32_t zero_words[PACKED_WORDS];
+
+static void pack_panel(const Weight *w, const void *plain, uint32_t *packed, long p) {
+  const long words = words_of(w), whole = w->is_bf16 ? w->in_features / 2 : words;
+  uint32_t *panel = packed + p * words * PANEL;
+  const char *columns[PANEL];
+  columns_of_panel(w, plain, w->in_features * (w->is_bf16 ? 2 : 4), p, columns);
+  for (long from = 0; from < whole; from += PACKED_WORDS)
+    transpose_columns(columns, zero_words, from, at_most(whole - from, PACKED_WORDS),
+                      panel + from * PANEL);
   if (whole == words) return;
   for (long c = 0; c < PANEL; c++) { /* The last element has no second half beside it. */
     bf16 last = 0;
@@ -99,58 +114,88 @@ static void pack_panel(const Weight *w, const char *plain, uint32_t *packed, lon
   }
 }
 
-/* The same of int8 [out_features, in_features]. */
-static void pack_int8_panel(const Weight *w, const int8_t *plain, int8_t *packed, long p) {
-  const long n = w->in_features;
-  int8_t *panel = packed + p * panel_words(w) * 4;
-  /* Some pairs of every column at a time: what is written then stays in the nearest cache. */
-  for (long from = 0; from < pairs_of(w); from += 64) {
-    const long to = from + at_most(pairs_of(w) - from, 64);
-    for (long c = 0; c < PANEL; c++) {
-      const long column = source_column(w, p, c);
-      for (long s = from; s < to; s++) {
-        int8_t pair[2] = {0, 0};
-        if (column >= 0) memcpy(pair, plain + column * n + 2 * s, 2 * s + 1 < n ? 2 : 1);
-        memcpy(panel + 2 * (s * PANEL + c), pair, 2);
-      }
+/* The same of int8 [out_features, in_features], in pairs. */
+static void pack_int8_panel(const Weight *w, const void *plain, void *packed, long p) {
+  const long n = w->in_features, whole = n / 4; /* words of two pairs */
+  uint16_t *panel = (uint16_t *)((uint32_t *)packed + p * panel_words(w));
+  const char *columns[PANEL];
+  columns_of_panel(w, plain, n, p, columns);
+  ALIGNED uint32_t words[PACKED_WORDS * PANEL];
+  for (long from = 0; from < whole; from += PACKED_WORDS) {
+    const long count = at_most(whole - from, PACKED_WORDS);
+    transpose_columns(columns, zero_words, from, count, words);
+    for (long i = 0; i < count; i++) {
+      uint16_t *pairs = panel + 2 * (from + i) * PANEL;
+      for (long c = 0; c < PANEL; c++) pairs[c] = (uint16_t)words[i * PANEL + c];
+      for (long c = 0; c < PANEL; c++) pairs[PANEL + c] = (uint16_t)(words[i * PANEL + c] >> 16);
     }
   }
+  for (long s = 2 * whole; s < pairs_of(w); s++)
+    for (long c = 0; c < PANEL; c++) {
+      uint16_t pair = 0;
+      if (columns[c] != NULL) memcpy(&pair, columns[c] + 2 * s, 2 * s + 1 < n ? 2 : 1);
+      panel[s * PANEL + c] = pair;
+    }
+}
+
+/* The numbers in the lower halves of four bytes, side by side. */
+static inline uint32_t lower_fours(uint32_t bytes) {
+  bytes &= 0x0f0f0f0f;
+  bytes = (bytes | bytes >> 4) & 0x00ff00ff;
+  return (bytes | bytes >> 8) & 0xffff;
 }
 
 /* The same of 4 bits, two in a byte and the first below: [out_features, in_features / 2 rounded
- * up]. */
-static void pack_fours_panel(const Weight *w, const uint8_t *plain, uint32_t *packed, long p) {
-  const long n = w->in_features, stride = (n + 1) / 2;
+ * up]. A word has the even ones of eight numbers in its lower half and the odd ones above. */
+static void pack_fours_panel(const Weight *w, const void *plain, uint32_t *packed, long p) {
+  static const uint32_t eights[PACKED_WORDS] = {[0 ... PACKED_WORDS - 1] = 0x88888888};
+  const long n = w->in_features, whole = n / 8;
   uint32_t *panel = packed + p * panel_words(w);
-  for (long i = 0; i < eights_of(n); i++)
+  const char *columns[PANEL];
+  columns_of_panel(w, plain, (n + 1) / 2, p, columns);
+  for (long from = 0; from < whole; from += PACKED_WORDS) {
+    const long count = at_most(whole - from, PACKED_WORDS);
+    uint32_t *words = panel + from * PANEL;
+    transpose_columns(columns, eights, from, count, words);
+    for (long i = 0; i < count * PANEL; i++)
+      words[i] = lower_fours(words[i]) | lower_fours(words[i] >> 4) << 16;
+  }
+  for (long i = whole; i < eights_of(n); i++)
     for (long c = 0; c < PANEL; c++) {
-      const long column = source_column(w, p, c);
-      uint32_t word = 0;
-      for (long k = 0; k < 8; k++) {
-        const long at = 8 * i + k;
-        uint32_t four = 8;
-        if (column >= 0 && at < n) four = plain[column * stride + at / 2] >> (at % 2 * 4) & 15;
-        word |= four << (k / 2 * 4 + k % 2 * 16);
+      uint32_t bytes = 0x88888888;
+      if (columns[c] != NULL) {
+        for (long at = 8 * i; at < n; at++) {
+          const uint32_t four = (uint8_t)columns[c][at / 2] >> (at % 2 * 4) & 15, up = at % 8 * 4;
+          bytes = (bytes & ~(15u << up)) | four << up;
+        }
       }
-      panel[i * PANEL + c] = word;
+      panel[i * PANEL + c] = lower_fours(bytes) | lower_fours(bytes >> 4) << 16;
     }
 }
 
-/* Scales and offsets of groups, or scales alone: [1 or 2][out_features, groups] of 2 or 4 bytes. */
-static void pack_group_scales(const Weight *w, const char *plain, char *packed, long p) {
-  const long groups = groups_along(w->in_features, w->group), size = w->is_half ? 2 : 4;
-  const long kinds = w->has_offsets ? 2 : 1;
+/* Scales and offsets of groups, or scales alone: [1 or 2][out_features, groups] of `size` bytes. */
+INLINE void pack_scales_of(const long size, const Weight *w, const char *plain, char *packed,
+                           long p) {
+  const long groups = groups_along(w->in_features, w->group), kinds = w->has_offsets ? 2 : 1;
+  const long of_kind = w->out_features * groups * size;
+  const char *columns[PANEL];
+  columns_of_panel(w, plain, groups * size, p, columns);
   for (long g = 0; g < groups; g++)
     for (long kind = 0; kind < kinds; kind++)
       for (long c = 0; c < PANEL; c++) {
-        const long column = source_column(w, p, c);
         char *to = packed + (((p * groups + g) * kinds + kind) * PANEL + c) * size;
-        const char *from = plain + ((kind * w->out_features + column) * groups + g) * size;
-        if (column < 0)
+        if (columns[c] == NULL)
           memset(to, 0, (size_t)size);
         else
-          memcpy(to, from, (size_t)size);
+          memcpy(to, columns[c] + kind * of_kind + g * size, (size_t)size);
       }
+}
+
+static void pack_group_scales(const Weight *w, const void *plain, void *packed, long p) {
+  if (w->is_half)
+    pack_scales_of(2, w, plain, packed, p);
+  else
+    pack_scales_of(4, w, plain, packed, p);
 }
 
 static void pack_scales(const Weight *w, const float *plain, float *packed) {

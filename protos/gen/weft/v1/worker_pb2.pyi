@@ -781,19 +781,23 @@ class DrainResponse(_message.Message):
 
     IDLE_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     idle: _builtins.bool
     """The worker drains, and nothing was running when this was sent."""
     running_requests: _builtins.int
     """Requests that run there, waiting ones included."""
+    draining: _builtins.bool
+    """It still drains; false = Undrain put it back during the wait."""
     def __init__(
         self,
         *,
         idle: _builtins.bool = ...,
         running_requests: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "running_requests", b"running_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "idle", b"idle", "running_requests", b"running_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import torch
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
-from weft.kernels.linear import LinearWeight, weight_rows
+from weft.kernels.linear import LinearWeight, packing_copies, weight_rows
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import ExpertWeights
 from weft.kernels.peers import Peers
@@ -33,6 +34,21 @@ class Scheme(Protocol):
         """Canonical bytes that describe the conversion of the files' numbers, part of the model's
         digest; empty if products keep the files' numbers in the model's dtype.
         """
+
+
+class _Scratch:
+    """Memory of the host that is written again and again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """`count` numbers of any value; those taken before are not valid any more."""
+        size = count * dtype.itemsize
+        if size > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Not both at once.
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype)
 
 
 class Weights:
@@ -71,6 +87,7 @@ class Weights:
         """Where parameters come from, by their full names."""
         self._scheme = scheme
         self._prefix = ""
+        self._scratch = _Scratch()
 
     def at(self, name: str | int) -> Weights:
         """The parameters of the submodule `name`."""
@@ -142,13 +159,21 @@ class Weights:
         Returns:
             [rows of all parts + num_zeros, ...] on the model's device.
         """
-        rows, rest = [part.size[0] for part in parts], parts[0].size[1:]
-        size = (sum(rows) + num_zeros, *rest)
+        rows = sum(part.size[0] for part in parts) + num_zeros
+        size = (rows, *parts[0].size[1:])
         out = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
-        *places, zeros = torch.split(out, [*rows, num_zeros])
-        for part, place in zip(parts, places, strict=True):
-            self._read(part, place)
-        zeros.zero_()
+        self._read_all(parts, out)
+        return out
+
+    def read_to_pack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
+        """As `read`, for what is only packed. Where packing copies, the result is valid until the
+        next call: memory that the system has not given out yet takes longer to write than to pack.
+        """
+        if not packing_copies(self.dtype, self.device):
+            return self.read(parts)
+        size = (sum(part.size[0] for part in parts), *parts[0].size[1:])
+        out = self._scratch.take(math.prod(size), self.dtype).view(size)
+        self._read_all(parts, out)
         return out
 
     def tensor(self, part: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
@@ -156,6 +181,14 @@ class Weights:
         out = torch.empty(part.size, dtype=dtype, device=self.device)
         self._read(part, out)
         return out
+
+    def _read_all(self, parts: Sequence[TensorSlice], out: torch.Tensor) -> None:
+        """Stacks parts in `out`; rows that are left become zeros."""
+        row = 0
+        for part in parts:
+            self._read(part, out[row : row + part.size[0]])
+            row += part.size[0]
+        out[row:].zero_()
 
     def _read(self, part: TensorSlice, out: torch.Tensor) -> None:
         self.reader.read_into(part._replace(name=self._prefix + part.name), out)

@@ -263,9 +263,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._begin_drain()
         await self._reports_drain(True)
         idle = await self._finish_drain(timeout, hands_back=not request.keep_running)
-        load = self._engine.load
-        running = 0 if idle or load is None else load.running_requests + load.filling_requests
-        return worker_pb2.DrainResponse(idle=idle, running_requests=running)
+        load, running = self._engine.load, 0
+        if not idle and load is not None:
+            running = load.running_requests + load.waiting_requests + load.filling_requests
+        return worker_pb2.DrainResponse(
+            idle=idle, running_requests=running, draining=self._is_draining
+        )
 
     async def Undrain(
         self,

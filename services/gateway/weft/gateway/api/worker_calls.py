@@ -60,7 +60,9 @@ class WorkerCalls:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         return gateway_pb2.DrainWorkerResponse(
-            idle=answer.idle, running_requests=answer.running_requests
+            idle=answer.idle,
+            running_requests=answer.running_requests,
+            draining=answer.draining,
         )
 
     async def undrain(

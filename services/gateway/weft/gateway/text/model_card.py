@@ -306,11 +306,17 @@ def _chosen_template(chosen: str, sources: Mapping[str, str]) -> str:
     """The template that a name or a file gives."""
     if chosen in sources:
         return sources[chosen]
-    path = Path(chosen).expanduser()
-    if not path.is_file():
+    path = Path(chosen)
+    try:
+        path = path.expanduser()
+        is_file = path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long a name; a user whom nobody knows
+        is_file = False
+    if not is_file:
         raise ModelError(
-            f"chat_template: {chosen!r} is no file, and none of the model's templates "
-            f"({', '.join(sorted(sources)) or 'it has none'})",
+            f"chat_template: {chosen[:_SHOWN_CHARS]!r} is no file, and none of the model's "
+            f"templates ({', '.join(sorted(sources)) or 'it has none'}); give a file's path or one "
+            "of these names, not the template itself",
             param="chat_template",
         )
     return _read_template(path)

@@ -27,8 +27,10 @@ class _Judge(NamedTuple):
     query: str
     """Goes ahead of the document, with the query and the instruction."""
     tail: str
-    labels: tuple[str, ...]
-    """The token that says that a document is relevant, and the one that says the contrary."""
+    yes: str
+    """The token that says that a document is relevant."""
+    no: str
+    """The one that says the contrary; empty: only the model's files may name one."""
 
     @property
     def takes_instruction(self) -> bool:
@@ -42,7 +44,8 @@ _QWEN3 = _Judge(
     "<|im_start|>user\n",
     query="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: ",
     tail="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    labels=("yes", "no"),
+    yes="yes",
+    no="no",
 )
 """Qwen3-Reranker's, from its model card."""
 _GEMMA = _Judge(
@@ -50,7 +53,8 @@ _GEMMA = _Judge(
     query="A: {query}\nB: ",
     tail="\nGiven a query A and a passage B, determine whether the passage contains an answer to "
     "the query by providing a prediction of either 'Yes' or 'No'.",
-    labels=("Yes",),
+    yes="Yes",
+    no="",
 )
 """bge-reranker-v2-gemma's, from its model card."""
 _JUDGES = {"gemma": _GEMMA}
@@ -116,14 +120,16 @@ def _scored(request: GenerateRequest, wants: Wants, card: ModelCard, task: Task)
     judge = _JUDGES.get(card.model_type, _QWEN3)
     if wants.instruction and not judge.takes_instruction:
         raise invalid("instruction", f"the model `{card.name}` takes none")
-    given = (card.pooling.true_token_id, card.pooling.false_token_id)
-    labels = tuple(_label(card, *one) for one in zip(given, judge.labels, strict=False))
+    pooling = card.pooling
+    labels = [_label(card, pooling.true_token_id, judge.yes)]
+    if judge.no or pooling.false_token_id is not None:
+        labels.append(_label(card, pooling.false_token_id, judge.no))
     instruction = wants.instruction or DEFAULT_INSTRUCTION
     prompts = tuple(
         _judged(judge, prompt, instruction) if isinstance(prompt, PairPrompt) else prompt
         for prompt in request.prompts
     )
-    wants = replace(wants, output="label_logits", label_ids=labels)
+    wants = replace(wants, output="label_logits", label_ids=tuple(labels))
     return replace(request, prompts=prompts, wants=wants)
 
 

@@ -170,7 +170,8 @@ class Preparer:
         context = self._context_tokens()
         if wants is not None:
             if len(ids) > context:
-                problem = f"{len(ids)}; shorten it, or give truncate_prompt_tokens"
+                how = "truncate_prompt_tokens, in /v2/embed truncate"
+                problem = f"{len(ids)}; shorten it, or have it cut ({how})"
                 raise self._too_long(prompt, problem)
             return PreparedPrompt(ids=ids, max_tokens=0, segment_start=given.segment_start)
         # A token that is only drawn needs no room.

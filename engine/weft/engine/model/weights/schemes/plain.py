@@ -22,7 +22,7 @@ class PlainScheme:
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
         pack = pack_gate_up if spec.is_gated else pack_linear
-        weight = weights.read(spec.weights(weights.shard))
+        weight = weights.read_to_pack(spec.weights(weights.shard))
         return pack(weight, read_bias(spec, weights), weights.arena)
 
     def experts(self, spec: ExpertSpec, weights: Weights) -> ExpertWeights:

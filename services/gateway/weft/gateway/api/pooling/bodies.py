@@ -8,7 +8,7 @@ would change the answer and are not supported are listed here and refused by nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 from weft.gateway.api.dialect_bodies import LENIENT
@@ -35,10 +35,20 @@ _REFUSED = {
     "lora_path": Refused("an adapter is named by model"),
 }
 """Fields of other servers that would change the answer; bodies that set them are refused."""
+_NOT_COHERES = {
+    "dimensions": Refused("given as output_dimension"),
+    "encoding_format": Refused("given as embedding_types", ("float",)),
+    "prompt_name": Refused("given as input_type"),
+    "truncate_prompt_tokens": Refused("given as max_tokens"),
+}
+"""Fields of the other bodies that Cohere's has by other names."""
 
 
 class PoolBody(Body):
     """Fields that all bodies of this module have."""
+
+    names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
+    """Names of this body's fields, by the names of the internal request's fields."""
 
     @classmethod
     def check_given(cls, value: Mapping[str, Any]) -> None:
@@ -46,11 +56,6 @@ class PoolBody(Body):
         own = cls.model_fields
         refuse_listed(value, {name: why for name, why in _REFUSED.items() if name not in own})
 
-    truncate_prompt_tokens: Int | None = Field(
-        None,
-        description="longer inputs are cut to so many tokens, -1 = to the longest that the model "
-        "takes; absent: they are refused",
-    )
     user: str | None = Field(None, description="accepted, not used")
     cache_salt: str | None = Field(None, description="separates cache entries; 128 bytes")
     priority: Int | None = Field(
@@ -69,7 +74,17 @@ class PoolBody(Body):
     )
 
 
-class InputBody(PoolBody):
+class CutBody(PoolBody):
+    """A body whose inputs are cut as vLLM does."""
+
+    truncate_prompt_tokens: Int | None = Field(
+        None,
+        description="longer inputs are cut to so many tokens, -1 = to the longest that the model "
+        "takes; absent: they are refused",
+    )
+
+
+class InputBody(CutBody):
     """A body with one input or several."""
 
     input: str | Ids | Inputs[str] | Inputs[Ids] = Field(
@@ -109,6 +124,18 @@ class EmbeddingsBody(InputBody):
 class CohereEmbedBody(PoolBody):
     """Body of POST /v2/embed."""
 
+    names: ClassVar[Mapping[str, str]] = {
+        "prompt": "texts",
+        "dimensions": "output_dimension",
+        "truncate_prompt_tokens": "max_tokens",
+    }
+
+    @classmethod
+    def check_given(cls, value: Mapping[str, Any]) -> None:
+        """See `Body.check_given`."""
+        super().check_given(value)
+        refuse_listed(value, _NOT_COHERES)
+
     texts: Inputs[str] | None = Field(None, description="1 to 2048 texts")
     input_type: (
         Literal["search_document", "search_query", "classification", "clustering", "image"] | None
@@ -123,7 +150,9 @@ class CohereEmbedBody(PoolBody):
     truncate: Literal["NONE", "END"] | None = Field(
         None, description="END, the default, cuts longer texts to what the model takes"
     )
-    max_tokens: Int | None = Field(None, description="tokens to which texts are cut")
+    max_tokens: Int | None = Field(
+        None, description="tokens to which texts are cut; not with truncate NONE"
+    )
     output_dimension: Int | None = Field(None, description="leading entries that are wanted")
     inputs: Any = Field(None, description="not supported; see texts")
 
@@ -153,7 +182,7 @@ class Document(BaseModel):
     text: str = Field(description="the document")
 
 
-class RerankBody(PoolBody):
+class RerankBody(CutBody):
     """Body of POST /v1/rerank."""
 
     query: str = Field(description="what the documents are compared with")
@@ -169,7 +198,7 @@ class RerankBody(PoolBody):
     rank_fields: Any = Field(None, description="not supported")
 
 
-class ScoreBody(PoolBody):
+class ScoreBody(CutBody):
     """Body of POST /v1/score."""
 
     text_1: str | Inputs[str] | None = Field(None, description="one text, or one for each second")

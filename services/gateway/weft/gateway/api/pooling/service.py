@@ -22,7 +22,6 @@ from weft.gateway.api.pooling.bodies import (
     ScoreBody,
 )
 from weft.gateway.api.pooling.translate import (
-    NAMES,
     OUTPUTS,
     classify_request,
     cohere_request,
@@ -156,7 +155,7 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
         write: Callable[[B, TokenStream], Mapping[str, object]],
         context: Context,
     ) -> None:
-        with field_names(NAMES, {}):
+        with field_names(cls.names, {}):
             facts = call_facts(context, prefix)
             body, wanted = await self._bodies.parse(
                 cls, request.data, lambda body: translate(body, facts)

@@ -11,6 +11,7 @@ from weft.gateway.api.edge import CallFacts, earliest
 from weft.gateway.api.pooling.bodies import (
     ClassifyBody,
     CohereEmbedBody,
+    CutBody,
     EmbeddingsBody,
     InputBody,
     PoolBody,
@@ -28,8 +29,6 @@ from weft.gateway.request import (
 )
 from weft.gateway.validate import check_range, invalid
 
-NAMES = {"prompt": "input"}
-"""Names of the bodies' fields, by the names of the internal request's fields."""
 OUTPUTS: Mapping[str, Output] = {
     "embed": "embedding",
     "dense": "embedding",
@@ -78,13 +77,16 @@ def cohere_request(body: CohereEmbedBody, facts: CallFacts) -> GenerateRequest:
     """Translates a body of Cohere's API for embeddings.
 
     Raises:
-        InvalidRequest: There are no texts, or the body asks for something unsupported.
+        InvalidRequest: There are no texts, the body asks for something unsupported, or its fields
+            contradict each other.
     """
     refuse(body, {"inputs": "inputs other than texts"})
     if body.input_type == "image" or not body.texts:
         raise invalid("texts", "give at least one text; images are not supported")
     if body.max_tokens is not None:
         check_range("max_tokens", body.max_tokens, 1, 2**31 - 1)
+        if body.truncate == "NONE":
+            raise invalid("max_tokens", "texts are not cut with truncate NONE; give one of them")
     cut = None if body.truncate == "NONE" else body.max_tokens or 0
     wants = Wants(
         output="embedding",
@@ -187,7 +189,7 @@ def _one_of(
     return [texts] if isinstance(texts, str) else texts
 
 
-def _cut(body: PoolBody) -> int | None:
+def _cut(body: CutBody) -> int | None:
     given = body.truncate_prompt_tokens
     if given is None or given == -1:
         return None if given is None else 0
