@@ -22,13 +22,14 @@ from weft.gateway.admission.keys import new_key, write_keys
 from weft.gateway.mesh.flows import MeshFlows
 from weft.gateway.mesh.history import SPAN_S, quantile
 from weft.gateway.mesh.members import describe_store
+from weft.gateway.mesh.service import hide_ids
 from weft.gateway.mesh.stores import StoreState, StoreWatch
 from weft.gateway.mesh.view import MAX_WATCHERS
 from weft.gateway.settings import GatewaySettings
 from weft.testing.services.dialect_edge import dialect_edge
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, gateway
-from weft.v1 import decode_pb2, gateway_pb2, kvstore_pb2, mesh_pb2, mesh_pb2_grpc
+from weft.v1 import decode_pb2, gateway_pb2, kvstore_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
 
 TOKEN = "an operators' token of some length"
 FAST = mesh_pb2.WatchMeshRequest(interval=duration(0.5))
@@ -338,6 +339,21 @@ def test_flows_of_a_store_have_one_name_and_its_state_is_not_kept() -> None:
     assert (member.member_id, member.problem) == ("store of host:1", "not asked yet")
     assert not member.healthy
     assert not member.pages.total
+
+
+def test_spans_that_anybody_sees_quote_no_ids() -> None:
+    span = trace_pb2.Span(
+        trace_id=b"t" * 16,
+        span_id=b"s" * 8,
+        name="attempt 1",
+        request_id="resp_1",
+        error="RESPONSE_NOT_FOUND: there is no response resp_0",
+    )
+    span.attributes.update({"weft.client_request_id": "resp_1", "weft.attempt": 1})
+    hide_ids(span)
+    left = trace_pb2.Span(span_id=b"s" * 8, name="attempt 1", error="RESPONSE_NOT_FOUND")
+    left.attributes.update({"weft.attempt": 1})
+    assert span == left
 
 
 def test_operating_needs_the_operators_token(capsys: pytest.CaptureFixture[str]) -> None:

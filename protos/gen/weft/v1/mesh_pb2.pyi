@@ -809,8 +809,8 @@ class ListRequestSpansResponse(_message.Message):
     """Id of the gateway that answers: others lack the gateway's spans, and know no handles of this one."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.Span]:
-        """In no particular order; without ids of requests and traces where the caller lacks the operators'
-        token.
+        """In no particular order; without ids of requests and traces, and with failures' reasons only,
+        where the caller lacks the operators' token.
         """
 
     @_builtins.property

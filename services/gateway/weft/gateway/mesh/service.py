@@ -107,7 +107,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         found = await self._spans.ListSpans(wanted, context)
         if not self._access.has_token(context):
             for span in found.spans:
-                _hide_ids(span)
+                hide_ids(span)
         return mesh_pb2.ListRequestSpansResponse(
             spans=found.spans, silent=found.silent, gateway_id=self._gateway_id
         )
@@ -189,10 +189,13 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
             )
 
 
-def _hide_ids(span: trace_pb2.Span) -> None:
-    """Removes the ids of the request and its trace."""
+def hide_ids(span: trace_pb2.Span) -> None:
+    """Removes the ids of the request and its trace, and of a failure all but its reason: the
+    message may quote an id.
+    """
     span.ClearField("request_id")
     span.ClearField("trace_id")
+    span.error = span.error.partition(":")[0]
     attributes = span.attributes.fields
     for name in [name for name in attributes if name.endswith("request_id")]:
         del attributes[name]

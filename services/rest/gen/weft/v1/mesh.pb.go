@@ -1623,8 +1623,8 @@ func (x *ListRequestSpansRequest) GetMaxSpans() uint32 {
 
 type ListRequestSpansResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// In no particular order; without ids of requests and traces where the caller lacks the operators'
-	// token.
+	// In no particular order; without ids of requests and traces, and with failures' reasons only,
+	// where the caller lacks the operators' token.
 	Spans []*Span `protobuf:"bytes,1,rep,name=spans,proto3" json:"spans,omitempty"`
 	// Services behind the gateway that did not answer.
 	Silent []*SilentService `protobuf:"bytes,2,rep,name=silent,proto3" json:"silent,omitempty"`

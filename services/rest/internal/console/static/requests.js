@@ -114,7 +114,7 @@ export function showRequests(section) {
     try {
       const { spans = [], silent = [], gateway_id: gateway } = await ask(id);
       if (id !== openId) return;
-      const other = gateway && gateway !== mesh.now?.gateway_id
+      const other = isOther(gateway)
         ? [h("p", { class: "note" }, `Answered by ${gateway}, which lacks the spans of other gateways. Choose the request again to ask once more.`)]
         : [];
       if (!spans.length) {
@@ -127,14 +127,16 @@ export function showRequests(section) {
     }
   }
 
+  /** Whether another gateway has answered than the one that the page shows. */
+  const isOther = (gateway) => Boolean(gateway && mesh.now && gateway !== mesh.now.gateway_id);
+
   /** The spans of a request, of the gateway that the page shows if that one answers. */
   async function ask(id) {
     for (let calls = 1; ; calls += 1) {
       const response = await fetch(`/mesh/spans?id=${encodeURIComponent(id)}`, { headers: meshHeaders() });
       if (!response.ok) throw await failure(response);
       const answer = await response.json();
-      const isShown = !mesh.now || !answer.gateway_id || answer.gateway_id === mesh.now.gateway_id;
-      if (isShown || calls === MAX_CALLS || id !== openId) return answer;
+      if (!isOther(answer.gateway_id) || calls === MAX_CALLS || id !== openId) return answer;
     }
   }
 
