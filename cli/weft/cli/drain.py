@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -21,6 +21,7 @@ from weft.engine.base.errors import ConfigError
 from weft.v1 import gateway_pb2, gateway_pb2_grpc
 
 _MAX_TIMEOUT_S = 3600.0
+_FLEET_TIMEOUT_S = 10.0
 _GRACE_S = 15.0
 """Seconds by which the call outlasts the gateway's own time limit."""
 
@@ -72,6 +73,11 @@ def run(program: str, parser: argparse.ArgumentParser, argv: Sequence[str], call
 def _drain(
     stub: gateway_pb2_grpc.GatewayServiceStub, arguments: argparse.Namespace, metadata: Metadata
 ) -> int:
+    fleet = stub.GetFleet(
+        gateway_pb2.GetFleetRequest(), timeout=_FLEET_TIMEOUT_S, metadata=metadata
+    )
+    if warning := _last_of_its_kind(fleet.workers, arguments.worker):
+        sys.stderr.write(f"weft drain: {warning}\n")
     timeout = Duration()
     timeout.FromNanoseconds(int(arguments.timeout * 1e9))
     request = gateway_pb2.DrainWorkerRequest(
@@ -88,3 +94,17 @@ def _drain(
     left = f"{running} request{'s' if running != 1 else ''}" if running else "leases of pages"
     sys.stdout.write(f"{arguments.worker}: takes no new requests; still there: {left}\n")
     return 1
+
+
+def _last_of_its_kind(workers: Collection[gateway_pb2.FleetWorker], worker_id: str) -> str:
+    """What the model of a worker is left without; empty: nothing."""
+    drained = next((one for one in workers if one.worker_id == worker_id), None)
+    if drained is None or any(
+        one.healthy and (one.role, one.model) == (drained.role, drained.model)
+        for one in workers
+        if one.worker_id != worker_id
+    ):
+        return ""
+    if drained.role == "decode":
+        return f"no other worker serves {drained.model}: waiting requests will fail"
+    return f"no other prefill worker serves {drained.model}"

@@ -15,7 +15,7 @@ from weft.engine.base.faults import FaultSpec
 from weft.testing.meshes.local_mesh import WEFT, wait_until
 from weft.testing.meshes.mesh_calls import Ask, Caller, new_salt
 from weft.testing.meshes.mesh_kinds import on
-from weft.testing.meshes.tiny_mesh import VOCAB, TinyMesh
+from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, TinyMesh
 from weft.v1 import gateway_pb2
 
 pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(300), on("pairs")]
@@ -35,6 +35,16 @@ async def weft(mesh: TinyMesh, *arguments: str) -> tuple[int, str]:
         subprocess.run, command, capture_output=True, text=True, timeout=60
     )
     return done.returncode, done.stdout + done.stderr
+
+
+async def until_ill(caller: Caller, names: set[str]) -> None:
+    """Returns once the gateway takes these workers, and no others, for unhealthy."""
+    async with asyncio.timeout(30):
+        while True:
+            fleet = await caller.stub.GetFleet(gateway_pb2.GetFleetRequest())
+            if {worker.worker_id for worker in fleet.workers if not worker.healthy} == names:
+                return
+            await asyncio.sleep(0.05)
 
 
 async def test_a_drained_worker_ends_its_streams_and_waits_to_be_put_back(mesh: TinyMesh) -> None:
@@ -83,12 +93,19 @@ async def test_a_drained_worker_ends_its_streams_and_waits_to_be_put_back(mesh: 
 
 
 async def test_a_drained_prefill_worker_fills_nothing(mesh: TinyMesh) -> None:
-    assert await weft(mesh, "drain", "prefill-0") == (0, "prefill-0: drained\n")
-    async with Caller(mesh) as caller:
-        (fill,) = (await caller.grpc(short())).timeline.fills
-        assert fill.worker_id == "prefill-1"
-    status, _ = await weft(mesh, "undrain", "prefill-0")
-    assert status == 0
+    try:
+        assert await weft(mesh, "drain", "prefill-0") == (0, "prefill-0: drained\n")
+        async with Caller(mesh) as caller:
+            # The gateway learns of it, and that the other one is well, by load reports.
+            await until_ill(caller, {"prefill-0"})
+            fills = (await caller.grpc(short())).timeline.fills
+            assert [(fill.worker_id, fill.failure) for fill in fills] == [("prefill-1", "")]
+        last = f"weft drain: no other prefill worker serves {MODEL}\n"
+        assert await weft(mesh, "drain", "prefill-1") == (0, f"prefill-1: drained\n{last}")
+    finally:
+        for name in ("prefill-0", "prefill-1"):
+            assert (await weft(mesh, "undrain", name))[0] == 0
+        await asyncio.to_thread(mesh.wait_healthy)
 
 
 async def test_drained_requests_can_go_on_elsewhere(mesh: TinyMesh) -> None:

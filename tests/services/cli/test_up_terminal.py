@@ -30,6 +30,7 @@ def weft_up(folder: Path, *flags: str) -> Iterator[Terminal]:
         terminal.close()
 
 
+@pytest.mark.full
 def test_a_start_is_seen_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     with weft_up(tmp_path) as terminal:
         terminal.until("Ctrl-C ends it.")

@@ -16,9 +16,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
 from weft.cli.up.state import locked_state_folder
 from weft.common.admin import AdminServer, read_token
 from weft.common.rpc.errors import from_rpc_error
+from weft.common.rpc.server import ServiceServer
 from weft.common.settings import LogLevel, ServiceSettings, load_settings
 from weft.engine.base.errors import ConfigError, FaultsDisabled, InvalidRequest, Unauthenticated
 from weft.engine.base.faults import BOARD, FaultSpec, FaultState
@@ -113,6 +115,33 @@ async def test_operators_get_what_they_ask_for(token_file: Path) -> None:
             assert (root.level, backend.level) == (logging.ERROR, "error")
         finally:
             root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("host", "admin_host", "is_told"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("0.0.0.0", "127.0.0.1", False),
+        ("0.0.0.0", "0.0.0.0", True),
+    ],
+)
+async def test_a_port_that_callers_cannot_reach_is_not_told(
+    token_file: Path, host: str, admin_host: str, is_told: bool
+) -> None:
+    settings = ServiceSettings(
+        host=host,
+        port=0,
+        admin_host=admin_host,
+        admin_port=0,
+        admin_token_file=token_file,
+        metrics_port=None,
+        insecure=True,
+    )
+    server = ServiceServer(settings, CollectorRegistry(), admin=Backend())
+    await server.start([])
+    told = int(server.admin_address.rpartition(":")[2])
+    assert server.admin_port == (told if is_told else 0)
+    await server.stop()
 
 
 async def test_bounds(token_file: Path) -> None:

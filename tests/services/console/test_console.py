@@ -64,7 +64,10 @@ async def test_the_console_shows_and_operates_a_mesh(rest_binary: Path, tmp_path
 
         requests = await shown.view("Requests")
         await expect(requests.locator("tbody tr")).to_have_count(3)
-        await requests.locator("tbody tr", has_text=ids[0][-4:]).get_by_role("button").click()
+        # Handles, not ids, without the token.
+        for one in ids:
+            await expect(requests.get_by_title(one)).to_have_count(0)
+        await requests.locator(".rows tbody tr").first.get_by_role("button").click()
         await expect(requests.locator(".waterfall")).to_contain_text("prepare")
         await requests.get_by_role("button", name="attempt 1").click()
         await expect(requests.locator(".waterfall .details:visible")).to_contain_text("decode-")
@@ -79,12 +82,17 @@ async def test_the_console_shows_and_operates_a_mesh(rest_binary: Path, tmp_path
         await expect(playground.get_by_role("log", name="Conversation A")).to_contain_text(
             edge.text
         )
-        await expect(playground.get_by_role("link", name="timeline")).to_be_visible()
+        # Who has asked knows the id.
+        await playground.get_by_role("link", name="timeline").click()
+        await expect(requests.get_by_role("heading", name="Timeline")).to_contain_text("chatcmpl-")
+        await expect(requests.locator(".waterfall")).to_contain_text("prepare")
 
         await give_token(shown, "wrong" * 5)
         await expect(shown.page.locator("#role")).to_have_text("read only")
         await give_token(shown, TOKEN)
         await expect(shown.page.locator("#role")).to_have_text("operator")
+        await shown.view("Requests")
+        await expect(requests.get_by_title(ids[0])).to_be_visible()
         await (await shown.view("Fleet")).locator(".lane.gateway .member").click()
         await shown.page.get_by_role("button", name="Flush cache").click()
         await shown.page.get_by_role("button", name="Flush", exact=True).click()
@@ -191,6 +199,14 @@ async def test_chats_with_tools_schemas_and_two_models(rest_binary: Path, tmp_pa
         await say("Endless?")
         await section.get_by_role("button", name="Stop").click()
         await expect(section.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+        await say("Cleared?")
+        await expect(log.locator("[aria-busy] .text")).to_contain_text("on and on")
+        await section.get_by_role("button", name="Clear").click()
+        await expect(section.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+        edge.is_cut, edge.text = False, "Anew."
+        await say("again")
+        await expect(log).to_contain_text("Anew.")
+        assert "on and on" not in edge.prompt
 
 
 @pytest.mark.full
@@ -340,15 +356,43 @@ async def test_every_action_is_one_call(rest_binary: Path, tmp_path: Path) -> No
         await expect(card).to_contain_text("draining")
         await member.get_by_role("button", name="Undrain").click()
         await shown.said("decode-1 takes requests again")
+        fake.num_elsewhere = 3
         await member.get_by_role("button", name="Flush cache").click()
         await page.get_by_role("button", name="Flush", exact=True).click()
         await shown.said("decode-1: 1,234 pages flushed")
+        # What is outside an open dialog is not read out.
+        await expect(member.locator("#toasts .toast").last).to_be_visible()
         await member.get_by_label("Log level").select_option("debug")
         await shown.said("decode-1 logs debug, not info any more")
+        await expect(member.get_by_label("Log level")).to_have_value("")
         await shown.shoot("member")
         await page.keyboard.press("Escape")
         await expect(member).to_be_hidden()
         await expect(card).to_be_focused()
+        await expect(page.locator("body > #toasts .toast").last).to_be_visible()
+        await page.locator(".member", has_text="prefill-0").click()
+        await page.get_by_role("button", name="Drain").click()
+        await expect(page.get_by_role("dialog", name="Drain prefill-0?")).to_contain_text(
+            "No other prefill worker serves tiny"
+        )
+        await page.keyboard.press("Escape")
+        await page.keyboard.press("Escape")
+
+        fake.num_elsewhere, ended = 2, mesh.ended_requests[-1].request_id
+        fake.spans.append(trace_pb2.Span(span_id=b"12345678", name="prepare", service="gateway"))
+        requests = await shown.view("Requests")
+        row = requests.locator("tbody tr").first
+        await row.get_by_role("button").click()
+        await expect(requests.locator(".waterfall")).to_contain_text("prepare")
+        await expect(row).to_have_attribute("aria-current", "true")
+        await expect(requests.get_by_role("heading", name=f"Timeline of {ended}")).to_be_visible()
+        fake.num_elsewhere = 9
+        await row.get_by_role("button").click()
+        await expect(requests).to_contain_text("Answered by gateway-other")
+        # Addresses that nobody encoded, or that name no view.
+        for address in ("#requests/%", "#constructor"):
+            await page.evaluate("address => { location.hash = address }", address)
+        await expect(page.locator("#view-fleet")).to_be_visible()
 
         models = await shown.view("Models")
         await models.get_by_role("button", name="Load an adapter").click()

@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import random
+import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,13 +17,19 @@ import numpy as np
 import pytest
 from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error
+from weft.common.settings import load_settings
 from weft.gateway.admission.keys import new_key, write_keys
+from weft.gateway.mesh.flows import MeshFlows
 from weft.gateway.mesh.history import SPAN_S, quantile
+from weft.gateway.mesh.members import describe_store
+from weft.gateway.mesh.service import hide_ids
+from weft.gateway.mesh.stores import StoreState, StoreWatch
 from weft.gateway.mesh.view import MAX_WATCHERS
+from weft.gateway.settings import GatewaySettings
 from weft.testing.services.dialect_edge import dialect_edge
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import MODEL, gateway
-from weft.v1 import decode_pb2, gateway_pb2, mesh_pb2, mesh_pb2_grpc
+from weft.v1 import decode_pb2, gateway_pb2, kvstore_pb2, mesh_pb2, mesh_pb2_grpc, trace_pb2
 
 TOKEN = "an operators' token of some length"
 FAST = mesh_pb2.WatchMeshRequest(interval=duration(0.5))
@@ -54,9 +62,13 @@ async def reason(call: Any) -> str:
 
 
 async def test_watchers_see_members_flows_points_and_requests(tmp_path: Path) -> None:
-    async with gateway(tmp_path, script, num_decode=2, num_prefill=1) as mesh:
+    (tmp_path / "token").write_text(TOKEN)
+    token = tmp_path / "token"
+    async with gateway(
+        tmp_path, script, num_decode=2, num_prefill=1, admin_token_file=token
+    ) as mesh:
         stub = mesh_pb2_grpc.MeshServiceStub(mesh.channel)
-        call = stub.WatchMesh(FAST)
+        call = stub.WatchMesh(FAST, metadata=bearer(TOKEN))
         before = await call.read()
         assert {member.member_id for member in before.members} > {"decode-0", "decode-1"}
         assert not before.ended_requests
@@ -73,9 +85,17 @@ async def test_watchers_see_members_flows_points_and_requests(tmp_path: Path) ->
                 points += news.points
         # What was sent once is not sent again, and a new watcher gets it all.
         assert [one.request_id for one in seen] == ids
-        anew = await first(stub)
+        anew = await first(stub, TOKEN)
         assert [one.request_id for one in anew.ended_requests] == ids
         assert len(anew.points) >= len(points)
+        assert all(one.trace_id for one in anew.ended_requests)
+        # Without the token handles stand in for ids, the same ones for everybody.
+        viewed = [one.ended_requests for one in (await first(stub), await first(stub))]
+        assert viewed[0] == viewed[1]
+        handles = [one.request_id for one in viewed[0]]
+        assert len(set(handles)) == len(ids)
+        assert all(re.fullmatch("[0-9a-f]{16}", one) for one in handles)
+        assert not any(one.trace_id for one in viewed[0])
 
         for one in seen:
             assert (one.model, one.outcome, one.prompt_tokens) == (MODEL, "ok", len(prompt))
@@ -95,9 +115,16 @@ async def test_watchers_see_members_flows_points_and_requests(tmp_path: Path) ->
         assert roles[news.gateway_id] == mesh_pb2.MEMBER_ROLE_GATEWAY
         assert [(one.name, one.ready) for one in news.models] == [(MODEL, True)]
 
-        spans = await stub.ListRequestSpans(mesh_pb2.ListRequestSpansRequest(id=ids[0]))
-        assert {span.service for span in spans.spans} == {"gateway"}
-        assert {one.address for one in spans.silent} == {one.address for one in mesh.workers}
+        for secret, given in ((TOKEN, ids[0]), (TOKEN, handles[0]), ("", handles[0])):
+            spans = await stub.ListRequestSpans(
+                mesh_pb2.ListRequestSpansRequest(id=given), metadata=bearer(secret)
+            )
+            assert spans.gateway_id == news.gateway_id
+            assert {span.service for span in spans.spans} == {"gateway"}
+            assert {one.address for one in spans.silent} == {one.address for one in mesh.workers}
+            assert {span.request_id for span in spans.spans} == ({ids[0]} if secret else {""})
+        assert not any(span.trace_id for span in spans.spans)
+        assert not any(one in str(spans) for one in ids)
 
         await mesh.workers[0].stop()
         async with asyncio.timeout(30):
@@ -114,20 +141,34 @@ async def test_running_requests_are_shown_and_names_of_clients_are_cut(tmp_path:
     def endless(submit: decode_pb2.Submit, prompt: list[int]) -> Script:
         return Script(tokens=[[65] * 4000])
 
-    async with gateway(tmp_path, endless, max_context_tokens=8192) as mesh:
+    (tmp_path / "token").write_text(TOKEN)
+    async with gateway(
+        tmp_path,
+        endless,
+        max_context_tokens=8192,
+        max_connection_age_s=1,
+        admin_token_file=tmp_path / "token",
+    ) as mesh:
         stub = mesh_pb2_grpc.MeshServiceStub(mesh.channel)
         running = mesh.typed.Complete(
             gateway_pb2.CompleteRequest(text="x", stream=True, stop={"max_tokens": 4000})
         )
         message = await running.read()
         await reason(mesh.typed.Complete(gateway_pb2.CompleteRequest(model="m" * 9000, text="x")))
-        seen = await first(stub)
+        seen = await first(stub, TOKEN)
         (one,) = seen.running_requests
         assert (one.request_id, one.outcome) == (message.request_id, "running")
         assert one.output_tokens > 0
         (refused,) = seen.ended_requests
         assert (refused.outcome, refused.model) == ("model_not_found", "m" * 128)
+        (hidden,) = (await first(stub)).running_requests
+        assert (len(hidden.request_id), hidden.trace_id) == (16, "")
         running.cancel()
+        # A stream of the age of a connection ends, without an error.
+        async with asyncio.timeout(20):
+            assert [news async for news in stub.WatchMesh(FAST)]
+        mesh.app._ending.set()
+        assert await reason(stub.WatchMesh(FAST)) == "DRAINING"
 
 
 @pytest.mark.parametrize("console", ["off", "view", "operate"])
@@ -190,12 +231,21 @@ async def test_who_may_watch_and_who_may_change_something(
                     assert why == flushed
             if name in may_watch:
                 assert (await first(stub, secret)).can_operate == may_change
+        if has_keys and console == "view":
+            # A key that is taken away ends the stream that it opened.
+            watching = stub.WatchMesh(FAST, metadata=bearer(manager[0]), timeout=20)
+            await anext(aiter(watching))
+            write_keys(tmp_path / "keys.json", [user[1]])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [news async for news in watching]
+            assert from_rpc_error(caught.value).reason == "INVALID_API_KEY"
     for secret in (user[0], manager[0], TOKEN):
         assert secret not in caplog.text
 
 
 async def test_bad_questions_and_too_many_watchers(tmp_path: Path) -> None:
-    async with gateway(tmp_path, script, wait=False) as mesh:
+    (tmp_path / "token").write_text(TOKEN)
+    async with gateway(tmp_path, script, wait=False, admin_token_file=tmp_path / "token") as mesh:
         stub = mesh_pb2_grpc.MeshServiceStub(mesh.channel)
         for interval_s in (0, 0.4, 61, -1):
             request = mesh_pb2.WatchMeshRequest(interval=duration(interval_s))
@@ -203,6 +253,8 @@ async def test_bad_questions_and_too_many_watchers(tmp_path: Path) -> None:
         calls = [stub.WatchMesh(FAST) for _ in range(MAX_WATCHERS)]
         await asyncio.gather(*(call.read() for call in calls))
         assert await reason(stub.WatchMesh(FAST)) == "OVERLOADED"
+        # They lock no operator out.
+        assert (await first(stub, TOKEN)).gateway_id
         for call in calls:
             call.cancel()
         async with asyncio.timeout(20):
@@ -257,6 +309,58 @@ async def test_events_over_rest_and_the_console_page(rest_binary: Path, tmp_path
             edge.process.send(signal.SIGTERM)
             rest = [line async for line in events]
             assert "draining" in json.loads(rest[-2][6:])["error"]["code"]
+
+
+def test_flows_of_a_store_have_one_name_and_its_state_is_not_kept() -> None:
+    """A store is counted before its id is known, and after it."""
+    worker = SimpleNamespace(
+        endpoint=SimpleNamespace(role="prefill"),
+        info=SimpleNamespace(worker_id="prefill-0", epoch=1, kvstores=["host:1"]),
+        report=SimpleNamespace(counters={"store_stored_pages": 0, "store_hit_pages": 0}),
+    )
+    fleet: Any = SimpleNamespace(workers=lambda role="prefill": [worker] * (role == "prefill"))
+    flows, stores = MeshFlows("gateway-0", fleet), StoreWatch(fleet, None)
+    for _ in range(3):
+        flows.tick()
+        worker.report.counters["store_stored_pages"] += 10
+        worker.report.counters["store_hit_pages"] += 5
+    (puts, hits) = flows.describe({})
+    assert (puts.source_id, puts.target_id) == ("prefill-0", "host:1")
+    for address in ("host:1", "host:2"):
+        info = kvstore_pb2.GetStoreInfoResponse(store_id=f"store of {address}", epoch=7)
+        stores.states[address] = StoreState(info, kvstore_pb2.StatsResponse(total_pages=9))
+    (puts, hits) = flows.describe(stores.ids())
+    assert (puts.target_id, hits.source_id) == ("store of host:1", "store of host:1")
+    assert puts.pages_per_second == pytest.approx(2 * hits.pages_per_second)
+
+    stores.forget()
+    assert set(stores.states) == {"host:1"}
+    member = describe_store("host:1", stores.state("host:1"))
+    assert (member.member_id, member.problem) == ("store of host:1", "not asked yet")
+    assert not member.healthy
+    assert not member.pages.total
+
+
+def test_spans_that_anybody_sees_quote_no_ids() -> None:
+    span = trace_pb2.Span(
+        trace_id=b"t" * 16,
+        span_id=b"s" * 8,
+        name="attempt 1",
+        request_id="resp_1",
+        error="RESPONSE_NOT_FOUND: there is no response resp_0",
+    )
+    span.attributes.update({"weft.client_request_id": "resp_1", "weft.attempt": 1})
+    hide_ids(span)
+    left = trace_pb2.Span(span_id=b"s" * 8, name="attempt 1", error="RESPONSE_NOT_FOUND")
+    left.attributes.update({"weft.attempt": 1})
+    assert span == left
+
+
+def test_operating_needs_the_operators_token(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-dir", "m", "--decode", "127.0.0.1:1"]
+    with pytest.raises(SystemExit):
+        load_settings(GatewaySettings, [*flags, "--console", "operate"], {})
+    assert "console = operate needs --admin-token-file" in capsys.readouterr().err
 
 
 async def _take(lines: Any, count: int) -> Any:

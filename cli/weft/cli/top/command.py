@@ -36,6 +36,7 @@ _RETRY_S = 1.0
 _PAGE_MEMBERS = 10
 _STORE_MESSAGES = 4
 """Messages in which a KV store that has not been asked yet may appear."""
+_NOT_ASKED = "not asked yet"
 
 
 class Gateway:
@@ -108,7 +109,12 @@ async def _print_json(gateway: Gateway, interval_s: float, *, is_once: bool) -> 
         sys.stdout.flush()
         return not is_once
 
-    await gateway.watch(interval_s, take)
+    while True:
+        await gateway.watch(interval_s, take)
+        if is_once:
+            return
+        # The gateway ends streams of some age; the next one tells its last minutes again.
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _print_once(gateway: Gateway, interval_s: float, console: Console, sort: Sort) -> None:
@@ -129,7 +135,7 @@ async def _print_once(gateway: Gateway, interval_s: float, console: Console, sor
 def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
     """Whether KV stores are still to be asked, which the gateway does once somebody watches."""
     stores = (one for one in message.members if one.role == mesh_pb2.MEMBER_ROLE_KVSTORE)
-    return num_taken < _STORE_MESSAGES and any(not one.epoch for one in stores)
+    return num_taken < _STORE_MESSAGES and any(one.problem == _NOT_ASKED for one in stores)
 
 
 class _Screen:
@@ -190,7 +196,7 @@ class _Screen:
         while True:
             try:
                 await self._gateway.watch(self._interval_s, take)
-                self._state.notice = "the gateway has ended; asking again"
+                self._state.notice = "the stream has ended; asking again"
             except grpc.aio.AioRpcError as error:
                 if not first.is_set():
                     raise

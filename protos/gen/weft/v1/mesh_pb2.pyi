@@ -128,7 +128,7 @@ class WatchMeshResponse(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshAdapter]:
-        """The adapters of the registry."""
+        """The adapters of the registry, at most 100, as of the last five seconds."""
 
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshPoint]:
@@ -317,7 +317,7 @@ class MeshMember(_message.Message):
     healthy: _builtins.bool
     """It gets requests."""
     problem: _builtins.str
-    """Why not, when not healthy."""
+    """Why not, when not healthy; of a store at the beginning of a stream "not asked yet"."""
     draining: _builtins.bool
     breaker: _builtins.str
     """The gateway's circuit breaker: closed, open or half_open; of workers only."""
@@ -722,8 +722,11 @@ class MeshRequest(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     LOST_ATTEMPTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Its id to callers with the operators' token; to others, whom an id would open more than this
+    service does, a handle for ListRequestSpans, 16 hex digits, which only this gateway knows.
+    """
     trace_id: _builtins.str
-    """32 hex digits; empty = it was not traced."""
+    """32 hex digits; empty = it was not traced, or the caller lacks the operators' token."""
     model: _builtins.str
     """Model or adapter that it named."""
     worker_id: _builtins.str
@@ -776,7 +779,7 @@ class ListRequestSpansRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     MAX_SPANS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """As in ListSpansRequest."""
+    """As in ListSpansRequest, or a handle of MeshRequest."""
     max_spans: _builtins.int
     """As in ListSpansRequest."""
     def __init__(
@@ -801,9 +804,14 @@ class ListRequestSpansResponse(_message.Message):
 
     SPANS_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    """Id of the gateway that answers: others lack the gateway's spans, and know no handles of this one."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.Span]:
-        """In no particular order."""
+        """In no particular order; without ids of requests and traces, and with failures' reasons only,
+        where the caller lacks the operators' token.
+        """
 
     @_builtins.property
     def silent(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.SilentService]:
@@ -814,10 +822,11 @@ class ListRequestSpansResponse(_message.Message):
         *,
         spans: _abc.Iterable[_trace_pb2.Span] | None = ...,
         silent: _abc.Iterable[_trace_pb2.SilentService] | None = ...,
+        gateway_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["silent", b"silent", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "silent", b"silent", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

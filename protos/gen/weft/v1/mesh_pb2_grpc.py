@@ -98,7 +98,8 @@ class MeshServiceServicer:
     """
 
     def WatchMesh(self, request, context):
-        """Sends everything at once, then news at the interval asked for.
+        """Sends everything at once, then news at the interval asked for. It ends without an error after
+        the gateway's max_connection_age_s; then call again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class MeshServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MeshServiceAsyncStub: ...
     WatchMesh: _grpc.UnaryStreamMultiCallable[_mesh_pb2.WatchMeshRequest, _mesh_pb2.WatchMeshResponse]
-    """Sends everything at once, then news at the interval asked for."""
+    """Sends everything at once, then news at the interval asked for. It ends without an error after
+    the gateway's max_connection_age_s; then call again.
+    """
     ListRequestSpans: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.ListRequestSpansRequest, _mesh_pb2.ListRequestSpansResponse]
     """As TraceService.ListSpans: the spans of one request, from the services behind this one too."""
     DrainMember: _grpc.UnaryUnaryMultiCallable[_mesh_pb2.DrainMemberRequest, _mesh_pb2.DrainMemberResponse]
@@ -76,7 +78,9 @@ class MeshServiceAsyncStub(MeshServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchMesh: _aio.UnaryStreamMultiCallable[_mesh_pb2.WatchMeshRequest, _mesh_pb2.WatchMeshResponse]  # type: ignore[assignment]
-    """Sends everything at once, then news at the interval asked for."""
+    """Sends everything at once, then news at the interval asked for. It ends without an error after
+    the gateway's max_connection_age_s; then call again.
+    """
     ListRequestSpans: _aio.UnaryUnaryMultiCallable[_mesh_pb2.ListRequestSpansRequest, _mesh_pb2.ListRequestSpansResponse]  # type: ignore[assignment]
     """As TraceService.ListSpans: the spans of one request, from the services behind this one too."""
     DrainMember: _aio.UnaryUnaryMultiCallable[_mesh_pb2.DrainMemberRequest, _mesh_pb2.DrainMemberResponse]  # type: ignore[assignment]
@@ -112,7 +116,9 @@ class MeshServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _mesh_pb2.WatchMeshRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_mesh_pb2.WatchMeshResponse], _abc.AsyncIterator[_mesh_pb2.WatchMeshResponse]]:
-        """Sends everything at once, then news at the interval asked for."""
+        """Sends everything at once, then news at the interval asked for. It ends without an error after
+        the gateway's max_connection_age_s; then call again.
+        """
 
     @_abc_1.abstractmethod
     def ListRequestSpans(

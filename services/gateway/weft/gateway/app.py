@@ -136,7 +136,9 @@ class GatewayApp:
             raise ConfigError(f"each model needs a name of its own: {names}")
         # The mesh's view reads them as well.
         self.metrics = GatewayMetrics(
-            is_on=settings.metrics_port is not None or settings.console != "off"
+            is_on=settings.metrics_port is not None
+            or settings.console != "off"
+            or settings.admin_port is not None
         )
         self._gateway_id = f"gateway-{secrets.token_hex(4)}"
         self._gateway_epoch = secrets.randbits(64)
@@ -307,6 +309,7 @@ class GatewayApp:
                 workers,
                 self._gateway_id,
                 self._ending,
+                settings.max_connection_age_s,
             )
             mesh_pb2_grpc.add_MeshServiceServicer_to_server(face, server)
 

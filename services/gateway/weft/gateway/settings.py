@@ -509,6 +509,12 @@ class GatewaySettings(ServiceSettings):
         return names
 
     @model_validator(mode="after")
+    def _check_console(self) -> Self:
+        if self.console == "operate" and self.admin_token_file is None:
+            raise ValueError("console = operate needs --admin-token-file: operators give its token")
+        return self
+
+    @model_validator(mode="after")
     def _check_discovery(self) -> Self:
         if self.discovery == "file":
             if self.discovery_file is None:

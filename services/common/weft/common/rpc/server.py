@@ -21,7 +21,7 @@ from weft.common.rpc.authorize import AuthorizeInterceptor
 from weft.common.rpc.interceptors import ErrorInterceptor
 from weft.common.rpc.listen import add_port, bracket
 from weft.common.rpc.tls import Identity, load_identity
-from weft.common.settings import ServiceSettings
+from weft.common.settings import ServiceSettings, is_loopback
 from weft.common.tasks import start_logged, tell_standstills
 from weft.common.telemetry.otlp import OtlpExport
 from weft.common.telemetry.spans import Tracer
@@ -205,7 +205,12 @@ class ServiceServer:
 
     @property
     def admin_port(self) -> int:
-        """Port of that address, once started; 0 if disabled."""
+        """Port of that address, once started, for callers of the main port; 0 if disabled, or if it
+        listens on loopback and the main port does not.
+        """
+        settings = self._settings
+        if is_loopback(settings.admin_host) and not is_loopback(settings.host):
+            return 0
         return int(self.admin_address.rpartition(":")[2] or 0)
 
     async def set_serving(self, serving: bool, but: Collection[str] = ()) -> None:

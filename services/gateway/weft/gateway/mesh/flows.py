@@ -67,12 +67,8 @@ class MeshFlows:
                     moved[pair].pages += fill.accepted_tokens / max(1, owner.info.page_size)
                     moved[pair].num_bytes += fill.bytes
 
-    def tick(self, stores: Mapping[str, str]) -> None:
-        """Counts what workers report, and begins the next span.
-
-        Args:
-            stores: Ids of the KV stores by their addresses.
-        """
+    def tick(self) -> None:
+        """Counts what workers report, and begins the next span."""
         moved = self._spans[-1].moved
         seen: dict[tuple[str, int], Mapping[str, int]] = {}
         for worker in self._fleet.workers():
@@ -85,8 +81,7 @@ class MeshFlows:
             }
             before = self._counters.get((info.worker_id, info.epoch), counters)
             put, hit = (counters.get(name, 0) - before.get(name, 0) for name in names)
-            for address in info.kvstores:
-                store = stores.get(address, address)
+            for store in info.kvstores:
                 # Which of several stores got a page is not reported.
                 share = 1 / len(info.kvstores)
                 if put > 0:
@@ -99,11 +94,17 @@ class MeshFlows:
         self._counters = seen
         self._begin_span()
 
-    def describe(self) -> Iterator[mesh_pb2.MeshFlow]:
-        """The flows now."""
+    def describe(self, ids: Mapping[str, str]) -> Iterator[mesh_pb2.MeshFlow]:
+        """The flows now.
+
+        Args:
+            ids: Ids of the KV stores by their addresses, under which some are counted.
+        """
         total: defaultdict[_Pair, _Moved] = defaultdict(_Moved)
         for span in self._spans:
-            for pair, moved in span.moved.items():
+            for counted, moved in span.moved.items():
+                source, target = counted.source_id, counted.target_id
+                pair = _Pair(ids.get(source, source), ids.get(target, target), counted.kind)
                 total[pair].count += moved.count
                 total[pair].pages += moved.pages
                 total[pair].num_bytes += moved.num_bytes

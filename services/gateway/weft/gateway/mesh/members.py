@@ -61,18 +61,15 @@ def describe_worker(worker: FleetWorker, now: float) -> mesh_pb2.MeshMember:
     return member
 
 
-def describe_store(address: str, state: StoreState | None) -> mesh_pb2.MeshMember:
-    """A KV store that workers name; None: it was not asked yet."""
-    problem = "not asked yet" if state is None else state.problem
+def describe_store(address: str, state: StoreState) -> mesh_pb2.MeshMember:
+    """A KV store that workers name."""
     member = mesh_pb2.MeshMember(
         member_id=address,
         role=mesh_pb2.MEMBER_ROLE_KVSTORE,
         address=address,
-        healthy=not problem,
-        problem=problem,
+        healthy=not state.problem,
+        problem=state.problem,
     )
-    if state is None:
-        return member
     if (info := state.info) is not None:
         member.member_id, member.epoch = info.store_id, f"{info.epoch:016x}"
         member.transports.extend(info.transports)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections import deque
 
 from weft.common.durations import duration
@@ -13,6 +15,24 @@ MAX_REQUESTS = 200
 """Ended requests that are kept, and running ones that are shown."""
 _MAX_MODEL_CHARS = 128
 """A client may name anything as its model."""
+
+
+class RequestHandles:
+    """Names requests to those who may watch but not have their ids, since an id opens what a
+    request has stored, and cancels it.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
+
+    def handle(self, request_id: str) -> str:
+        """A request's handle, 16 hex digits."""
+        return hashlib.blake2b(request_id.encode(), digest_size=8, key=self._key).hexdigest()
+
+    def hide(self, request: mesh_pb2.MeshRequest) -> None:
+        """Puts the handle in place of the ids."""
+        request.request_id = self.handle(request.request_id)
+        request.ClearField("trace_id")
 
 
 class RecentRequests:

@@ -86,8 +86,8 @@ class OperatorsRelay:
         address, service, port = members[member_id]
         if not port:
             raise PeerUnavailable(
-                f"{member_id} has no operators' port: start it with --admin-port and "
-                "--admin-token-file",
+                f"{member_id} has no operators' port that this gateway reaches: start it with "
+                "--admin-port, --admin-token-file and, on another machine, --admin-host",
                 stage="admin",
                 worker_id=member_id,
             )

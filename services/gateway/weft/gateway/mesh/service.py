@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from weft.common.admin import AdminServicer
 from weft.common.telemetry.tracing import TraceServicer
+from weft.engine.base.errors import Draining
 from weft.gateway.admission.authenticate import bearer
 from weft.gateway.api.adapter_calls import AdapterCalls
 from weft.gateway.api.edge import Context
@@ -43,6 +45,8 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         workers: Drains workers, and puts them back.
         gateway_id: Id of this gateway.
         ending: Set when the gateway ends, and with it every stream.
+        max_watch_s: Time after which a stream ends, so that its watcher calls anew, perhaps another
+            gateway.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         workers: WorkerCalls,
         gateway_id: str,
         ending: asyncio.Event,
+        max_watch_s: float,
     ) -> None:
         self._view = view
         self._access = access
@@ -66,6 +71,7 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         self._workers = workers
         self._gateway_id = gateway_id
         self._ending = ending
+        self._max_watch_s = max_watch_s
 
     async def WatchMesh(
         self, request: mesh_pb2.WatchMeshRequest, context: Context
@@ -73,11 +79,16 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         """See mesh.proto."""
         self._access.check_watch(context)
         interval_s = _interval_s(request)
+        if self._ending.is_set():
+            raise Draining("this gateway is ending; call another one", stage="admit")
         can_operate = self._access.may_operate(context)
-        cursor = Cursor()
-        with self._view.watching():
-            while not self._ending.is_set():
-                yield self._view.news(cursor, can_operate=can_operate)
+        has_token = self._access.has_token(context)
+        cursor, end_s = Cursor(), time.monotonic() + self._max_watch_s
+        with self._view.watching(has_token=has_token):
+            while not self._ending.is_set() and time.monotonic() < end_s:
+                # Keys are taken away while their holders watch.
+                self._access.check_watch(context)
+                yield self._view.news(cursor, can_operate=can_operate, has_token=has_token)
                 try:
                     async with asyncio.timeout(interval_s):
                         await self._ending.wait()
@@ -90,9 +101,16 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
         """See mesh.proto."""
         self._access.check_watch(context)
         limit = request.max_spans if request.HasField("max_spans") else None
-        wanted = trace_pb2.ListSpansRequest(id=request.id, max_spans=limit, fan_out=True)
+        wanted = trace_pb2.ListSpansRequest(
+            id=self._view.find_request(request.id), max_spans=limit, fan_out=True
+        )
         found = await self._spans.ListSpans(wanted, context)
-        return mesh_pb2.ListRequestSpansResponse(spans=found.spans, silent=found.silent)
+        if not self._access.has_token(context):
+            for span in found.spans:
+                hide_ids(span)
+        return mesh_pb2.ListRequestSpansResponse(
+            spans=found.spans, silent=found.silent, gateway_id=self._gateway_id
+        )
 
     async def DrainMember(
         self, request: mesh_pb2.DrainMemberRequest, context: Context
@@ -169,6 +187,18 @@ class MeshFace(mesh_pb2_grpc.MeshServiceServicer):
             return await getattr(stub, method)(
                 order, timeout=_RELAY_TIMEOUT_S, metadata=(("authorization", f"Bearer {token}"),)
             )
+
+
+def hide_ids(span: trace_pb2.Span) -> None:
+    """Removes the ids of the request and its trace, and of a failure all but its reason: the
+    message may quote an id.
+    """
+    span.ClearField("request_id")
+    span.ClearField("trace_id")
+    span.error = span.error.partition(":")[0]
+    attributes = span.attributes.fields
+    for name in [name for name in attributes if name.endswith("request_id")]:
+        del attributes[name]
 
 
 def _interval_s(request: mesh_pb2.WatchMeshRequest) -> float:

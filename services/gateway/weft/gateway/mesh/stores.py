@@ -14,6 +14,7 @@ from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _ASK_EVERY_S = 2.0
 _TIMEOUT_S = 1.5
+_NOT_ASKED = "not asked yet"
 
 
 class StoreState(NamedTuple):
@@ -64,6 +65,21 @@ class StoreWatch:
             }
             await asyncio.gather(*(self._ask(*item) for item in channels.items()))
 
+    def forget(self) -> None:
+        """Keeps of the stores that are still named their facts only: nobody has asked for their
+        state lately.
+        """
+        named = self.addresses()
+        self.states = {
+            address: StoreState(state.info, None, _NOT_ASKED)
+            for address, state in self.states.items()
+            if address in named
+        }
+
+    def state(self, address: str) -> StoreState:
+        """A store as it answered last."""
+        return self.states.get(address, StoreState(None, None, _NOT_ASKED))
+
     async def run(self) -> None:
         """Asks until cancelled."""
         channels: dict[str, grpc.aio.Channel] = {}
@@ -84,7 +100,7 @@ class StoreWatch:
 
     async def _ask(self, address: str, channel: grpc.aio.Channel) -> None:
         stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-        known = self.states.get(address, StoreState(None, None))
+        known = self.state(address)
         try:
             info = await stub.GetStoreInfo(kvstore_pb2.GetStoreInfoRequest(), timeout=_TIMEOUT_S)
             stats = await stub.Stats(kvstore_pb2.StatsRequest(), timeout=_TIMEOUT_S)

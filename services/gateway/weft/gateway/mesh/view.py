@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 
 from weft.common.rpc.tls import Identity
 from weft.common.tasks import start_logged
@@ -18,14 +18,19 @@ from weft.gateway.generation.pipeline import RequestPipeline
 from weft.gateway.mesh.flows import MeshFlows
 from weft.gateway.mesh.history import SPAN_S, MeshHistory, page_counts
 from weft.gateway.mesh.members import describe_store, describe_worker
-from weft.gateway.mesh.recent import MAX_REQUESTS, RecentRequests, describe
+from weft.gateway.mesh.recent import MAX_REQUESTS, RecentRequests, RequestHandles, describe
 from weft.gateway.mesh.stores import StoreWatch
 from weft.gateway.telemetry.metrics import GatewayMetrics
 from weft.v1 import mesh_pb2
 
 MAX_WATCHERS = 64
-MAX_ADAPTERS = 500
+"""Watchers with the operators' token, and as many without, who thus lock nobody out."""
+MAX_ADAPTERS = 100
 """Adapters that are shown."""
+_ADAPTERS_FRESH_S = 5.0
+"""Time for which what was made of an unchanged registry is shown: each adapter is looked up on each
+worker.
+"""
 _FRESH_S = 0.4
 """Time for which what was made for one watcher serves the others."""
 
@@ -72,7 +77,10 @@ class MeshView:
         self.stores = StoreWatch(fleet, identity)
         """The KV stores; known while somebody watches."""
         self._asking: asyncio.Task[None] | None = None
-        self._num_watchers = 0
+        self._num_watchers = {True: 0, False: 0}
+        self._handles = RequestHandles()
+        self._adapters: list[mesh_pb2.MeshAdapter] = []
+        self._adapters_of = (-1, float("-inf"))
         self._shared = mesh_pb2.WatchMeshResponse()
         self._shared_at = float("-inf")
 
@@ -82,41 +90,48 @@ class MeshView:
             while True:
                 await asyncio.sleep(SPAN_S)
                 self._history.tick()
-                self._flows.tick(self.stores.ids())
+                self._flows.tick()
         finally:
             if self._asking is not None:
                 self._asking.cancel()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, *, has_token: bool) -> Iterator[None]:
         """Counts a watcher for the duration of the block.
+
+        Args:
+            has_token: Whether the watcher has the operators' token.
 
         Raises:
             Overloaded: There are too many.
         """
-        if self._num_watchers >= MAX_WATCHERS:
+        if self._num_watchers[has_token] >= MAX_WATCHERS:
             raise Overloaded(
                 f"{MAX_WATCHERS} clients watch this gateway already; close one of them",
                 stage="admit",
                 retry_after_s=5.0,
             )
-        self._num_watchers += 1
-        if self._asking is None:
+        self._num_watchers[has_token] += 1
+        if self._asking is None or self._asking.done():
+            self.stores.forget()
             self._asking = start_logged(self.stores.run())
         try:
             yield
         finally:
-            self._num_watchers -= 1
-            if not self._num_watchers and self._asking is not None:
+            self._num_watchers[has_token] -= 1
+            if not any(self._num_watchers.values()) and self._asking is not None:
                 self._asking.cancel()
                 self._asking = None
 
-    def news(self, cursor: Cursor, *, can_operate: bool) -> mesh_pb2.WatchMeshResponse:
+    def news(
+        self, cursor: Cursor, *, can_operate: bool, has_token: bool
+    ) -> mesh_pb2.WatchMeshResponse:
         """The next message to a watcher, whose cursor is moved on.
 
         Args:
             cursor: A new one for the first message.
             can_operate: Whether the watcher may change something.
+            has_token: Whether the watcher has the operators' token, and so gets ids of requests.
         """
         now = asyncio.get_running_loop().time()
         if now - self._shared_at >= _FRESH_S:
@@ -127,7 +142,17 @@ class MeshView:
         message.points.extend(self._history.since(cursor.num_points))
         message.ended_requests.extend(self._recent.since(cursor.num_ended))
         cursor.num_points, cursor.num_ended = self._history.num_points, self._recent.num_ended
+        if not has_token:
+            for request in chain(message.running_requests, message.ended_requests):
+                self._handles.hide(request)
         return message
+
+    def find_request(self, given: str) -> str:
+        """The id of the request that a handle names; what is no handle is returned as it is."""
+        running = (facts.request_id for facts in self._pipeline.open_requests(MAX_REQUESTS))
+        ended = (one.request_id for one in self._recent.since(0))
+        known = (one for one in chain(running, ended) if self._handles.handle(one) == given)
+        return next(known, given)
 
     def _make(self, now: float) -> mesh_pb2.WatchMeshResponse:
         """Makes what all watchers get; `now` is event loop time."""
@@ -136,12 +161,12 @@ class MeshView:
         message.members.append(self._describe_gateway())
         message.members.extend(describe_worker(one, now) for one in self._fleet.workers())
         message.members.extend(
-            describe_store(address, self.stores.states.get(address))
+            describe_store(address, self.stores.state(address))
             for address in self.stores.addresses()
         )
-        message.flows.extend(self._flows.describe())
+        message.flows.extend(self._flows.describe(self.stores.ids()))
         message.models.extend(_describe_model(served, now) for served in self._models)
-        message.adapters.extend(self._describe_adapters())
+        message.adapters.extend(self._known_adapters(now))
         message.running_requests.extend(
             describe(facts) for facts in self._pipeline.open_requests(MAX_REQUESTS)
         )
@@ -159,6 +184,14 @@ class MeshView:
             waiting_requests=load.queued_prompts + load.held_requests,
             pages=page_counts(self._fleet),
         )
+
+    def _known_adapters(self, now: float) -> list[mesh_pb2.MeshAdapter]:
+        generation, made_at = self._adapters_of
+        current = self._models.adapters.manifest.generation
+        if generation != current or now - made_at >= _ADAPTERS_FRESH_S:
+            self._adapters = list(self._describe_adapters())
+            self._adapters_of = (current, now)
+        return self._adapters
 
     def _describe_adapters(self) -> Iterator[mesh_pb2.MeshAdapter]:
         for entry in islice(self._models.adapters.manifest.entries, MAX_ADAPTERS):

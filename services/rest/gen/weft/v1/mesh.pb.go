@@ -195,7 +195,7 @@ type WatchMeshResponse struct {
 	Flows []*MeshFlow `protobuf:"bytes,5,rep,name=flows,proto3" json:"flows,omitempty"`
 	// The models that can be served, adapters apart.
 	Models []*MeshModel `protobuf:"bytes,6,rep,name=models,proto3" json:"models,omitempty"`
-	// The adapters of the registry.
+	// The adapters of the registry, at most 100, as of the last five seconds.
 	Adapters []*MeshAdapter `protobuf:"bytes,7,rep,name=adapters,proto3" json:"adapters,omitempty"`
 	// Oldest first: in the first message those of the last ten minutes, later those since the message
 	// before.
@@ -538,7 +538,7 @@ type MeshMember struct {
 	Model string `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
 	// It gets requests.
 	Healthy bool `protobuf:"varint,5,opt,name=healthy,proto3" json:"healthy,omitempty"`
-	// Why not, when not healthy.
+	// Why not, when not healthy; of a store at the beginning of a stream "not asked yet".
 	Problem  string `protobuf:"bytes,6,opt,name=problem,proto3" json:"problem,omitempty"`
 	Draining bool   `protobuf:"varint,7,opt,name=draining,proto3" json:"draining,omitempty"`
 	// The gateway's circuit breaker: closed, open or half_open; of workers only.
@@ -1427,9 +1427,11 @@ func (x *LatencyQuantiles) GetP99S() float64 {
 
 // One request of a client.
 type MeshRequest struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// 32 hex digits; empty = it was not traced.
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id to callers with the operators' token; to others, whom an id would open more than this
+	// service does, a handle for ListRequestSpans, 16 hex digits, which only this gateway knows.
+	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// 32 hex digits; empty = it was not traced, or the caller lacks the operators' token.
 	TraceId string `protobuf:"bytes,2,opt,name=trace_id,json=traceId,proto3" json:"trace_id,omitempty"`
 	// Model or adapter that it named.
 	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
@@ -1567,7 +1569,7 @@ func (x *MeshRequest) GetLostAttempts() uint32 {
 
 type ListRequestSpansRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// As in ListSpansRequest.
+	// As in ListSpansRequest, or a handle of MeshRequest.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// As in ListSpansRequest.
 	MaxSpans      *uint32 `protobuf:"varint,2,opt,name=max_spans,json=maxSpans,proto3,oneof" json:"max_spans,omitempty"`
@@ -1621,10 +1623,13 @@ func (x *ListRequestSpansRequest) GetMaxSpans() uint32 {
 
 type ListRequestSpansResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// In no particular order.
+	// In no particular order; without ids of requests and traces, and with failures' reasons only,
+	// where the caller lacks the operators' token.
 	Spans []*Span `protobuf:"bytes,1,rep,name=spans,proto3" json:"spans,omitempty"`
 	// Services behind the gateway that did not answer.
-	Silent        []*SilentService `protobuf:"bytes,2,rep,name=silent,proto3" json:"silent,omitempty"`
+	Silent []*SilentService `protobuf:"bytes,2,rep,name=silent,proto3" json:"silent,omitempty"`
+	// Id of the gateway that answers: others lack the gateway's spans, and know no handles of this one.
+	GatewayId     string `protobuf:"bytes,3,opt,name=gateway_id,json=gatewayId,proto3" json:"gateway_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1671,6 +1676,13 @@ func (x *ListRequestSpansResponse) GetSilent() []*SilentService {
 		return x.Silent
 	}
 	return nil
+}
+
+func (x *ListRequestSpansResponse) GetGatewayId() string {
+	if x != nil {
+		return x.GatewayId
+	}
+	return ""
 }
 
 type DrainMemberRequest struct {
@@ -2396,10 +2408,12 @@ const file_weft_v1_mesh_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12 \n" +
 	"\tmax_spans\x18\x02 \x01(\rH\x00R\bmaxSpans\x88\x01\x01B\f\n" +
 	"\n" +
-	"_max_spans\"o\n" +
+	"_max_spans\"\x8e\x01\n" +
 	"\x18ListRequestSpansResponse\x12#\n" +
 	"\x05spans\x18\x01 \x03(\v2\r.weft.v1.SpanR\x05spans\x12.\n" +
-	"\x06silent\x18\x02 \x03(\v2\x16.weft.v1.SilentServiceR\x06silent\"1\n" +
+	"\x06silent\x18\x02 \x03(\v2\x16.weft.v1.SilentServiceR\x06silent\x12\x1d\n" +
+	"\n" +
+	"gateway_id\x18\x03 \x01(\tR\tgatewayId\"1\n" +
 	"\x12DrainMemberRequest\x12\x1b\n" +
 	"\tmember_id\x18\x01 \x01(\tR\bmemberId\"@\n" +
 	"\x13DrainMemberResponse\x12)\n" +

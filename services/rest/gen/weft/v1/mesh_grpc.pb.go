@@ -43,7 +43,8 @@ const (
 // operators' token and, to watch, of an API key that manages adapters; without API keys anyone may
 // watch. Calls that change something need the operators' token, and over REST the setting `operate`.
 type MeshServiceClient interface {
-	// Sends everything at once, then news at the interval asked for.
+	// Sends everything at once, then news at the interval asked for. It ends without an error after
+	// the gateway's max_connection_age_s; then call again.
 	WatchMesh(ctx context.Context, in *WatchMeshRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchMeshResponse], error)
 	// As TraceService.ListSpans: the spans of one request, from the services behind this one too.
 	ListRequestSpans(ctx context.Context, in *ListRequestSpansRequest, opts ...grpc.CallOption) (*ListRequestSpansResponse, error)
@@ -173,7 +174,8 @@ func (c *meshServiceClient) UnloadMeshAdapter(ctx context.Context, in *UnloadMes
 // operators' token and, to watch, of an API key that manages adapters; without API keys anyone may
 // watch. Calls that change something need the operators' token, and over REST the setting `operate`.
 type MeshServiceServer interface {
-	// Sends everything at once, then news at the interval asked for.
+	// Sends everything at once, then news at the interval asked for. It ends without an error after
+	// the gateway's max_connection_age_s; then call again.
 	WatchMesh(*WatchMeshRequest, grpc.ServerStreamingServer[WatchMeshResponse]) error
 	// As TraceService.ListSpans: the spans of one request, from the services behind this one too.
 	ListRequestSpans(context.Context, *ListRequestSpansRequest) (*ListRequestSpansResponse, error)

@@ -14,10 +14,19 @@ const VIEWS = { fleet: showFleet, load: showLoad, requests: showRequests, models
 const updates = {};
 let shown = "";
 
+/** Decodes a part of the address; one that nobody encoded stays as it is. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 /** Shows the view that the address names: `#requests/ID` is the view `requests` with ID. */
 function route() {
   const [name, ...rest] = location.hash.slice(1).split("/");
-  const wanted = VIEWS[name] ? name : "fleet";
+  const wanted = Object.hasOwn(VIEWS, name) ? name : "fleet";
   const section = document.getElementById(`view-${wanted}`);
   updates[wanted] ??= VIEWS[wanted](section);
   for (const other of Object.keys(VIEWS)) document.getElementById(`view-${other}`).hidden = other !== wanted;
@@ -28,7 +37,7 @@ function route() {
   document.title = `${wanted[0].toUpperCase()}${wanted.slice(1)} · Weft console`;
   const isNew = shown !== wanted;
   shown = wanted;
-  updates[wanted].open?.(rest.map(decodeURIComponent).join("/"));
+  updates[wanted].open?.(decoded(rest.join("/")));
   updates[wanted].update();
   if (isNew) window.scrollTo(0, 0);
 }

@@ -64,6 +64,7 @@ class Pane {
   /** Sends the conversation and shows the answer as it comes. */
   async answer(options) {
     const control = this.control = new AbortController();
+    const messages = this.messages;
     const began = performance.now();
     const reply = { content: "", reasoning: "", calls: [] };
     const shown = this.say("assistant");
@@ -79,7 +80,7 @@ class Pane {
         signal: control.signal,
         body: JSON.stringify({
           ...options, model: this.select.value,
-          messages: [...options.messages, ...this.messages],
+          messages: [...options.messages, ...messages],
           stream: true, stream_options: { include_usage: true },
         }),
       });
@@ -99,10 +100,14 @@ class Pane {
       else reason = "stopped";
     }
     this.control = null;
+    // Cleared meanwhile.
+    if (this.messages !== messages) return;
     shown.element.removeAttribute("aria-busy");
+    // A call that is cut off can neither be answered nor sent again.
+    if (reason === "stopped") reply.calls = [];
     const message = { role: "assistant", content: reply.content };
     if (reply.calls.length) message.tool_calls = reply.calls;
-    if (reply.content || reply.calls.length) this.messages.push(message);
+    if (reply.content || reply.calls.length) messages.push(message);
     else shown.element.remove();
     this.tell(began, first, usage, reason, id);
     if (reply.calls.length) this.askForResults(reply.calls);

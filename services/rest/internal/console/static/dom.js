@@ -60,6 +60,14 @@ export function reconcile(parent, items, keyOf, make, update) {
   }
 }
 
+/** Updates the children that are there, and leaves their order alone. */
+export function refresh(parent, items, keyOf, update) {
+  for (const item of items) {
+    const element = parent.reconciled?.get(keyOf(item));
+    if (element) update(element, item);
+  }
+}
+
 let lastId = 0;
 
 /** An id for a label or a description. */
@@ -79,13 +87,21 @@ export function field(label, control, hint) {
 
 const toasts = document.getElementById("toasts");
 
-/** Shows a message for a while; screen readers say it. */
-export function toast(text, kind = "") {
-  const element = h("div", { class: `toast ${kind}` }, text);
-  toasts.append(element);
-  // Shown anew, so that it is above a dialog that was opened since.
+/** Shows the messages in the dialog that was opened last, as what is outside it is inert, and above it. */
+function placeToasts() {
+  const parent = [...document.querySelectorAll("dialog[open]")].at(-1) ?? document.body;
+  if (toasts.parentElement !== parent) parent.append(toasts);
   toasts.hidePopover();
   toasts.showPopover();
+}
+
+/** Shows a message for a while; screen readers say it. */
+export function toast(text, kind = "") {
+  const element = h("div", { class: `toast ${kind}` });
+  placeToasts();
+  toasts.append(element);
+  // Screen readers say what is added to what they see.
+  setText(element, text);
   setTimeout(() => {
     element.remove();
     if (!toasts.children.length) toasts.hidePopover();
@@ -100,7 +116,13 @@ export function dialog(title, ...children) {
       h("h2", { id }, title),
       h("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: () => element.close() }, "✕")),
     ...children);
-  element.addEventListener("close", () => element.remove());
+  element.addEventListener("close", () => {
+    if (element.contains(toasts)) {
+      placeToasts();
+      if (!toasts.children.length) toasts.hidePopover();
+    }
+    element.remove();
+  });
   element.addEventListener("click", (event) => {
     if (event.target === element) element.close();
   });

@@ -48,13 +48,25 @@ async function act(button, what, call) {
   }
 }
 
+/** What draining a member would leave its model without. */
+function warning(id) {
+  const member = find(id);
+  if (!member) return "";
+  const others = mesh.now.members.filter((one) => one.member_id !== id && one.healthy
+    && one.role === member.role && one.model === member.model);
+  if (others.length) return "";
+  return role(member) === "decode"
+    ? ` No other worker serves ${member.model}: waiting requests will fail.`
+    : ` No other prefill worker serves ${member.model}.`;
+}
+
 function actions(id) {
   const body = { member_id: id };
   const drain = h("button", { type: "button", class: "drain" });
   drain.addEventListener("click", async () => {
     const isDraining = find(id)?.draining;
     const isSure = isDraining || await confirm(`Drain ${id}?`,
-      "It takes no new requests, and those that wait there go to other workers. Running ones end there.", "Drain");
+      `It takes no new requests, and those that wait there go to other workers. Running ones end there.${warning(id)}`, "Drain");
     if (!isSure) return;
     act(drain, `${id} ${isDraining ? "still drains" : "was not drained"}`, async () => {
       if (isDraining) {
@@ -79,10 +91,13 @@ function actions(id) {
   const level = h("select", { "aria-label": "Log level" }, h("option", { value: "" }, "Log level…"),
     LEVELS.map((name) => h("option", { value: name }, name)));
   level.addEventListener("change", () => {
-    if (!level.value) return;
+    const wanted = level.value;
+    if (!wanted) return;
+    // What it is afterwards is told; the choice may have been refused.
+    level.value = "";
     act(level, `${id} keeps its log level`, async () => {
-      const { previous_level: before } = await operate("log_level", { ...body, level: level.value });
-      return `${id} logs ${level.value}${before ? `, not ${before} any more` : ""}`;
+      const { previous_level: before } = await operate("log_level", { ...body, level: wanted });
+      return `${id} logs ${wanted}${before ? `, not ${before} any more` : ""}`;
     });
   });
   const bar = h("div", { class: "actions", role: "group", "aria-label": "Actions" }, drain, flush, level);

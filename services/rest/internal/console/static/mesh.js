@@ -49,7 +49,7 @@ async function follow(mine) {
     const watchdog = { timer: 0 };
     try {
       await watch(watchdog, () => { delay = 500; });
-      if (mine === run) setState("waiting", new Error("the stream has ended"));
+      // The gateway ends streams of some age; the next one begins at once.
     } catch (error) {
       if (mine !== run) return;
       if ([401, 403, 404].includes(error.status)) {

@@ -1,9 +1,9 @@
 // The last requests, and one request's timeline across services.
 
-import { h, reconcile, setAttribute, setText } from "./dom.js";
+import { h, reconcile, refresh, setAttribute, setText } from "./dom.js";
 import { brief, clock, count, millis, rate, seconds, time } from "./format.js";
 import { mesh } from "./mesh.js";
-import { failure, meshHeaders } from "./session.js";
+import { MAX_CALLS, failure, meshHeaders } from "./session.js";
 import { rowsOf } from "./spans.js";
 
 const COLUMNS = ["began", "request", "model", "worker", "outcome", "TTFT", "took", "prompt", "cached", "output", "tok/s"];
@@ -34,7 +34,7 @@ function updateRow(row, request, openId) {
   row.requestId = request.request_id;
   setText(row.link, brief(request.request_id, 20));
   setAttribute(row.link, "title", request.request_id);
-  setAttribute(row, "aria-selected", request.request_id === openId);
+  setAttribute(row, "aria-current", request.request_id === openId);
   const lost = request.lost_attempts ? `, ${request.lost_attempts} lost` : "";
   const texts = [clock(millis(request.arrival_time)), null, request.model, request.worker_id ?? "–",
     `${request.outcome}${lost}`, time(first), time(took), count(request.prompt_tokens),
@@ -112,32 +112,52 @@ export function showRequests(section) {
   async function load(id) {
     setText(title, `Timeline of ${id}`);
     try {
-      const response = await fetch(`/mesh/spans?id=${encodeURIComponent(id)}`, { headers: meshHeaders() });
-      if (!response.ok) throw await failure(response);
-      const { spans = [], silent = [] } = await response.json();
+      const { spans = [], silent = [], gateway_id: gateway } = await ask(id);
       if (id !== openId) return;
+      const other = isOther(gateway)
+        ? [h("p", { class: "note" }, `Answered by ${gateway}, which lacks the spans of other gateways. Choose the request again to ask once more.`)]
+        : [];
       if (!spans.length) {
-        detail.replaceChildren(h("p", { class: "note" }, "No spans: the request is too long ago, unknown here, or the services run with --no-tracing."));
+        detail.replaceChildren(...other, h("p", { class: "note" }, "No spans: the request is too long ago, unknown here, or the services run with --no-tracing."));
         return;
       }
-      detail.replaceChildren(...waterfall(spans, silent).flat());
+      detail.replaceChildren(...other, ...waterfall(spans, silent).flat());
     } catch (error) {
-      detail.replaceChildren(h("p", { class: "note bad" }, error.message));
+      if (id === openId) detail.replaceChildren(h("p", { class: "note bad" }, error.message));
     }
   }
 
-  const choose = (id) => { location.hash = `#requests/${encodeURIComponent(id)}`; };
+  /** Whether another gateway has answered than the one that the page shows. */
+  const isOther = (gateway) => Boolean(gateway && mesh.now && gateway !== mesh.now.gateway_id);
+
+  /** The spans of a request, of the gateway that the page shows if that one answers. */
+  async function ask(id) {
+    for (let calls = 1; ; calls += 1) {
+      const response = await fetch(`/mesh/spans?id=${encodeURIComponent(id)}`, { headers: meshHeaders() });
+      if (!response.ok) throw await failure(response);
+      const answer = await response.json();
+      if (!isOther(answer.gateway_id) || calls === MAX_CALLS || id !== openId) return answer;
+    }
+  }
+
+  const choose = (id) => {
+    if (id === openId) load(id);
+    location.hash = `#requests/${encodeURIComponent(id)}`;
+  };
 
   function update(isForced = false) {
+    if (!mesh.now || (pause.checked && !isForced && body.children.length)) return;
     // Rows must not move away under a pointer or the focus.
-    const isHeld = pause.checked || body.matches(":hover") || body.contains(document.activeElement);
-    if (!mesh.now || (isHeld && !isForced && body.children.length)) return;
+    const isHeld = body.matches(":hover") || body.contains(document.activeElement);
     const wanted = filter.value.trim().toLowerCase();
     const all = [...mesh.now.running_requests].reverse().concat([...mesh.ended].reverse());
     const shown = all.filter((one) => !wanted || [one.request_id, one.trace_id, one.model, one.worker_id, one.outcome]
       .some((text) => text?.toLowerCase().includes(wanted)));
     setText(number, `${count(mesh.now.running_requests.length)} at the gateway, the last ${count(mesh.ended.length)} that ended`);
-    reconcile(body, shown, (one) => one.request_id, () => makeRow(choose), (row, one) => updateRow(row, one, openId));
+    const keyOf = (one) => one.request_id;
+    const draw = (row, one) => updateRow(row, one, openId);
+    if (isHeld && !isForced && body.children.length) refresh(body, shown, keyOf, draw);
+    else reconcile(body, shown, keyOf, () => makeRow(choose), draw);
   }
   filter.addEventListener("input", () => update(true));
 
@@ -146,7 +166,7 @@ export function showRequests(section) {
     open(id) {
       if (!id || id === openId) return;
       openId = id;
-      for (const row of body.children) setAttribute(row, "aria-selected", row.requestId === id);
+      for (const row of body.children) setAttribute(row, "aria-current", row.requestId === id);
       load(id);
     },
   };

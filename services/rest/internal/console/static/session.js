@@ -42,13 +42,20 @@ export async function failure(response) {
   return Object.assign(new Error(message), { status: response.status, code });
 }
 
+/** Times that a call is made until the gateway that the page shows answers: the edge asks another one each time. */
+export const MAX_CALLS = 5;
+
 /** Calls one of MeshService's methods that change something. */
 export async function operate(method, body) {
-  const response = await fetch(`/mesh/${method}`, {
-    method: "POST",
-    headers: { ...meshHeaders(), "content-type": "application/json" },
-    body: JSON.stringify(body),
-  });
-  if (!response.ok) throw await failure(response);
-  return response.json();
+  for (let calls = 1; ; calls += 1) {
+    const response = await fetch(`/mesh/${method}`, {
+      method: "POST",
+      headers: { ...meshHeaders(), "content-type": "application/json" },
+      body: JSON.stringify(body),
+    });
+    if (response.ok) return response.json();
+    const error = await failure(response);
+    // Another gateway does not know this one.
+    if (error.code !== "member_not_found" || calls === MAX_CALLS) throw error;
+  }
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 from weft.common.durations import duration
+from weft.common.rpc.errors import abort
+from weft.gateway.mesh.relay import MemberNotFound
 from weft.testing.services.processes import ServiceProcess
 from weft.v1 import mesh_pb2, mesh_pb2_grpc, trace_pb2
 
@@ -31,6 +33,8 @@ class MeshStream(mesh_pb2_grpc.MeshServiceServicer):
         self.mesh = mesh
         self.spans: list[trace_pb2.Span] = []
         self.calls: list[Any] = []
+        self.num_elsewhere = 0
+        """Further calls that another gateway answers, as behind an edge with several."""
         self.url = ""
 
     async def WatchMesh(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -48,7 +52,13 @@ class MeshStream(mesh_pb2_grpc.MeshServiceServicer):
     async def ListRequestSpans(
         self, request: Any, context: Any
     ) -> mesh_pb2.ListRequestSpansResponse:
-        return mesh_pb2.ListRequestSpansResponse(spans=self.spans)
+        if self._is_elsewhere():
+            return mesh_pb2.ListRequestSpansResponse(gateway_id="gateway-other")
+        return mesh_pb2.ListRequestSpansResponse(spans=self.spans, gateway_id=self.mesh.gateway_id)
+
+    def _is_elsewhere(self) -> bool:
+        self.num_elsewhere -= 1
+        return self.num_elsewhere >= 0
 
     def _note(self, request: Any) -> None:
         self.calls.append(request)
@@ -68,6 +78,8 @@ class MeshStream(mesh_pb2_grpc.MeshServiceServicer):
         return mesh_pb2.UndrainMemberResponse()
 
     async def FlushMember(self, request: Any, context: Any) -> mesh_pb2.FlushMemberResponse:
+        if self._is_elsewhere():
+            await abort(context, MemberNotFound("there is no such member"))
         self._note(request)
         return mesh_pb2.FlushMemberResponse(flushed_pages=1234)
 
