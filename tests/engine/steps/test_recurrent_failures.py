@@ -116,9 +116,9 @@ def test_rejected_drafts_leave_nothing_in_states_that_are_cached(
         texts = {tuple(prompt): ask(plain, prompt)[0] for prompt in (first, other, tools)}
         turn = [*first, *texts[tuple(first)], *random_tokens(7)]
         texts[tuple(turn)] = ask(plain, turn)[0]
-    for prompt, answer in texts.items():
-        check_answer(model, list(prompt), answer)
-    known = {(prompt, derive_seed(0, 0)): [*prompt, *answer] for prompt, answer in texts.items()}
+    for asked, answer in texts.items():
+        check_answer(model, list(asked), answer)
+    known = {(asked, derive_seed(0, 0)): [*asked, *answer] for asked, answer in texts.items()}
     with LLM(path, num_pages=200, drafter="mtp", **SETTINGS) as llm:
         WatchedHead(llm.engine, KnownDrafter(known, VOCAB, 0.6))
         hits = []
