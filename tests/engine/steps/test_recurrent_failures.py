@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.engine.drawing.sampler import derive_seed
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
 from weft.engine.loop.reports import load_report
+from weft.engine.protocol.handle import FillEvent
 from weft.testing.engine.drafters import KnownDrafter
 from weft.testing.engine.eagle3_cases import WatchedHead
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
@@ -49,7 +51,8 @@ def model(path: Path) -> torch.nn.Module:
     """The same in transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
 
 
 def random_tokens(count: int) -> list[int]:
@@ -72,11 +75,12 @@ def check_answer(model: torch.nn.Module, prompt: list[int], answer: list[int]) -
 
 def cached_states(engine: Engine) -> States:
     """What the prefix cache has of recurrent layers, by the tokens before it."""
-    states, memory = engine.parts.states, engine.pipeline._executor.states
+    states, executor = engine.parts.states, engine.parts.executor
     assert states is not None
     assert states._index is not None
-    pools = (*memory.pools.blocks, *memory.pools.row_blocks)
-    found = {}
+    assert executor.states is not None
+    pools = (*executor.states.pools.blocks, *executor.states.pools.row_blocks)
+    found: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for node, kept in states._index._of_node.items():
         at, packed = node, b""
         while at.parent is not None:
@@ -112,9 +116,9 @@ def test_rejected_drafts_leave_nothing_in_states_that_are_cached(
         texts = {tuple(prompt): ask(plain, prompt)[0] for prompt in (first, other, tools)}
         turn = [*first, *texts[tuple(first)], *random_tokens(7)]
         texts[tuple(turn)] = ask(plain, turn)[0]
-    for prompt, answer in texts.items():
-        check_answer(model, list(prompt), answer)
-    known = {(prompt, derive_seed(0, 0)): [*prompt, *answer] for prompt, answer in texts.items()}
+    for asked, answer in texts.items():
+        check_answer(model, list(asked), answer)
+    known = {(asked, derive_seed(0, 0)): [*asked, *answer] for asked, answer in texts.items()}
     with LLM(path, num_pages=200, drafter="mtp", **SETTINGS) as llm:
         WatchedHead(llm.engine, KnownDrafter(known, VOCAB, 0.6))
         hits = []
@@ -163,6 +167,11 @@ def test_pages_without_their_states_are_not_continued(
     assert not (tmp_path / "disk").exists()
 
 
+def without_block(is_whole: bool, event: FillEvent) -> list[FillEvent]:
+    """All events, or those but for the last chunk's, which has the state."""
+    return [event] if is_whole or event.end_token <= 12 * PAGE else []
+
+
 def test_a_prefix_from_here_and_its_tail_from_elsewhere(path: Path, model: torch.nn.Module) -> None:
     """LMCache#4247: a state from elsewhere behind a prefix from here gave another text. Here the
     state is the one at the end of what came, or the last one from here if not all came.
@@ -178,9 +187,7 @@ def test_a_prefix_from_here_and_its_tail_from_elsewhere(path: Path, model: torch
                 prompt, begin = random_tokens(12 * PAGE + 5), here // PAGE * PAGE
                 if here:
                     pair.finish(pair.submit(prompt[:here], 1, []))
-                pair.on_event = lambda event, is_whole=is_whole: (
-                    [event] if is_whole or event.end_token <= 12 * PAGE else []
-                )
+                pair.on_event = partial(without_block, is_whole)
                 request = pair.submit(prompt, NUM_NEW)
                 if not is_whole:
                     pair.stall(owner.config.fill_progress_timeout_s + 1)
