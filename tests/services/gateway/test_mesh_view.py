@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from weft.common.adapters.manifest import Entry, Manifest
 from weft.common.durations import duration
 from weft.common.rpc.errors import from_rpc_error
 from weft.common.settings import load_settings
@@ -24,7 +25,7 @@ from weft.gateway.mesh.history import SPAN_S, quantile
 from weft.gateway.mesh.members import describe_store
 from weft.gateway.mesh.service import hide_ids
 from weft.gateway.mesh.stores import StoreState, StoreWatch
-from weft.gateway.mesh.view import MAX_WATCHERS
+from weft.gateway.mesh.view import MAX_ADAPTERS, MAX_WATCHERS
 from weft.gateway.settings import GatewaySettings
 from weft.testing.services.dialect_edge import dialect_edge
 from weft.testing.services.fake_decode import Script
@@ -200,6 +201,9 @@ async def test_who_may_watch_and_who_may_change_something(
             assert await reason(operators.WatchMesh(FAST)) == "UNAUTHENTICATED"
             message = await first(operators, TOKEN)
             assert message.can_operate
+            # Latencies are shown there even where the main port shows nothing.
+            mesh.app.metrics.time_to_first_token.observe(1.0)
+            assert any(mesh.app.metrics.time_to_first_token.counts)
             gateway_id = message.gateway_id
             flush = mesh_pb2.FlushMemberRequest(member_id=gateway_id)
             assert not await reason(operators.FlushMember(flush, metadata=bearer(TOKEN)))
@@ -255,6 +259,13 @@ async def test_bad_questions_and_too_many_watchers(tmp_path: Path) -> None:
         assert await reason(stub.WatchMesh(FAST)) == "OVERLOADED"
         # They lock no operator out.
         assert (await first(stub, TOKEN)).gateway_id
+        # Stores are asked again, should the asking have failed.
+        view = mesh.app._view
+        assert view._asking is not None
+        view._asking.cancel()
+        await asyncio.gather(view._asking, return_exceptions=True)
+        assert (await first(stub, TOKEN)).gateway_id
+        assert not view._asking.done()
         for call in calls:
             call.cancel()
         async with asyncio.timeout(20):
@@ -309,6 +320,41 @@ async def test_events_over_rest_and_the_console_page(rest_binary: Path, tmp_path
             edge.process.send(signal.SIGTERM)
             rest = [line async for line in events]
             assert "draining" in json.loads(rest[-2][6:])["error"]["code"]
+
+
+async def test_adapters_are_looked_up_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.gateway.mesh.view._ADAPTERS_FRESH_S", 600.0)
+
+    def manifest(generation: int, count: int) -> Manifest:
+        entries = (
+            Entry(
+                name=f"adapter-{at}",
+                digest="ab" * 32,
+                model=MODEL,
+                path="a",
+                state="serving",
+                generation=at,
+                created=0.0,
+            )
+            for at in range(count)
+        )
+        return Manifest(generation=generation, entries=tuple(entries))
+
+    async with gateway(tmp_path, script, wait=False) as mesh:
+        stub = mesh_pb2_grpc.MeshServiceStub(mesh.channel)
+        mesh.app.adapters.manifest = manifest(1, 150)
+        watching = stub.WatchMesh(FAST)
+        assert len((await watching.read()).adapters) == MAX_ADAPTERS
+        # A registry that has not changed is not read again for a while, one that has is.
+        mesh.app.adapters.manifest = manifest(1, 2)
+        assert len((await watching.read()).adapters) == MAX_ADAPTERS
+        mesh.app.adapters.manifest = manifest(2, 2)
+        async with asyncio.timeout(20):
+            while len((await watching.read()).adapters) != 2:
+                pass
+        watching.cancel()
 
 
 def test_flows_of_a_store_have_one_name_and_its_state_is_not_kept() -> None:
