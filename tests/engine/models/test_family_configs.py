@@ -24,7 +24,13 @@ EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 NEEDED = {
-    "MiMoV2Flash": {**EXPERTS, "n_routed_experts": 8, "head_dim": 24, "v_head_dim": 16},
+    "MiMoV2Flash": {
+        **EXPERTS,
+        "num_attention_heads": 8,
+        "n_routed_experts": 8,
+        "head_dim": 24,
+        "v_head_dim": 16,
+    },
     "Llama4": {"num_local_experts": 8, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2},
     "Step3p5": {**EXPERTS, "moe_num_experts": 8, "moe_top_k": 2, "head_dim": 16},
 }

@@ -167,7 +167,7 @@ def test_freed_pages_are_not_touched_however_late_the_device_is(
         "decode",
         clock,
         **ALONE,
-        num_pages=44,
+        num_pages=36,
         max_running_requests=3,
         max_step_tokens=32,
         prefill_chunk_tokens=16,

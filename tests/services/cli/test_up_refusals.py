@@ -45,10 +45,10 @@ def test_int8_weights_need_cpus(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_class_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "llama4"
+    folder = tmp_path / "deepseek"
     folder.mkdir()
-    config = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"vocab_size": 9}}
+    config = {"architectures": ["DeepseekV32ForCausalLM"], "text_config": {"vocab_size": 9}}
     (folder / "config.json").write_text(json.dumps(config))
     told = refused(tmp_path, "--model", str(folder))
-    assert "'Llama4ForConditionalGeneration' is not supported; supported: Arcee" in told
+    assert "'DeepseekV32ForCausalLM' is not supported; supported: Arcee" in told
     assert "hidden_size" not in told
