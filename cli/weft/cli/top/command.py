@@ -27,6 +27,7 @@ from weft.cli.numbers import number as number_type
 from weft.cli.top.keys import reading_keys
 from weft.cli.top.picture import MeshPicture, watch_mesh
 from weft.cli.top.view import SORTS, Sort, TopState, TopView
+from weft.common.mesh import NOT_ASKED
 from weft.common.rpc.tls import Identity
 from weft.engine.base.errors import ConfigError
 from weft.v1 import mesh_pb2
@@ -36,7 +37,6 @@ _RETRY_S = 1.0
 _PAGE_MEMBERS = 10
 _STORE_MESSAGES = 4
 """Messages in which a KV store that has not been asked yet may appear."""
-_NOT_ASKED = "not asked yet"
 
 
 class Gateway:
@@ -133,9 +133,9 @@ async def _print_once(gateway: Gateway, interval_s: float, console: Console, sor
 
 
 def _is_early(message: mesh_pb2.WatchMeshResponse, num_taken: int) -> bool:
-    """Whether KV stores are still to be asked, which the gateway does once somebody watches."""
+    """Whether the gateway has yet to ask the KV stores: it begins when the first watcher comes."""
     stores = (one for one in message.members if one.role == mesh_pb2.MEMBER_ROLE_KVSTORE)
-    return num_taken < _STORE_MESSAGES and any(one.problem == _NOT_ASKED for one in stores)
+    return num_taken < _STORE_MESSAGES and any(one.problem == NOT_ASKED for one in stores)
 
 
 class _Screen:

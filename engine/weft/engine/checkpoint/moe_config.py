@@ -68,7 +68,9 @@ class MoENamesConfig:
     """Module of the experts; empty: stacked tensors lie beside the router."""
     shared: str = "shared_experts"
     is_shared_outside: bool = False
-    """Whether the shared experts are a block of the layer, beside that of the router."""
+    """Whether the checkpoint keeps the shared experts in a module of the layer. Else they are part
+    of the module that has the router.
+    """
     shared_gate: str = "shared_expert_gate"
     shared_gate_up: str | None = None
     """Module of all rows of the shared experts' gate and up."""

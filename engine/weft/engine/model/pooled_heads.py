@@ -162,6 +162,8 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        # bge-m3 publishes its heads in torch's pickled format alone. With `weights_only`, torch's
+        # restricted reader builds tensors and plain containers; it calls nothing a file names.
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         hint = "save its tensors `weight` and `bias` as safetensors"

@@ -153,8 +153,15 @@ class StateBlocks:
                     self._index.note_hit(block)
 
     def share(self, first: Request, request: Request, num_pages: int) -> bool:
-        """Gives a request the block behind as many pages of another one; False: it is not there any
-        more, or there is no room for it.
+        """Lets a request continue from another one's block at a page border.
+
+        Args:
+            request: The request that continues there.
+            first: The request whose block it is.
+            num_pages: Number of pages before the border; 0: the request begins with zeros.
+
+        Returns:
+            False if the block is not there any more, or the request finds no room for its own.
         """
         number = self.block_at(first, num_pages)
         if (num_pages and number is None) or not self.reserve(request):

@@ -7,6 +7,7 @@ import contextlib
 from typing import NamedTuple
 
 import grpc
+from weft.common.mesh import NOT_ASKED
 from weft.common.rpc.channel import open_channel
 from weft.common.rpc.tls import Identity
 from weft.gateway.fleet.fleet import Fleet
@@ -14,7 +15,6 @@ from weft.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _ASK_EVERY_S = 2.0
 _TIMEOUT_S = 1.5
-_NOT_ASKED = "not asked yet"
 
 
 class StoreState(NamedTuple):
@@ -71,14 +71,14 @@ class StoreWatch:
         """
         named = self.addresses()
         self.states = {
-            address: StoreState(state.info, None, _NOT_ASKED)
+            address: StoreState(state.info, None, NOT_ASKED)
             for address, state in self.states.items()
             if address in named
         }
 
     def state(self, address: str) -> StoreState:
         """A store as it answered last."""
-        return self.states.get(address, StoreState(None, None, _NOT_ASKED))
+        return self.states.get(address, StoreState(None, None, NOT_ASKED))
 
     async def run(self) -> None:
         """Asks until cancelled."""

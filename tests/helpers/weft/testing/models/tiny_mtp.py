@@ -22,7 +22,7 @@ NEAR_TIE = 1e-5
 
 
 class Kind(NamedTuple):
-    """Where a family's files keep the head."""
+    """How a family's checkpoints name the MTP head's tensors and set its fields."""
 
     model_type: str
     """The target's, in transformers."""
