@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 NOT_ASKED = "not asked yet"
-"""`MeshMember.problem` of a KV store that the gateway has not asked yet for the present watchers."""
+"""`MeshMember.problem` of a KV store that the gateway has yet to ask for its present watchers."""
