@@ -253,7 +253,7 @@ def test_prefill_workers_ship_states_behind_pages(
             (tokens,) = pair.finish(pair.submit(prompt, 5, [pair.candidate("prefill")]))
             assert tokens == greedy(model, prompt, 5)
         counters = owner.counters()
-        assert counters["fills_done"] >= 4
+        assert counters["fills_done"] >= 2
         assert not counters["fills_failed"]
         check(owner)
         check(filler)
