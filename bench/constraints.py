@@ -73,7 +73,7 @@ DRAFTS = {
 }
 
 
-MAX_ORDERS = 20_000
+MAX_ORDERS = 500_000
 """Most steps spent on trying orders of an instance's properties."""
 BYTES = tokenizer_of([*(bytes([byte]) for byte in range(256)), b""], [256])
 """Tokens of single bytes."""

@@ -20,6 +20,11 @@ _ANNOTATIONS = frozenset(
 )
 _SPELLED = re.compile(r"\^(?:(?P<one>[\w -]+)|\((?:\?:)?(?P<several>[\w -]+(?:\|[\w -]+)*)\))\$")
 """Patterns of one or more strings: `^success$`, `^(fail|error)$`."""
+_OF_ONE_CLASS = re.compile(
+    r"\^\[(?P<flip>\^?)(?P<kinds>(?:[^\\\[\]]|\\.)+)\]"
+    r"(?:(?P<sign>[+*])|\{(?P<least>\d{1,4})(?P<comma>,(?P<most>\d{1,4})?)?\})\$"
+)
+"""Patterns of strings of one kind of characters: `^[0-9a-f]{24}$`, `^[^/]+$`."""
 _BELOW = {"minLength": "maxLength", "minItems": "maxItems", "minProperties": "maxProperties"}
 _ABOVE = {least: most for most, least in _BELOW.items()}
 _OF_COUNT = {"Length": "string", "Items": "array", "Properties": "object"}
@@ -193,6 +198,8 @@ def _opposites(
             if opposite is not None and opposite is not False
         ]
         return None if not found and None in opposites.values() else found
+    if name == "pattern" and isinstance(value, str):
+        return _other_characters(value)
     if name in _BELOW or name in _ABOVE:
         return _other_counts(name, value)
     if name in _BEYOND and isinstance(value, int | float) and not isinstance(value, bool):
@@ -258,6 +265,21 @@ def _other_numbers(kind: str, values: list[int]) -> list[Json]:
     for low, high in itertools.pairwise(values):
         found.append({"type": kind, "exclusiveMinimum": low, "exclusiveMaximum": high})
     return [*found, {"type": kind, "exclusiveMinimum": values[-1]}]
+
+
+def _other_characters(pattern: str) -> list[Json] | None:
+    """Schemas of the strings that do not match a pattern of one kind of characters."""
+    if (found := _OF_ONE_CLASS.fullmatch(pattern)) is None:
+        return None
+    flip = "" if found["flip"] else "^"
+    others: list[Json] = [{"type": "string", "pattern": f"[{flip}{found['kinds']}]"}]
+    least = int(found["least"] or found["sign"] == "+")
+    most = found["most"] if found["comma"] else found["least"]
+    if least:
+        others.append({"type": "string", "maxLength": least - 1})
+    if most:
+        others.append({"type": "string", "minLength": int(most) + 1})
+    return others
 
 
 def _other_strings(values: list[str]) -> str:
