@@ -151,6 +151,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
         self.filler = self._make_filler()
+        self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self._out.store, clock)
         write_through(events, self.tier_policy, self.tiers, self.store)

@@ -28,6 +28,9 @@ class SchedulerLimits(NamedTuple):
     """
     last_piece_tokens: int = 0
     """Tokens left for the last step of a long prompt that is computed for another worker."""
+    max_tokens_in_flight: int | None = None
+    """Most tokens, computed for other workers, that are admitted and have not left; None: no limit.
+    """
     step_sizes: Sequence[int] = ()
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_whole_prompts: bool = False
@@ -54,6 +57,7 @@ class SchedulerLimits(NamedTuple):
             decodes_beside=config.decodes_beside,
             shared_step_tokens=config.shared_step_tokens,
             last_piece_tokens=config.last_piece_tokens,
+            max_tokens_in_flight=config.max_tokens_in_flight,
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
             has_draft=config.has_head,

@@ -294,6 +294,11 @@ class Filler:
         """Leases that are not closed, oldest first."""
         return self._leases.values()
 
+    def num_leaving_tokens(self) -> int:
+        """Tokens whose pages are computed and have not all been written."""
+        chunks = (chunk for lease in self._leases.values() for chunk in lease.shipping.values())
+        return sum(chunk.end_token - chunk.start_token for chunk in chunks)
+
     def sizes(self) -> dict[str, int]:
         """Numbers of open leases, of their streams, and of chunks being shipped."""
         return {

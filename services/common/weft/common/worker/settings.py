@@ -135,6 +135,18 @@ class WorkerSettings(PageSettings):
         "prompt waits, since that step's pages are shipped when all is computed; 0 = as few steps "
         "as possible; default 0, on a GPU 512",
     )
+    max_tokens_in_flight: int | None = engine_field(
+        "max_tokens_in_flight",
+        None,
+        "prompt tokens that a prefill worker admits at a time, until their pages have left; later "
+        "prompts wait in the order of scheduling_policy; default as many as the pool holds",
+    )
+    max_queued_fill_tokens: int = engine_field(
+        "max_queued_fill_tokens",
+        262_144,
+        "queued prompt tokens beyond which a prefill worker declines more: the decode worker asks "
+        "another one or computes them itself",
+    )
     inter_token_target_s: float = engine_field(
         "inter_token_target_s",
         0.1,
