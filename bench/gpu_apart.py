@@ -5,7 +5,7 @@
     python bench/gpu_apart.py mixed --rates 10           prompts of 500 to 8,000 tokens
     python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
     python bench/gpu_apart.py goodput --rates 4 8 12 16 20
-    python bench/gpu_apart.py agents --rates 1           sessions with 8k to 64k tokens of history
+    python bench/gpu_apart.py agents                     sessions with 8k to 64k tokens of history
 
 | system | `weft up` |
 | --- | --- |
@@ -238,7 +238,7 @@ def loads_of(section: str, options: argparse.Namespace) -> list[list[str]]:
             for rate in options.rates
         ]
     if section == "agents":
-        sessions = ["--sessions", "8", "--turns", "6", "--session-rate", str(options.rates[0])]
+        sessions = ["--sessions", str(options.sessions), "--turns", "6", "--session-rate", "1"]
         history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
         return [[*sessions, *history, "--tokens", "50", "200", *common]]
     return []
@@ -371,6 +371,7 @@ def parse() -> argparse.Namespace:
         default=[(2048, 200), (8192, 400)],
         help="of goodput: prompt+new tokens",
     )
+    parser.add_argument("--sessions", type=int, default=8, help="of agents, one begun a second")
     parser.add_argument(
         "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )

@@ -48,7 +48,7 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
-from weft.engine.sources.filler import Filler
+from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
 
@@ -200,6 +200,7 @@ class Engine:
             self.adapters.holds,
             clock,
         )
+        is_on_host = parts.transport.memory_type == "DRAM"
         return Filler(
             config.page_size,
             parts.info.epoch,
@@ -212,6 +213,7 @@ class Engine:
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
             block_pages=self._block_pages,
+            max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
             max_chunk_pages=parts.transport.shipper.max_chunk_pages,
         )
 
