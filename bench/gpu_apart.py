@@ -2,7 +2,7 @@
 
     python bench/gpu_apart.py handover --out FILE        first tokens alone, with timelines
     python bench/gpu_apart.py rate --rates 16 19         2,048 + 200 tokens, Poisson
-    python bench/gpu_apart.py mixed --rates 10           prompts of 500 to 8,000 tokens
+    python bench/gpu_apart.py mixed --mixed-rates 10     prompts of 500 to 8,000 tokens
     python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
     python bench/gpu_apart.py goodput --rates 4 8 12 16 20
     python bench/gpu_apart.py agents                     sessions with 8k to 64k tokens of history
@@ -227,7 +227,8 @@ def loads_of(section: str, options: argparse.Namespace) -> list[list[str]]:
     if section in ("rate", "mixed"):
         prompt = ["2048"] if section == "rate" else ["500", "8000"]
         load_of_rate = ["--prompt", *prompt, "--tokens", "200", *seconds]
-        return [["--rate", str(rate), *load_of_rate] for rate in options.rates]
+        rates = options.rates if section == "rate" else options.mixed_rates
+        return [["--rate", str(rate), *load_of_rate] for rate in rates]
     if section == "burst":
         more = ["--repeats", str(options.repeats), "--prompt", "512", "--tokens", "256", *common]
         return [["--burst", str(count), *more] for count in options.bursts]
@@ -361,6 +362,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--turns", type=int, default=9, help="of each length alone")
     parser.add_argument("--rates", type=float, nargs="+", default=[16.0])
+    parser.add_argument("--mixed-rates", type=float, nargs="+", default=[8.0])
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--bursts", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--repeats", type=int, default=3, help="of bursts")

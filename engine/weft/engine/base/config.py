@@ -174,10 +174,10 @@ class EngineConfig:
     first prompts would wait for later ones, although fewer tokens keep the device busy. None: as
     many as fit.
     """
-    last_piece_tokens: int = 0
+    last_piece_tokens: int | None = None
     """Prompt tokens that a filler leaves for the last step of a long prompt while no other prompt
     waits: only that step's pages are still to be shipped when all is computed. 0: as few steps as
-    possible.
+    possible. None: what suits the transport (`Transport.last_piece_tokens`).
     """
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds. The scheduler cuts prompt chunks so that a step that

@@ -131,7 +131,12 @@ class Engine:
             config.max_step_tokens,
         )
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
+            SchedulerLimits.of(
+                config,
+                parts.executor.step_sizes,
+                parts.whole_prompt_tokens,
+                parts.transport.last_piece_tokens,
+            ),
             pages,
             waiting,
             fills,
