@@ -2,10 +2,10 @@
 
     python bench/gpu_apart.py handover --out FILE        first tokens alone, with timelines
     python bench/gpu_apart.py rate --rates 16 19         2,048 + 200 tokens, Poisson
-    python bench/gpu_apart.py mixed --rates 10           prompts of 500 to 8,000 tokens
+    python bench/gpu_apart.py mixed --mixed-rates 10     prompts of 500 to 8,000 tokens
     python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
     python bench/gpu_apart.py goodput --rates 4 8 12 16 20
-    python bench/gpu_apart.py agents --rates 1           sessions with 8k to 64k tokens of history
+    python bench/gpu_apart.py agents                     sessions with 8k to 64k tokens of history
 
 | system | `weft up` |
 | --- | --- |
@@ -17,9 +17,12 @@
 Random weights in the model's real shape, the demo model's tokenizer, prompts of random tokens.
 Correctness comes first: the same prompts greedily on every system; answers that differ are judged
 by transformers in float32 at the end (`gpu_reference.py`). Prefix caches are off but for `agents`.
-Each call measures one section of one model on the systems named, which start one after the other;
-with two systems of Llama-3.1-8B that is within ten minutes. Needs the REST edge
-(`services/rest/bin/weft-rest`), NIXL for pages to travel between GPUs, and a tokenizer.
+Each call measures the sections named of one model on the systems named, which start one after the
+other; with two systems of Llama-3.1-8B that is within ten minutes. With `--together` all systems
+start at once and are measured in turn, and `--systems apart:handover,rate whole1:handover,burst`
+gives each its own sections: they share the GPUs, so bound their pools. Calls that name the same
+`--lock` measure in turn too. Needs the REST edge (`services/rest/bin/weft-rest`), NIXL for pages
+to travel between GPUs, and a tokenizer.
 
 With a store: `--up-args "--kvstore 1"`; with a host tier: `--up-args "--host-cache-bytes
 20000000000"`.
@@ -40,7 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import load
+from filelock import FileLock
 from gpu_reference import Agreement, Answer, check_tokens
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
@@ -64,6 +68,7 @@ SYSTEMS = {
     "auto": "--prefill 1 --decode 1 --device {0},{1}",
     "whole1": "--prefill 0 --decode 1 --device {0}",
 }
+SECTIONS = ("handover", "rate", "mixed", "burst", "goodput", "agents")
 CHECKED = (40, 512, 2000)
 """Lengths of the prompts whose answers are compared."""
 CHECKED_TOKENS = 4
@@ -109,13 +114,16 @@ class Result:
     """Answers to the compared prompts, by system."""
 
 
-def make_model(folder: Path, name: str, vocabulary: int, tokenizer: Path | None) -> Path:
+def make_model(folder: Path, options: argparse.Namespace) -> Path:
     """A model's directory without weights, with the demo model's tokenizer or another one."""
-    shape = TINY if name == "tiny" else MODELS[name]
-    config = {**shape, "vocab_size": vocabulary, "eos_token_id": 2}
-    model = folder / name
+    shape = TINY if options.model == "tiny" else MODELS[options.model]
+    config = {**shape, "vocab_size": options.vocab, "eos_token_id": 2}
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
+    model = folder / str(options.model)
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
+    tokenizer = options.tokenizer
     source = resolve_model("demo") if tokenizer is None else tokenizer
     for file in TOKENIZER_FILES:
         if (source / file).exists():
@@ -125,10 +133,10 @@ def make_model(folder: Path, name: str, vocabulary: int, tokenizer: Path | None)
 
 @contextmanager
 def mesh_of(system: str, model: Path, options: argparse.Namespace) -> Iterator[MeshProcess]:
-    """A ready mesh."""
+    """A mesh that starts."""
     devices = options.device.split(",")
     worker = "--dummy-weights"
-    if options.section != "agents":
+    if "agents" not in options.sections_of[system]:
         worker += " --no-prefix-cache"
     flags = [
         SYSTEMS[system].format(devices[0], devices[-1]),
@@ -140,9 +148,6 @@ def mesh_of(system: str, model: Path, options: argparse.Namespace) -> Iterator[M
     ]
     mesh = MeshProcess(str(model), options.dtype, " ".join(flags))
     try:
-        began = time.monotonic()
-        mesh.wait_until_ready()
-        print(f"{system}: ready after {time.monotonic() - began:.0f} s", flush=True)
         yield mesh
     finally:
         mesh.stop()
@@ -215,50 +220,77 @@ def timeline(mesh: MeshProcess, request_id: str) -> str:
     return done.stdout or done.stderr
 
 
-def loads_of(options: argparse.Namespace) -> list[list[str]]:
+def loads_of(section: str, options: argparse.Namespace) -> list[list[str]]:
     """Flags of `load.py`, one list a run, for the section."""
     common = ["--processes", str(options.processes), "--vocab", str(options.vocab)]
-    seconds = ["--seconds", str(options.seconds)]
-    rates = ["--rate", *map(str, options.rates)]
-    if options.section == "rate":
-        return [[*rates, *seconds, "--prompt", "2048", "--tokens", "200", *common]]
-    if options.section == "mixed":
-        return [[*rates, *seconds, "--prompt", "500", "8000", "--tokens", "200", *common]]
-    if options.section == "burst":
-        burst = ["--burst", "1", "16", "64", "256", "--repeats", "3"]
-        return [[*burst, "--prompt", "512", "--tokens", "256", *common]]
-    if options.section == "goodput":
+    seconds = ["--seconds", str(options.seconds), *common]
+    if section in ("rate", "mixed"):
+        prompt = ["2048"] if section == "rate" else ["500", "8000"]
+        load_of_rate = ["--prompt", *prompt, "--tokens", "200", *seconds]
+        rates = options.rates if section == "rate" else options.mixed_rates
+        return [["--rate", str(rate), *load_of_rate] for rate in rates]
+    if section == "burst":
+        more = ["--repeats", str(options.repeats), "--prompt", "512", "--tokens", "256", *common]
+        return [["--burst", str(count), *more] for count in options.bursts]
+    if section == "goodput":
         return [
-            [*rates, *seconds, "--prompt", str(prompt), "--tokens", str(tokens), *common]
+            ["--rate", str(rate), *seconds, "--prompt", str(prompt), "--tokens", str(tokens)]
             for prompt, tokens in options.shapes
+            for rate in options.rates
         ]
-    if options.section == "agents":
-        sessions = ["--sessions", "8", "--turns", "6", "--session-rate", str(options.rates[0])]
+    if section == "agents":
+        sessions = ["--sessions", str(options.sessions), "--turns", "6", "--session-rate", "1"]
         history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
         return [[*sessions, *history, "--tokens", "50", "200", *common]]
     return []
 
 
-def measure(system: str, mesh: MeshProcess, options: argparse.Namespace, result: Result) -> None:
-    """One system's part of the section."""
-    prompts = prompts_of(CHECKED, options.vocab, 3)
-    result.answers[system] = answers_of(mesh, prompts)
-    if options.section == "handover":
+def measure(
+    section: str, system: str, mesh: MeshProcess, options: argparse.Namespace, result: Result
+) -> None:
+    """One section of one system."""
+    if system not in result.answers:
+        result.answers[system] = answers_of(mesh, prompts_of(CHECKED, options.vocab, 3))
+    if section == "handover":
         result.first_tokens += first_tokens(mesh, system, options)
+        show_handover(result.first_tokens)
     goal = Goal(0.5, 0.025)
-    for flags in loads_of(options):
+    for flags in loads_of(section, options):
         rows = load.measure(load.parse(["--url", mesh.url, "--name", system, *flags]))
         show(rows, goal)
         result.rows += rows
+        keep(result, None, options)
+
+
+def measure_all(model: Path, options: argparse.Namespace, result: Result) -> None:
+    """Every section of every system."""
+    began = time.monotonic()
+    systems = list(options.sections_of)
+    groups = [systems] if options.together else [[system] for system in systems]
+    for group in groups:
+        with ExitStack() as stack:
+            meshes = {name: stack.enter_context(mesh_of(name, model, options)) for name in group}
+            for name, mesh in meshes.items():
+                mesh.wait_until_ready()
+                print(f"{name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+            stack.enter_context(FileLock(options.lock) if options.lock else nullcontext())
+            for section in SECTIONS:
+                for name, mesh in meshes.items():
+                    if section in options.sections_of[name]:
+                        measure(section, name, mesh, options, result)
+                        keep(result, None, options)
+        began = time.monotonic()
 
 
 def show_handover(rows: list[FirstToken]) -> None:
-    """Prints what apart costs beside whole."""
-    whole = {row.prompt_tokens: row for row in rows if row.system == "whole"}
+    """Prints what shipping costs beside a whole worker."""
+    whole = {row.prompt_tokens: row for row in rows if row.system.startswith("whole")}
     for row in rows:
-        if row.system != "whole" and row.prompt_tokens in whole:
+        if not row.system.startswith("whole") and row.prompt_tokens in whole:
             more = row.median - whole[row.prompt_tokens].median
-            print(f"{row.system} minus whole, {row.prompt_tokens} tokens: {more:+.1f} ms")
+            print(
+                f"{row.system} minus whole, {row.prompt_tokens} tokens: {more:+.1f} ms", flush=True
+            )
 
 
 def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -275,7 +307,7 @@ def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str,
     ]
     num_equal = sum(all(answer == answers[0] for answer in answers) for _, *answers in by_prompt)
     print(f"the systems' tokens are equal for {num_equal} of {len(prompts)} prompts", flush=True)
-    if not others:
+    if not others or not options.reference:
         return {"equal": num_equal, "prompts": len(prompts)}
     device = options.device.split(",")[0]
     agreement = check_tokens(model, ModelConfig.load(model), others, device)
@@ -283,15 +315,44 @@ def judge(result: Result, model: Path, options: argparse.Namespace) -> dict[str,
     return {"equal": num_equal, "prompts": len(prompts), "others": asdict(agreement)}
 
 
+def keep(result: Result, judged: dict[str, Any] | None, options: argparse.Namespace) -> None:
+    """Writes what was measured so far, if a file was named."""
+    if options.out is None:
+        return
+    content = {
+        **describe_gpu(options.commit),
+        "command": shlex.join(sys.argv),
+        "first_tokens": [asdict(row) for row in result.first_tokens],
+        "rows": [asdict(row) for row in result.rows],
+        "tokens": judged,
+    }
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def system_of(text: str) -> tuple[str, tuple[str, ...]]:
+    """`SYSTEM` or `SYSTEM:SECTION,...`."""
+    name, _, sections = text.partition(":")
+    chosen = tuple(sections.split(",")) if sections else ()
+    if name not in SYSTEMS or not set(chosen) <= set(SECTIONS):
+        raise argparse.ArgumentTypeError(
+            f"{text}: one of {', '.join(SYSTEMS)}, with sections of its own behind a colon"
+        )
+    return name, chosen
+
+
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sections = ("handover", "rate", "mixed", "burst", "goodput", "agents")
-    parser.add_argument("section", choices=sections)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["whole", "apart"])
+    parser.add_argument("sections", nargs="+", choices=SECTIONS)
+    parser.add_argument(
+        "--systems", nargs="+", type=system_of, default=[("whole", ()), ("apart", ())]
+    )
+    parser.add_argument("--together", action="store_true", help="start all systems at once")
+    parser.add_argument("--lock", type=Path, help="file; calls that name it measure in turn")
     parser.add_argument("--model", choices=[*MODELS, "tiny"], default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="of the model; default its own number")
     parser.add_argument("--device", default="cuda:0,cuda:1")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vocab", type=int, default=49_152)
@@ -301,7 +362,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--turns", type=int, default=9, help="of each length alone")
     parser.add_argument("--rates", type=float, nargs="+", default=[16.0])
+    parser.add_argument("--mixed-rates", type=float, nargs="+", default=[8.0])
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--bursts", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--repeats", type=int, default=3, help="of bursts")
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -309,6 +373,7 @@ def parse() -> argparse.Namespace:
         default=[(2048, 200), (8192, 400)],
         help="of goodput: prompt+new tokens",
     )
+    parser.add_argument("--sessions", type=int, default=8, help="of agents, one begun a second")
     parser.add_argument(
         "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )
@@ -316,9 +381,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
     parser.add_argument("--decode-args", default="", help="further flags of decode workers")
     parser.add_argument("--up-args", default="", help="further flags of `weft up`")
+    parser.add_argument(
+        "--reference",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare answers that differ with a float32 reference",
+    )
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="JSON file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.sections_of = {name: own or options.sections for name, own in options.systems}
+    return options
 
 
 def main() -> int:
@@ -326,21 +399,10 @@ def main() -> int:
     options = parse()
     result = Result()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), options.model, options.vocab, options.tokenizer)
-        for system in options.systems:
-            with mesh_of(system, model, options) as mesh:
-                measure(system, mesh, options, result)
-        show_handover(result.first_tokens)
+        model = make_model(Path(folder), options)
+        measure_all(model, options, result)
         judged = judge(result, model, options)
-    if options.out is not None:
-        content = {
-            **describe_gpu(options.commit),
-            "command": shlex.join(sys.argv),
-            "first_tokens": [asdict(row) for row in result.first_tokens],
-            "rows": [asdict(row) for row in result.rows],
-            "tokens": judged,
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(result, judged, options)
     others = judged.get("others")
     failed = any(row.failed for row in result.rows)
     return int(failed or (others is not None and not Agreement(**others).is_close))

@@ -22,6 +22,7 @@ from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import mover as page_mover
 from weft.engine.transfer.build import stages_on_device
 from weft.engine.transfer.mover import DeviceMove, PageMover
+from weft.engine.transfer.transport import HOST_LAST_TOKENS
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
 from weft.testing.engine.local_plane import join_planes
 from weft.testing.models.tiny_models import make_tiny
@@ -60,6 +61,17 @@ def page_bytes(model_dir: Path) -> int:
     engine = make_engine(model_dir, "decode", ManualClock())
     engine.close()
     return engine.info.page_bytes
+
+
+@pytest.mark.parametrize("settings", [{}, {"last_piece_tokens": 7}], ids=["default", "given"])
+@pytest.mark.parametrize("way", [{}, STAGED], ids=["from the pool", "through host memory"])
+def test_a_long_prompts_last_step_is_small_where_pages_leave_slowly(
+    way: dict[str, Any], settings: dict[str, Any], model_dir: Path
+) -> None:
+    engine = make_engine(model_dir, "prefill", ManualClock(), **way, **settings)
+    engine.close()
+    expected = settings.get("last_piece_tokens", HOST_LAST_TOKENS if way else 0)
+    assert engine.scheduler._limits.last_piece_tokens == expected
 
 
 Start = Callable[..., EnginePair]

@@ -377,6 +377,41 @@ def test_the_last_step_of_a_long_fill_is_small_while_nobody_waits() -> None:
     assert steps_of(own) == [30 * PAGE], "its first token needs all of it"
 
 
+def test_fills_are_admitted_while_tokens_in_flight_leave_room() -> None:
+    """Computed tokens are in flight until their pages have left; the queue keeps its order."""
+    limits = SchedulerLimits(PAGE, 64 * PAGE, 64 * PAGE, 8, max_tokens_in_flight=10 * PAGE)
+    bench = Bench(random.Random(), 400, limits)
+    scheduler, num_leaving = bench.scheduler, 0
+    scheduler.num_leaving_tokens = lambda: num_leaving
+
+    def step() -> list[Request]:
+        """The prompts of one step; their pages begin to leave."""
+        nonlocal num_leaving
+        plan = scheduler.plan(0.0)
+        number = scheduler.launch(plan)
+        assert not len(scheduler.plan(0.0)), "prompts under way are in flight"
+        scheduler.commit(number, plan)
+        for item in plan.chunks:
+            num_leaving += item.num_tokens
+            scheduler.finish(item.request)
+        return [item.request for item in plan.chunks]
+
+    fills = [bench.add(num_pages * PAGE, 1) for num_pages in (4, 5, 2, 1, 30, 1)]
+    for request in fills:
+        request.is_fill = True
+    assert step() == fills[:2]
+    num_leaving = 8 * PAGE
+    assert step() == fills[2:3], "the next one would be one page too many"
+    assert step() == []
+    num_leaving = 1
+    assert step() == fills[3:4]
+    assert step() == [], "one that is longer than the limit waits until nothing is in flight"
+    num_leaving = 0
+    assert step() == fills[4:5]
+    num_leaving = 9 * PAGE
+    assert step() == fills[5:]
+
+
 def test_a_prompt_shares_its_step_only_up_to_a_number_of_tokens() -> None:
     """One that fills this number is computed alone, short ones together, and nothing is left."""
     limits = SchedulerLimits(PAGE, 256, 128, 8, shared_step_tokens=4 * PAGE)

@@ -181,6 +181,7 @@ def _plan(arguments: argparse.Namespace) -> ChaosPlan:
         max_prompt_tokens=500 if is_tiny else 300,
         max_new_tokens=80 if is_tiny else 32,
         sabotage=arguments.sabotage,
+        is_transfer_only=arguments.only == "transfer",
         checks_hit_rate=arguments.hit_rate,
     )
 
@@ -240,6 +241,11 @@ def _parser() -> argparse.ArgumentParser:
         help="break an invariant on purpose, so that the run must fail: "
         + "; ".join(f"{name}: {each.what}" for name, each in sorted(SABOTAGES.items()))
         + f"; {ALL}: one after the other, and the exit status is 0 when each was noticed",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("transfer",),
+        help="disturb the hand-over of pages alone: workers, stores and the links between them",
     )
     parser.add_argument(
         "--hit-rate",

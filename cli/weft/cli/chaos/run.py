@@ -17,7 +17,14 @@ from weft.cli.chaos.load import ChaosLoad, Known, LoadResult, Violation, text_pr
 from weft.cli.chaos.mesh import ChaosMesh, MeshNotReady
 from weft.cli.chaos.requests import ChaosRequest, Pace, Reply, make_asks, send
 from weft.cli.chaos.sabotage import SABOTAGES, Sabotage, disarm, keep_armed
-from weft.cli.chaos.schedule import WEIGHTS, Planned, make_schedule
+from weft.cli.chaos.schedule import (
+    POINTS,
+    TRANSFER_POINTS,
+    WEIGHTS,
+    Planned,
+    make_schedule,
+    transfer_links,
+)
 from weft.cli.up.settings import UpSettings
 
 INVARIANTS = {
@@ -49,6 +56,8 @@ class ChaosPlan:
     max_new_tokens: int
     sabotage: str | None = None
     """Name of a sabotage; None: none."""
+    is_transfer_only: bool = False
+    """Whether only the hand-over of pages is disturbed: workers, stores and links between them."""
     checks_hit_rate: bool = True
 
 
@@ -180,7 +189,11 @@ async def _inject(
     until = None if plan.minutes is None else time.monotonic() + 60 * plan.minutes
     targets = sabotage.targets if sabotage is not None else ()
     names = [name for name in mesh.names if not targets or name.partition("-")[0] in targets]
-    schedule = make_schedule(plan.seed, names, list(mesh.proxies), weights)
+    links, points = list(mesh.proxies), POINTS
+    if plan.is_transfer_only:
+        names = [name for name in names if name.partition("-")[0] in TRANSFER_POINTS]
+        links, points = transfer_links(links), TRANSFER_POINTS
+    schedule = make_schedule(plan.seed, names, links, weights, points)
     postponed: list[Planned] = []
     for number in itertools.count(1):
         is_late = until is not None and time.monotonic() >= until

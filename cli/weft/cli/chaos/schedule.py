@@ -52,6 +52,12 @@ POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """Fault points that can be armed in the services of a role."""
+TRANSFER_POINTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "decode": _FILLS_OWNED,
+    "prefill": _FILLS_MADE,
+    "kvstore": POINTS["kvstore"],
+}
+"""Those that the hand-over of pages passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +89,18 @@ class Planned:
         return f"{self.target} {self.kind} {self.part}{held}"
 
 
+def transfer_links(links: Sequence[Link]) -> list[Link]:
+    """The links from workers to those that fill their pages."""
+    fillers = ("prefill", "kvstore")
+    return [link for link in links if link[0] != "gateway" and link[1].partition("-")[0] in fillers]
+
+
 def make_schedule(
     seed: int,
     names: Sequence[str],
     links: Sequence[Link],
     weights: Mapping[FaultClass, float] = WEIGHTS,
+    points: Mapping[str, Mapping[str, tuple[str, ...]]] = POINTS,
 ) -> Iterator[Planned]:
     """Generates faults without end.
 
@@ -96,6 +109,7 @@ def make_schedule(
         names: Services of the mesh.
         links: Links with a proxy.
         weights: Relative frequency of each class.
+        points: Fault points by role.
     """
     draw = random.Random(seed)
     number = 0
@@ -115,7 +129,7 @@ def make_schedule(
                 mode=draw.choice(_MODES),
             )
         elif kind == "point":
-            yield _at_point(draw, number, gap_s, hold_s, names)
+            yield _at_point(draw, number, gap_s, hold_s, names, points)
         else:
             target = draw.choice(list(names))
             if kind == "stop" and target.startswith("gateway"):
@@ -128,14 +142,19 @@ def make_schedule(
 
 
 def _at_point(
-    draw: random.Random, number: int, gap_s: float, hold_s: float, names: Sequence[str]
+    draw: random.Random,
+    number: int,
+    gap_s: float,
+    hold_s: float,
+    names: Sequence[str],
+    points: Mapping[str, Mapping[str, tuple[str, ...]]],
 ) -> Planned:
-    target = draw.choice([name for name in names if name.partition("-")[0] in POINTS])
-    points = POINTS[target.partition("-")[0]]
-    point = draw.choice(list(points))
+    target = draw.choice([name for name in names if name.partition("-")[0] in points])
+    kinds = points[target.partition("-")[0]]
+    point = draw.choice(list(kinds))
     spec = FaultSpec(
         point=point,
-        kind=draw.choice(points[point]),
+        kind=draw.choice(kinds[point]),
         count=draw.randint(1, 3),
         skip=draw.choice((0, 0, 1, 2)),
         seed=draw.randrange(1 << 32),

@@ -65,6 +65,7 @@ BOUNDS: Mapping[str, Bound] = {
     "max_running_requests": Bound(ge=1, le=4096),
     "max_waiting_requests": Bound(ge=1),
     "max_queued_fill_tokens": Bound(ge=0),
+    "max_tokens_in_flight": Bound(ge=1),
     "max_step_tokens": Bound(ge=16),
     "prefill_chunk_tokens": Bound(ge=1),
     "inter_token_target_s": Bound(gt=0),
@@ -157,6 +158,11 @@ class EngineConfig:
     max_waiting_requests: int = 1024
     max_queued_fill_tokens: int = 262_144
     """Queued prompt tokens beyond which a filler declines fills as busy."""
+    max_tokens_in_flight: int | None = None
+    """Prompt tokens that a filler admits at a time for other workers. They are in flight until
+    their pages have left; a longer prompt is admitted alone. None: as many as the pool has room
+    for.
+    """
     max_step_tokens: int = 512
     """Most new tokens in one step, and the largest prefill chunk. On a GPU a step takes up to
     `MAX_DECODES_BESIDE` tokens of running requests in addition.
@@ -168,10 +174,10 @@ class EngineConfig:
     first prompts would wait for later ones, although fewer tokens keep the device busy. None: as
     many as fit.
     """
-    last_piece_tokens: int = 0
+    last_piece_tokens: int | None = None
     """Prompt tokens that a filler leaves for the last step of a long prompt while no other prompt
     waits: only that step's pages are still to be shipped when all is computed. 0: as few steps as
-    possible.
+    possible. None: what suits the transport (`Transport.last_piece_tokens`).
     """
     inter_token_target_s: float = 0.1
     """Inter-token latency target, seconds. The scheduler cuts prompt chunks so that a step that

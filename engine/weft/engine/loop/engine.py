@@ -48,7 +48,7 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.sources.audit import PageAudit
 from weft.engine.sources.cost import FillCosts, LocalLoad
-from weft.engine.sources.filler import Filler
+from weft.engine.sources.filler import MAX_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES, Filler
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.tiers.write_through import write_through
 
@@ -131,7 +131,12 @@ class Engine:
             config.max_step_tokens,
         )
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
+            SchedulerLimits.of(
+                config,
+                parts.executor.step_sizes,
+                parts.whole_prompt_tokens,
+                parts.transport.last_piece_tokens,
+            ),
             pages,
             waiting,
             fills,
@@ -151,6 +156,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
         self.filler = self._make_filler()
+        self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
         held = pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self._out.store, clock)
         write_through(events, self.tier_policy, self.tiers, self.store)
@@ -199,6 +205,7 @@ class Engine:
             self.adapters.holds,
             clock,
         )
+        is_on_host = parts.transport.memory_type == "DRAM"
         return Filler(
             config.page_size,
             parts.info.epoch,
@@ -211,6 +218,7 @@ class Engine:
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
             block_pages=self._block_pages,
+            max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
             max_chunk_pages=parts.transport.shipper.max_chunk_pages,
         )
 

@@ -28,6 +28,9 @@ class SchedulerLimits(NamedTuple):
     """
     last_piece_tokens: int = 0
     """Tokens left for the last step of a long prompt that is computed for another worker."""
+    max_tokens_in_flight: int | None = None
+    """Most tokens, computed for other workers, that are admitted and have not left; None: no limit.
+    """
     step_sizes: Sequence[int] = ()
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_whole_prompts: bool = False
@@ -37,11 +40,16 @@ class SchedulerLimits(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: EngineConfig, step_sizes: Sequence[int], whole_prompt_tokens: int = 0
+        cls,
+        config: EngineConfig,
+        step_sizes: Sequence[int],
+        whole_prompt_tokens: int = 0,
+        last_piece_tokens: int = 0,
     ) -> SchedulerLimits:
-        """The limits that follow from an engine's settings, its captured steps, and its longest
-        prompt, where prompts are not cut; 0: they are.
+        """The limits that follow from an engine's settings, its captured steps, its longest prompt,
+        where prompts are not cut (0: they are), and the default of `last_piece_tokens`.
         """
+        own_last = config.last_piece_tokens
         whole = whole_prompt_tokens
         by_priority = config.scheduling_policy == "priority"
         return cls(
@@ -53,7 +61,8 @@ class SchedulerLimits(NamedTuple):
             preemption_threshold=config.preemption_threshold if by_priority else None,
             decodes_beside=config.decodes_beside,
             shared_step_tokens=config.shared_step_tokens,
-            last_piece_tokens=config.last_piece_tokens,
+            last_piece_tokens=last_piece_tokens if own_last is None else own_last,
+            max_tokens_in_flight=config.max_tokens_in_flight,
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
             has_draft=config.has_head,

@@ -94,6 +94,8 @@ class Scheduler:
         """Requests in LOADING and FILLING."""
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
+        self.num_leaving_tokens: Callable[[], int] = lambda: 0
+        """Tokens of fill jobs that are computed, but whose pages have not all left this worker."""
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self.preempted: list[Request] = []
         """Preempted since the engine last took note (it clears the list)."""
@@ -287,6 +289,8 @@ class Scheduler:
                 continue
             if self.sharing.still_waits(request):
                 continue
+            if not self._may_take_off(request):
+                return None
             has_pages = bool(request.pages)
             if not has_pages:
                 found = self.pages.find(request)
@@ -304,6 +308,16 @@ class Scheduler:
             self._lacks_pages = True
             return None
         return None
+
+    def _may_take_off(self, request: Request) -> bool:
+        """Whether tokens in flight leave room for a prompt that is computed for another worker."""
+        most = self._limits.max_tokens_in_flight
+        if most is None or not request.is_fill:
+            return True
+        fills = (other for other in self.prefilling if other.is_fill)
+        others = sum(len(other.tokens) - other.num_computed for other in fills)
+        others += self.num_leaving_tokens()
+        return not others or others + request.num_to_compute <= most
 
     def launch(self, plan: Plan) -> int:
         """Marks a planned step as started; the next plan builds on it. Returns its number."""

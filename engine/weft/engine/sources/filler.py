@@ -45,6 +45,10 @@ MAX_REMEMBERED_LEASES = 65536
 SIGN_OF_LIFE_S = 1.0
 MAX_CHUNK_BYTES = 64 << 20
 """Largest WRITE, bytes."""
+MAX_DEVICE_CHUNK_BYTES = 256 << 20
+"""The same between devices: over NVLink such a write takes a millisecond, and what the host does
+for each chunk as long.
+"""
 MAX_DATA_CHUNK_BYTES = 16 << 20
 """Largest chunk copied into a stream. The next one is read once the stream has taken all of it."""
 
@@ -293,6 +297,11 @@ class Filler:
     def leases(self) -> Iterable[Lease]:
         """Leases that are not closed, oldest first."""
         return self._leases.values()
+
+    def num_leaving_tokens(self) -> int:
+        """Tokens whose pages are computed and have not all been written."""
+        chunks = (chunk for lease in self._leases.values() for chunk in lease.shipping.values())
+        return sum(chunk.end_token - chunk.start_token for chunk in chunks)
 
     def sizes(self) -> dict[str, int]:
         """Numbers of open leases, of their streams, and of chunks being shipped."""

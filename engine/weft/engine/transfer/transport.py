@@ -22,6 +22,11 @@ from weft.engine.transfer.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
+HOST_LAST_TOKENS = 512
+"""Tokens of the last step of a long prompt whose pages leave a device through host memory. A step
+of fewer takes hardly less time.
+"""
+
 
 class Transport:
     """Owns the agents and threads around one pool's exchange.
@@ -61,6 +66,14 @@ class Transport:
     def staging(self) -> StagingArea | None:
         """The area that peers write to instead of the pool; None: they write into the pool."""
         return self._exchange.staging
+
+    @property
+    def last_piece_tokens(self) -> int:
+        """Default of the setting of this name. Between devices the pages of a whole step are there
+        in less time than one more step takes; through host memory they take tens of times longer.
+        """
+        is_through_host = self.staging is not None and self.memory_type == "DRAM"
+        return HOST_LAST_TOKENS if is_through_host else 0
 
     @property
     def nixl_version(self) -> str | None:

@@ -16,8 +16,6 @@ _GPU_SIZES = {"max_running_requests": 256, "max_step_tokens": 8192, "prefill_chu
 """Default step sizes on a GPU, which keep the device busy."""
 _GPU_SHARED_TOKENS = 2048
 """Default of `shared_step_tokens` on a GPU: enough prompt tokens to keep it busy."""
-_GPU_LAST_TOKENS = 512
-"""Default of `last_piece_tokens` on a GPU: a step of fewer takes hardly less time."""
 
 
 def engine_field(name: str, default: Any, description: str) -> Any:
@@ -133,7 +131,19 @@ class WorkerSettings(PageSettings):
         None,
         "tokens that a prefill worker leaves for the last step of a long prompt while no other "
         "prompt waits, since that step's pages are shipped when all is computed; 0 = as few steps "
-        "as possible; default 0, on a GPU 512",
+        "as possible; default 0, from a GPU through host memory 512",
+    )
+    max_tokens_in_flight: int | None = engine_field(
+        "max_tokens_in_flight",
+        None,
+        "prompt tokens that a prefill worker admits at a time, until their pages have left; later "
+        "prompts wait in the order of scheduling_policy; default as many as the pool holds",
+    )
+    max_queued_fill_tokens: int = engine_field(
+        "max_queued_fill_tokens",
+        262_144,
+        "queued prompt tokens beyond which a prefill worker declines more: the decode worker asks "
+        "another one or computes them itself",
     )
     inter_token_target_s: float = engine_field(
         "inter_token_target_s",
@@ -388,8 +398,6 @@ class WorkerSettings(PageSettings):
         values |= {name: size for name, size in sizes.items() if values[name] is None}
         if role == "prefill" and sizes is _GPU_SIZES and values["shared_step_tokens"] is None:
             values["shared_step_tokens"] = _GPU_SHARED_TOKENS
-        if values["last_piece_tokens"] is None:
-            values["last_piece_tokens"] = _GPU_LAST_TOKENS if sizes is _GPU_SIZES else 0
         return EngineConfig(**values)
 
     @property

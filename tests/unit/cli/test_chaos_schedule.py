@@ -1,0 +1,36 @@
+"""Schedules of `weft chaos`: the same seed, the same faults; or those of the hand-over alone."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+from weft.cli.chaos.mesh import Link
+from weft.cli.chaos.schedule import TRANSFER_POINTS, make_schedule, transfer_links
+
+NAMES = ["prefill-0", "prefill-1", "decode-0", "decode-1", "kvstore-0"]
+LINKS: list[Link] = [
+    ("gateway", "prefill-0"),
+    ("gateway", "decode-1"),
+    ("decode", "prefill-0"),
+    ("decode", "prefill-1"),
+    ("worker", "kvstore-0"),
+    ("gateway", "kvstore-0"),
+]
+
+
+def test_a_seed_gives_one_schedule() -> None:
+    seed = random.randrange(2**32)
+    first, second = (list(islice(make_schedule(seed, NAMES, LINKS), 50)) for _ in range(2))
+    assert first == second
+
+
+def test_faults_of_the_hand_over_meet_nothing_else() -> None:
+    links = transfer_links(LINKS)
+    assert links == [("decode", "prefill-0"), ("decode", "prefill-1"), ("worker", "kvstore-0")]
+    schedule = make_schedule(random.randrange(2**32), NAMES, links, points=TRANSFER_POINTS)
+    for planned in islice(schedule, 200):
+        assert planned.link is None or planned.link in links
+        if planned.spec is not None:
+            role = planned.target.partition("-")[0]
+            assert planned.spec.kind in TRANSFER_POINTS[role][planned.spec.point]
