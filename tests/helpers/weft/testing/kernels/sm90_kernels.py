@@ -194,7 +194,7 @@ def compile_layers(is_full: bool) -> None:
         run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
 
 
-def compile_experts() -> None:
+def compile_experts(is_full: bool) -> None:
     """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
     for q_lens in ([1], [1] * 12, [900]):
         run_layers((1024, 768, 16, 128), q_lens, experts=8)
@@ -202,7 +202,7 @@ def compile_experts() -> None:
     biases = torch.zeros(8, 1536, dtype=BF16), torch.zeros(8, 1024, dtype=BF16)
     more = ExpertParts(Gating(1.702, 7.0, 1.0), biases)
     w13, w2 = torch.zeros(8, 1536, 1024, dtype=BF16), torch.zeros(8, 1024, 768, dtype=BF16)
-    for rows in (1, 12, 2000):
+    for rows in (1, 12, 2000) if is_full else (12,):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
 
@@ -259,14 +259,14 @@ def compile_fp8(is_full: bool) -> None:
             fp8_weight(6144, 1024, block_rows, gated=True),
             fp8_weight(1024, 3072, block_rows),
         )
-        for rows in (1, 16, 64, 100) if is_full else (2, 20):
+        for rows in (1, 16, 64, 100) if is_full else (20,) if block_rows else (2,):
             x = torch.zeros(rows, 1024, dtype=BF16)
             gate_up_silu(x, pair)
             linear(torch.zeros(rows, 3072, dtype=BF16), down, residual=x)
         first, second = fp8_weight(1536, 1024, block_rows), fp8_weight(1024, 768, block_rows)
         stacked = [Fp8Experts.empty(8, fp8_linear.matrix_of(one)) for one in (first, second)]
         packed = ExpertWeights(1024, 768, BF16, (), (), (stacked[0], stacked[1]), None)
-        for rows in (1, 12, 900):
+        for rows in (1, 12, 900) if is_full or not block_rows else (12,):
             x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 
@@ -417,7 +417,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     """What compiles each group of operations; with `is_full` in all variants that are launched."""
     return {
         "layers": partial(compile_layers, is_full),
-        "experts": compile_experts,
+        "experts": partial(compile_experts, is_full),
         "fixed": compile_fixed,
         "latents": compile_latents,
         "recurrences": compile_recurrences,
