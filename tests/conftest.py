@@ -29,6 +29,10 @@ hypothesis.settings.load_profile("weft")
 
 # Before torch loads its OpenMP runtime: test processes share their cores, so threads must not spin.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Nor wait for each other: of tests side by side, those of kernels and meshes of a real model alone
+# have more threads than one.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before triton is imported: without a GPU its kernels run by the interpreter.
 if shutil.which("nvidia-smi") is None:

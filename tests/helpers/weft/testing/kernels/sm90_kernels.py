@@ -194,7 +194,7 @@ def compile_layers(is_full: bool) -> None:
         run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
 
 
-def compile_experts(is_full: bool) -> None:
+def compile_experts() -> None:
     """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
     for q_lens in ([1], [1] * 12, [900]):
         run_layers((1024, 768, 16, 128), q_lens, experts=8)
@@ -202,7 +202,7 @@ def compile_experts(is_full: bool) -> None:
     biases = torch.zeros(8, 1536, dtype=BF16), torch.zeros(8, 1024, dtype=BF16)
     more = ExpertParts(Gating(1.702, 7.0, 1.0), biases)
     w13, w2 = torch.zeros(8, 1536, 1024, dtype=BF16), torch.zeros(8, 1024, 768, dtype=BF16)
-    for rows in (1, 12, 2000) if is_full else (12,):
+    for rows in (1, 12, 2000):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
 
@@ -417,7 +417,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     """What compiles each group of operations; with `is_full` in all variants that are launched."""
     return {
         "layers": partial(compile_layers, is_full),
-        "experts": partial(compile_experts, is_full),
+        "experts": compile_experts,
         "fixed": compile_fixed,
         "latents": compile_latents,
         "recurrences": compile_recurrences,
