@@ -1,8 +1,8 @@
 # Two commands matter: `make serve` starts a mesh on this machine, `make test` checks everything.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup rest protos serve check check-tests test checked valkey test-full test-unit test-engine \
-	test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format docs clean
+.PHONY: help setup rest protos serve check check-tests test checked bytecode valkey test-full test-unit \
+	test-engine test-services test-mesh test-chaos test-clients clients test-gpu test-k8s chaos bench lint format docs clean
 
 # The first interpreter that Weft runs on.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
@@ -84,7 +84,11 @@ test-chaos: setup ## Only meshes with faults.
 
 # All that comes before the tests, side by side.
 checked: $(SETUP)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint rest valkey clients
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint bytecode rest valkey clients
+
+# Else each of the processes that test would compile all modules and all tests for itself, at once.
+bytecode: $(SETUP)
+	@$(BIN)/pytest --collect-only -qq >/dev/null || true
 
 clients: $(SETUP)
 	@$(BIN)/python scripts/get_clients.py --optional

@@ -4,8 +4,10 @@
 for its sake; otherwise tests that need it are skipped, and the summary says so. Mark tests
 `@pytest.mark.needs("go")`, or skip with a reason that begins `go: `. Mark cross products and storms
 `@pytest.mark.full`, tests with many cases, of which the first n represent the others,
-`@pytest.mark.full_after(n)`, tests of tests/unit that `make check` leaves out `@pytest.mark.slow`,
-and tests beside which no others run on a GPU `@pytest.mark.whole_device`.
+`@pytest.mark.full_after(n)`, crosses of parameters and parametrised fixtures of which each value is
+to be met, but not each pair, `@pytest.mark.each_of("name", "name")`, tests of tests/unit that
+`make check` leaves out `@pytest.mark.slow`, and tests beside which no others run on a GPU
+`@pytest.mark.whole_device`.
 """
 
 import importlib.util
@@ -27,6 +29,10 @@ hypothesis.settings.load_profile("weft")
 
 # Before torch loads its OpenMP runtime: test processes share their cores, so threads must not spin.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Nor wait for each other: of tests side by side, those of kernels and meshes of a real model alone
+# have more threads than one.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before triton is imported: without a GPU its kernels run by the interpreter.
 if shutil.which("nvidia-smi") is None:
@@ -128,6 +134,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "full_after(n): cases after the first n run with --full only"
     )
+    config.addinivalue_line(
+        "markers", "each_of(*names): of a cross of these, cases with each value; --full runs all"
+    )
     config.addinivalue_line("markers", "slow: seconds; `make check` leaves it out")
     config.addinivalue_line("markers", "whole_device: takes a GPU's memory, as much as is free")
     required = _required()
@@ -141,10 +150,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = {name: why() for name, why in CAPABILITIES.items()}
     cases: Counter[str] = Counter()
+    repeated = _repeated(items)
     for item in items:
         cases[function := item.nodeid.partition("[")[0]] += 1
         marker = item.get_closest_marker("full_after")
-        is_long = item.get_closest_marker("full") or (marker and cases[function] > marker.args[0])
+        is_late = marker is not None and cases[function] > marker.args[0]
+        is_long = is_late or item.get_closest_marker("full") or item.nodeid in repeated
         if is_long and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="long: runs with --full"))
         for marker in item.iter_markers("needs"):
@@ -153,6 +164,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=f"{name}: {missing[name]}"))
     if hasattr(config, "workerinput"):  # of xdist
         _longest_first(items)
+
+
+def _repeated(items: list[pytest.Item]) -> set[str]:
+    """Cases that tests marked `each_of` can do without: those off the diagonals of their crosses.
+
+    Values are numbered as they come. A case is on a diagonal if the numbers of each two neighbours
+    are alike, modulo the count of values of the one with fewer. Names that a test of a marked
+    module lacks count for nothing.
+    """
+    indices: dict[str, dict[str, list[int]]] = {}
+    for item in items:
+        marker = item.get_closest_marker("each_of")
+        if marker is not None:
+            given = item.callspec.indices if hasattr(item, "callspec") else {}
+            row = [given[name] for name in marker.args if name in given]
+            indices.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = row
+    repeated: set[str] = set()
+    for rows in indices.values():
+        counts = [max(column) + 1 for column in zip(*rows.values(), strict=True)]
+        for nodeid, row in rows.items():
+            pairs = zip(row, counts, row[1:], counts[1:], strict=False)
+            if any((one - other) % min(m, n) for one, m, other, n in pairs):
+                repeated.add(nodeid)
+    return repeated
 
 
 @pytest.hookimpl(optionalhook=True)

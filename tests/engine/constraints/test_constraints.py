@@ -77,6 +77,7 @@ def test_the_vocabulary_is_read_before_it_is_needed(tmp_path: Path, has_tokenize
     assert compiler_threads() == before
 
 
+@pytest.mark.each_of("overlap", "temperature")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_two_hundred_answers_are_valid_under_their_schemas(desk: Desk, temperature: float) -> None:
     """Every other one with steps that overlap, the rest in turn."""
@@ -151,6 +152,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(
     assert "x-guidance" not in error.message
 
 
+@pytest.mark.each_of("expression", "overlap", "min_tokens")
 @pytest.mark.parametrize("min_tokens", [0, 9])
 @pytest.mark.parametrize("expression", [r"ab[^\s\S]c", "[^\\s\\S]"])
 def test_a_dead_end_is_told_as_one(desk: Desk, expression: str, min_tokens: int) -> None:
@@ -246,6 +248,7 @@ def test_log_probabilities_are_the_models_own(desk: Desk) -> None:
     assert all(entry.logprob < 0 for entry in held.logprobs)
 
 
+@pytest.mark.each_of("overlap", "temperature")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_resumed_sample_goes_on_in_its_grammar(desk: Desk, temperature: float) -> None:
     constraint, asked = schema(person()), prompt()
@@ -325,6 +328,7 @@ def test_preempted_samples_go_on_in_their_grammars(model_dir: Path) -> None:
         assert re.fullmatch("([a-z]{9} [0-9]{4}\n){6}", desk.text(outcome)), desk.text(outcome)
 
 
+@pytest.mark.each_of("overlap", "slow_mask")
 @pytest.mark.parametrize("slow_mask", [1, 6])
 def test_a_constraint_that_was_too_slow_is_refused_from_then_on(
     desk: Desk, slow_mask: int, monkeypatch: pytest.MonkeyPatch

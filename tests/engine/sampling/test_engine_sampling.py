@@ -76,6 +76,7 @@ def chi_square_bound(degrees: int) -> float:
     return degrees * (1 - part + 4.753 * part**0.5) ** 3
 
 
+@pytest.mark.each_of("overlap", "temperature")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_ten_thousand_seeds_fit_the_exact_softmax(
     llm: LLM, model_dir: Path, temperature: float

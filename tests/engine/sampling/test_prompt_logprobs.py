@@ -73,6 +73,7 @@ def check(model: Any, prompt: list[int], found: Sequence[TokenLogprob], num_top:
             assert abs(float(row[token]) - value) < 2e-4
 
 
+@pytest.mark.each_of("overlap", "num_top")
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_they_equal_transformers_also_where_all_is_cached(model_dir: Path, num_top: int) -> None:
     prompts = [random_prompt(length) for length in LENGTHS]
@@ -153,6 +154,7 @@ def test_a_prompt_that_fills_the_context(model_dir: Path) -> None:
             llm.engine.memory.check_integrity()
 
 
+@pytest.mark.each_of("overlap", "drafter")
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_where_tokens_are_drafted(model_dir: Path, tmp_path: Path, seed: int, drafter: str) -> None:
     settings: dict[str, Any] = {"drafter": drafter, "draft_gate": "always"}

@@ -98,6 +98,7 @@ def check_pages(model: LLM) -> None:
     assert counts.free + counts.cached == counts.total
 
 
+@pytest.mark.each_of("kind", "chance")
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.8], ids=["oracle", "wrong", "random"])
 @pytest.mark.parametrize("kind", PARAMS)
 def test_trees_change_no_token(model_dir: Path, kind: str, chance: float) -> None:

@@ -83,6 +83,7 @@ def check_pages(model: LLM) -> None:
     assert counts.free + counts.cached == counts.total
 
 
+@pytest.mark.each_of("kind", "model_dir", "chance")
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.7], ids=["oracle", "wrong", "random"])
 @pytest.mark.parametrize("kind", PARAMS)
 def test_drafts_change_no_token(model_dir: Path, kind: str, chance: float) -> None:
@@ -136,6 +137,7 @@ def test_greedy_text_is_that_of_transformers(model_dir: Path) -> None:
             assert sample.timeline.num_accepted_tokens == NUM_NEW - 1 - -(-(NUM_NEW - 1) // 8)
 
 
+@pytest.mark.each_of("model_dir", "place")
 @pytest.mark.parametrize("place", range(8))
 @pytest.mark.parametrize("end", ["eos", "stop token", "max_tokens", "context"])
 def test_ends_inside_an_accepted_run(model_dir: Path, end: str, place: int) -> None:

@@ -76,6 +76,7 @@ def pair(model_dir: Path, request: pytest.FixtureRequest) -> Iterator[EnginePair
     pair.close()
 
 
+@pytest.mark.each_of("overlap", "is_shipped")
 @pytest.mark.parametrize("is_shipped", [False, True], ids=["local", "shipped"])
 def test_tokens_hits_and_bytes_at_every_border(
     pair: EnginePair, reference: Reference, is_shipped: bool

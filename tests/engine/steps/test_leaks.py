@@ -128,6 +128,7 @@ def unseen(storm: Storm) -> list[str]:
     return missing if storm.num_preempted else [*missing, "preemptions"]
 
 
+@pytest.mark.each_of("overlap", "storm")
 def test_random_ends_and_faults_leave_nothing(storm: Storm) -> None:
     ride_out(storm, NUM_REQUESTS, MAX_OPEN, lambda: not unseen(storm))
     for engine in (storm.owner, *storm.fillers.values()):
@@ -140,6 +141,7 @@ def test_random_ends_and_faults_leave_nothing(storm: Storm) -> None:
     assert reasons == {"length", "cancelled"}
 
 
+@pytest.mark.each_of("overlap", "pause", "staging_pages")
 @pytest.mark.parametrize("staging_pages", [0, 10, 41])
 @pytest.mark.parametrize("pause", ["short", "past its lease", "until all is over"])
 def test_a_starved_pool_neither_deadlocks_nor_loses(

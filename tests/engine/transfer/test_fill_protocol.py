@@ -37,7 +37,7 @@ from weft.testing.engine.engine_pair import (
 )
 from weft.testing.models.tiny_models import make_tiny
 
-pytestmark = pytest.mark.usefixtures("overlap")
+pytestmark = [pytest.mark.usefixtures("overlap"), pytest.mark.each_of("overlap", "pair")]
 
 PAGE = 8
 ONE_DAY_S = 86_400.0

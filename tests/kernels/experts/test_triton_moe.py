@@ -121,6 +121,7 @@ def test_without_a_residual_and_in_half_precision(tmp_path: Path) -> None:
         assert_as_exact(out, case.compute(torch.float16), case.compute(torch.float64))
 
 
+@pytest.mark.each_of("shape", "is_shared")
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(
     ("shape", "is_paired"),

@@ -95,6 +95,7 @@ def check_empty(bench: Bench) -> None:
     assert not any(bench.scheduler.sizes().values())
 
 
+@pytest.mark.each_of("policy", "is_overlapped")
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["in-turn", "overlapped"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ten_thousand_random_operations_leave_every_page_free_or_cached(

@@ -259,14 +259,14 @@ def compile_fp8(is_full: bool) -> None:
             fp8_weight(6144, 1024, block_rows, gated=True),
             fp8_weight(1024, 3072, block_rows),
         )
-        for rows in (1, 16, 64, 100) if is_full else (2, 20):
+        for rows in (1, 16, 64, 100) if is_full else (20,) if block_rows else (2,):
             x = torch.zeros(rows, 1024, dtype=BF16)
             gate_up_silu(x, pair)
             linear(torch.zeros(rows, 3072, dtype=BF16), down, residual=x)
         first, second = fp8_weight(1536, 1024, block_rows), fp8_weight(1024, 768, block_rows)
         stacked = [Fp8Experts.empty(8, fp8_linear.matrix_of(one)) for one in (first, second)]
         packed = ExpertWeights(1024, 768, BF16, (), (), (stacked[0], stacked[1]), None)
-        for rows in (1, 12, 900):
+        for rows in (1, 12, 900) if is_full or not block_rows else (12,):
             x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 

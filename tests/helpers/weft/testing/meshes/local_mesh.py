@@ -45,6 +45,8 @@ class LocalMesh:
 
     model = MODEL
     """Name of the model in requests."""
+    is_tiny = False
+    """Whether a thread an engine is enough."""
 
     def __init__(self, folder: Path, *flags: str, gateways: int = 1) -> None:
         port = free_run("127.0.0.1", 2 * gateways)
@@ -59,13 +61,16 @@ class LocalMesh:
         ports += ["--gateways", str(gateways)]
         if "--device" not in flags:
             ports += ["--device", "cpu"]
+        environment = {**os.environ, "NO_COLOR": "1"}
+        if not self.is_tiny:  # Engines take the cores that they find.
+            environment.pop("OMP_NUM_THREADS", None)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*WEFT, "up", *ports, "--state-dir", str(self.state), *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "NO_COLOR": "1"},
+                env=environment,
             )
 
     @property

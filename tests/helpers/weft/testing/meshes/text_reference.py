@@ -124,8 +124,8 @@ class TextReference:
 
     def _compute(self, jobs: list[Job]) -> None:
         command = [sys.executable, __file__, str(self._model_dir)]
-        # Spinning threads of torch would take the cores from a mesh that runs beside it.
-        environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
+        # One thread: the cores are wanted by a mesh and by other tests beside it.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, input=json.dumps(jobs), text=True, check=True, env=environment)
 
 
@@ -138,51 +138,68 @@ def is_near_tie(one: float, other: float, ulps: int = 4) -> bool:
     return abs(one - other) <= ulps * 2.0 ** (exponent - 8)
 
 
-def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
-    """Jobs of one kind whose prompts are of like lengths, so that little is padded.
+def _batches(jobs: Iterable[Job]) -> Iterator[list[list[Job]]]:
+    """Jobs by prompt, of prompts of like lengths, so that little is padded.
 
-    A step of many prompts costs little more than that of one: it reads the same weights.
+    A step of many prompts costs little more than that of one: it reads the same weights. What is
+    wanted of one prompt are beginnings of the same tokens.
     """
-    batch: list[Job] = []
-    for job in sorted(jobs, key=lambda job: (job[1], job[2], len(job[0]))):
-        if batch and (job[1:3] != batch[0][1:3] or len(job[0]) > 2 * len(batch[0][0]) + MAX_PADDED):
-            yield batch
-            batch = []
-        batch.append(job)
+    of_prompt: dict[tuple[int, ...], list[Job]] = {}
+    for job in jobs:
+        of_prompt.setdefault(tuple(job[0]), []).append(job)
+    batch: list[list[Job]] = []
+    for own in sorted(of_prompt.values(), key=lambda own: (_num_tokens(own), len(own[0][0]))):
+        if batch:
+            first = batch[0]
+            most = 2 * len(first[0][0]) + MAX_PADDED
+            if _num_tokens(own) != _num_tokens(first) or len(own[0][0]) > most:
+                yield batch
+                batch = []
+        batch.append(own)
     if batch:
         yield batch
 
 
-def _continued(model: Any, batch: list[Job], eos_token_id: int) -> Iterator[tuple[Reference, str]]:
-    """Continues a batch; returns each result with its file."""
+def _num_tokens(jobs: Iterable[Job]) -> int:
+    """Of the longest continuation."""
+    return max(num_tokens for _, num_tokens, *_ in jobs)
+
+
+def _continued(
+    model: Any, batch: list[list[Job]], eos_token_id: int
+) -> Iterator[tuple[Reference, str]]:
+    """Continues a batch past all ends; returns each job's part with its file."""
     import torch
 
-    _, num_tokens, ignore_eos, _ = batch[0]
-    model.generation_config.eos_token_id = None if ignore_eos else eos_token_id
-    width = max(len(job[0]) for job in batch)
+    prompts = [own[0][0] for own in batch]
+    width = max(map(len, prompts))
     ids = torch.zeros(len(batch), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, (prompt_ids, *_) in enumerate(batch):
+    for row, prompt_ids in enumerate(prompts):
         ids[row, width - len(prompt_ids) :] = torch.tensor(prompt_ids)
         mask[row, width - len(prompt_ids) :] = 1
+    model.generation_config.eos_token_id = None
     made = model.generate(
         ids,
         attention_mask=mask,
-        max_new_tokens=num_tokens,
+        max_new_tokens=_num_tokens(batch[0]),
         do_sample=False,
         pad_token_id=eos_token_id,
         output_logits=True,
         return_dict_in_generate=True,
     )
     logits = torch.stack(made.logits, 1).double()  # [len(batch), num_new_tokens, vocabulary]
-    for row, (prompt_ids, _, _, path) in enumerate(batch):
-        tokens = made.sequences[row, width:].tolist()
-        if not ignore_eos and eos_token_id in tokens:
-            tokens = tokens[: tokens.index(eos_token_id) + 1]
-        own = logits[row, : len(tokens)]
-        values, indices = (each.tolist() for each in own.topk(NUM_TOP, dim=-1))
+    for row, own in enumerate(batch):
+        continued = made.sequences[row, width:].tolist()
+        values, indices = (each.tolist() for each in logits[row].topk(NUM_TOP, dim=-1))
         top = [list(zip(*pair, strict=True)) for pair in zip(indices, values, strict=True)]
-        yield Reference(prompt_ids, tokens, top, own.logsumexp(-1).tolist()), path
+        sums = logits[row].logsumexp(-1).tolist()
+        for prompt_ids, num_tokens, ignore_eos, path in own:
+            tokens = continued[:num_tokens]
+            if not ignore_eos and eos_token_id in tokens:
+                tokens = tokens[: tokens.index(eos_token_id) + 1]
+            length = len(tokens)
+            yield Reference(prompt_ids, tokens, top[:length], sums[:length]), path
 
 
 def _main() -> None:

@@ -68,6 +68,7 @@ class TinyMesh(LocalMesh):
     """
 
     model = MODEL
+    is_tiny = True
 
     def __init__(
         self,
