@@ -225,16 +225,6 @@ def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) 
         assert error.value.param == name or name == "draft_dir"
 
 
-def test_workers_of_such_models_exchange_no_pages_and_say_so(model_dir: Path) -> None:
-    settings = {"local_prefill_max_tokens": None, "has_store": True, "host_cache_bytes": 1 << 20}
-    engine = make_engine(model_dir, "decode", ManualClock(), **settings)
-    told = next(text for text in engine.info.notices if "recurrent layers: this worker" in text)
-    assert "KV store" in told
-    assert "host memory" in told
-    assert (engine.tiers, engine.store) == (None, None)
-    engine.close()
-
-
 @pytest.mark.parametrize(
     "settings", [WAYS[0], pytest.param(*WAYS[1].values, marks=[*WAYS[1].marks, FULL]), *WAYS[2:3]]
 )

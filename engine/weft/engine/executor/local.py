@@ -14,6 +14,7 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import CapturedDraw
@@ -465,6 +466,11 @@ class LocalExecutor:
         """Copies a block of recurrent layers out of pages of the first group."""
         assert self.states is not None
         self.states.from_pages(block, pages, self._page_rows)
+
+    def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
+        """See `Executor.block_pool`."""
+        assert self.states is not None
+        return BlockPool(self.states.of_blocks, num_pages, page_bytes)
 
     @property
     def _page_rows(self) -> torch.Tensor:

@@ -55,6 +55,11 @@ class StateMemory:
             size = num_blocks * plane.block_bytes
             raise ConfigError(f"{size:,} bytes of recurrent states do not fit: {error}") from error
 
+    @property
+    def of_blocks(self) -> tuple[torch.Tensor, ...]:
+        """All parts of blocks, [num_blocks, ...] each, in the order in which they are exchanged."""
+        return (*self.pools.blocks, *self.pools.row_blocks)
+
     def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block into pages of a pool, which have room for it.
 
@@ -63,8 +68,7 @@ class StateMemory:
             pages: Numbers of the pages, in order.
             pool: [num_pages, page_bytes] uint8.
         """
-        parts = (*self.pools.blocks, *self.pools.row_blocks)
-        row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in parts])
+        row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
         room = pool.new_zeros(len(pages) * pool.shape[1])
         room[: row.shape[0]] = row
         pool[list(pages)] = room.view(len(pages), -1)
@@ -72,7 +76,7 @@ class StateMemory:
     def from_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block out of pages; see `to_pages`."""
         room, at = pool[list(pages)].reshape(-1), 0
-        for part in (*self.pools.blocks, *self.pools.row_blocks):
+        for part in self.of_blocks:
             size = part[block].numel() * part.element_size()
             part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)
             at += size

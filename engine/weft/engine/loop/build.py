@@ -62,6 +62,7 @@ from weft.engine.loop.recurrent import (
     check_recurrent,
     describe_recurrent,
     make_states,
+    num_block_pages,
     served_config,
 )
 from weft.engine.loop.stats import UNKNOWN_STEP_S
@@ -294,7 +295,8 @@ def _load_parts(
         loaded.embedding_size,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
-    tiers = load_tiers(config, layout.page_bytes, executor.page_pool, executor.pin, wake)
+    sizes = layout.page_bytes, num_block_pages(layout)
+    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
         *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),

@@ -114,7 +114,7 @@ class Engine:
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
         self.tiers, fills, self.tier_policy = make_tiers(
-            config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
+            config, parts, self.fills, pages, self._prefill_rate, clock
         )
         waiting = make_queue(
             config.scheduling_policy,
@@ -151,7 +151,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
         self.filler = self._make_filler()
-        held = pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages
+        held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
         self.store = make_store(config, parts, held, self._out.store, clock)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
@@ -406,9 +406,9 @@ class Engine:
     def _flush(self) -> int:
         if self.sessions is not None:
             self.sessions.pins.clear()
-        num_pages = sum(memory.flush_cache() for memory in self.memories)
         if self.parts.states is not None:
-            self.parts.states.memory.flush_cache()
+            self.parts.states.memory.flush_cache()  # Before tiers are given what pages lose.
+        num_pages = sum(memory.flush_cache() for memory in self.memories)
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:

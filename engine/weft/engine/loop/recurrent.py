@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
@@ -11,17 +12,27 @@ from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import PrefixTree
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.sources.tiers.blocks import BlockAccess
+
+if TYPE_CHECKING:
+    from weft.engine.loop.build import EngineParts
 
 
 def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
-    """The settings with which a model is served: with recurrent layers there are no KV store and no
-    tiers, which keep no blocks.
+    """The settings with which a model is served: with recurrent layers there is no KV store, which
+    keeps no blocks.
     """
     if layout.states is None:
         return config
-    return replace(config, has_store=False, host_cache_bytes=0, disk_cache_dir=None)
+    return replace(config, has_store=False)
+
+
+def num_block_pages(layout: CacheLayout) -> int:
+    """Pages of KV that have room for a block of recurrent layers; 0: there are no blocks."""
+    return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
 
 
 def check_recurrent(config: EngineConfig) -> None:
@@ -60,15 +71,8 @@ def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: in
         f"{states.block_bytes:,} bytes, as much as the KV of "
         f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
     ]
-    without = (
-        (config.has_store, "does not use the KV store"),
-        (
-            config.host_cache_bytes > 0 or config.disk_cache_dir is not None,
-            "keeps no pages in host memory or on disk",
-        ),
-    )
-    lacks = "; ".join(text for is_so, text in without if is_so)
-    return [*told, f"recurrent layers: this worker {lacks}"] if lacks else told
+    lacks = "recurrent layers: this worker does not use the KV store"
+    return [*told, lacks] if config.has_store else told
 
 
 def make_states(
@@ -81,6 +85,19 @@ def make_states(
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
     return StateBlocks(memory, index, *sizes)
+
+
+def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:
+    """What tiers need of blocks; None: the model has none."""
+    if parts.states is None:
+        return None
+    num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
+    return BlockAccess(
+        states=parts.states,
+        num_pages=num_pages,
+        make_pool=lambda: parts.executor.block_pool(num_pages, page_bytes),
+        num_continuable_pages=pages.num_continuable_pages,
+    )
 
 
 class BlocksInPages:
@@ -96,8 +113,7 @@ class BlocksInPages:
     def __init__(
         self, layout: CacheLayout, states: StateBlocks, memory: PageMemory, executor: Executor
     ) -> None:
-        assert layout.states is not None
-        self.num_pages = -(-layout.states.block_bytes // layout.page_bytes)
+        self.num_pages = num_block_pages(layout)
         self._page_size = layout.page_size
         self._states = states
         self._memory = memory
