@@ -63,7 +63,6 @@ from weft.engine.loop.recurrent import (
     describe_recurrent,
     make_states,
     num_block_pages,
-    served_config,
 )
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
@@ -81,7 +80,7 @@ from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
-from weft.engine.sources.store import StoreLink
+from weft.engine.sources.store import StoredBlocks, StoreLink
 from weft.engine.sources.tiers.build import TierParts, load_tiers
 from weft.engine.transfer.build import staged_exchange, staging_memory
 from weft.engine.transfer.exchange import DirectExchange, PageExchange
@@ -241,7 +240,6 @@ def _load_parts(
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
         check_recurrent(config)
-    asked, config = config, served_config(config, layout)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
@@ -301,7 +299,7 @@ def _load_parts(
         *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
         *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
-        *describe_recurrent(asked, layout, pools.num_blocks),
+        *describe_recurrent(layout, pools.num_blocks),
     ]
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
@@ -335,11 +333,16 @@ def make_store(
     num_held_pages: Callable[[Request, int], int],
     send: Callable[[StoreLookup | StorePut], None],
     clock: Clock,
+    blocks: StoredBlocks | None,
 ) -> StoreLink | None:
     """An engine's side of the KV store, if there is one; see `StoreLink`."""
     if not config.has_store:
         return None
-    return StoreLink(config.page_size, parts.memory, num_held_pages, parts.transport, send, clock)
+    sizes = config.page_size, parts.memory
+    store = StoreLink(*sizes, num_held_pages, parts.transport, send, clock, blocks)
+    if parts.states is not None and config.write_through_threshold == 0:
+        parts.states.on_kept.append(store.on_kept)
+    return store
 
 
 def _load_models(

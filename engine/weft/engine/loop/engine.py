@@ -27,7 +27,7 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
-from weft.engine.loop.recurrent import BlocksInPages, served_config
+from weft.engine.loop.recurrent import BlocksInPages, num_block_pages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
@@ -78,7 +78,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
-        self.config = config = served_config(config, parts.layout)
+        self.config = config
         self._clock = clock
         self.parts = parts
         self._executor = parts.executor
@@ -131,7 +131,12 @@ class Engine:
             config.max_step_tokens,
         )
         self.scheduler = Scheduler(
-            SchedulerLimits.of(config, parts.executor.step_sizes, parts.whole_prompt_tokens),
+            SchedulerLimits.of(
+                config,
+                parts.executor.step_sizes,
+                parts.whole_prompt_tokens,
+                num_block_pages(parts.layout),
+            ),
             pages,
             waiting,
             fills,
@@ -150,9 +155,11 @@ class Engine:
         self.fills.listener = self.scheduler
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
+            if self._block_pages is not None:
+                self._block_pages.on_allocated = self.tiers.write_back
         self.filler = self._make_filler()
         held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
-        self.store = make_store(config, parts, held, self._out.store, clock)
+        self.store = make_store(config, parts, held, self._out.store, clock, self._block_pages)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -194,7 +201,10 @@ class Engine:
             config,
             parts.intake,
             self.scheduler,
-            parts.info.max_context_tokens,
+            min(
+                parts.info.max_context_tokens,
+                (parts.info.num_pages - num_block_pages(parts.layout)) * config.page_size,
+            ),
             self._look_up,
             self.adapters.holds,
             clock,

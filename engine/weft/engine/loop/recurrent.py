@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weft.engine.base.config import EngineConfig
@@ -11,23 +11,16 @@ from weft.engine.executor.port import Executor
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
-from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.tree import Node, PrefixTree
+from weft.engine.protocol.handle import KvHandle
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.sources.lease import FillJob
 from weft.engine.sources.tiers.blocks import BlockAccess
 
 if TYPE_CHECKING:
     from weft.engine.loop.build import EngineParts
-
-
-def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
-    """The settings with which a model is served: with recurrent layers there is no KV store, which
-    keeps no blocks.
-    """
-    if layout.states is None:
-        return config
-    return replace(config, has_store=False)
 
 
 def num_block_pages(layout: CacheLayout) -> int:
@@ -61,18 +54,16 @@ def check_recurrent(config: EngineConfig) -> None:
             raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
 
 
-def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> list[str]:
-    """Describes the memory of recurrent layers, and what their model goes without here."""
+def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
+    """Describes the memory of recurrent layers."""
     states = layout.states
     if states is None:
         return []
-    told = [
+    return [
         f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
         f"{states.block_bytes:,} bytes, as much as the KV of "
         f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
     ]
-    lacks = "recurrent layers: this worker does not use the KV store"
-    return [*told, lacks] if config.has_store else told
 
 
 def make_states(
@@ -118,16 +109,40 @@ class BlocksInPages:
         self._states = states
         self._memory = memory
         self._executor = executor
+        self.on_allocated: Callable[[], None] = lambda: None
+        """Called before pages are written to that may have been taken from the prefix cache."""
 
-    def pack(self, request: Request, end_token: int) -> list[int] | None:
-        """See `BlockPages.pack`."""
-        block = self._states.block_at(request, end_token // self._page_size)
-        if block is None or self._memory.num_available_pages < self.num_pages:
+    def num_pages_of(self, handle: KvHandle) -> int:
+        """See `BlockSource.num_pages_of`."""
+        return self.num_pages
+
+    def pack(self, job: FillJob, end_token: int) -> list[int] | None:
+        """See `BlockSource.pack`; the pages were reserved when the job was admitted."""
+        assert isinstance(job, Request)
+        block = self._states.block_at(job, end_token // self._page_size)
+        if block is None or job.num_promised_pages < self.num_pages:
             return None
-        pages = self._memory.allocate(self.num_pages, request.namespace)
+        job.num_promised_pages -= self.num_pages
+        pages = self._memory.allocate(self.num_pages, job.namespace, promised=True)
+        return self._fill(pages, block)
+
+    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+        """See `StoredBlocks.copy`."""
+        if self._memory.num_available_pages < self.num_pages:
+            return None
+        return self._fill(self._memory.allocate(self.num_pages, namespace), block)
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """See `StoredBlocks.kept_of`."""
+        return self._states.kept_of(request, first, end)
+
+    def _fill(self, pages: list[int], block: int) -> list[int]:
+        self.on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
         self._executor.pack_block(block, pages)
+        # Threads read these pages, and write to others that were zeroed, without waiting for steps.
+        self._executor.mark().wait()
         return pages
 
     def unpack(self, request: Request, pages: list[int], end_token: int) -> None:

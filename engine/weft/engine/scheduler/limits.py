@@ -32,15 +32,28 @@ class SchedulerLimits(NamedTuple):
     """Token counts that steps with prompts are padded to; empty: they are not padded."""
     has_whole_prompts: bool = False
     """Whether a prompt is computed in one step or not at all."""
+    block_pages: int = 0
+    """Pages that a prompt computed for another worker needs beside its KV, for the block of
+    recurrent layers behind it.
+    """
     has_draft: bool = False
     """Whether a draft head continues from states that the model leaves in the slots."""
 
     @classmethod
     def of(
-        cls, config: EngineConfig, step_sizes: Sequence[int], whole_prompt_tokens: int = 0
+        cls,
+        config: EngineConfig,
+        step_sizes: Sequence[int],
+        whole_prompt_tokens: int = 0,
+        block_pages: int = 0,
     ) -> SchedulerLimits:
-        """The limits that follow from an engine's settings, its captured steps, and its longest
-        prompt, where prompts are not cut; 0: they are.
+        """The limits that follow from an engine's settings and its captured steps.
+
+        Args:
+            config: The settings.
+            step_sizes: See `SchedulerLimits.step_sizes`.
+            whole_prompt_tokens: The longest prompt, where prompts are not cut; 0: they are.
+            block_pages: See `SchedulerLimits.block_pages`.
         """
         whole = whole_prompt_tokens
         by_priority = config.scheduling_policy == "priority"
@@ -57,4 +70,5 @@ class SchedulerLimits(NamedTuple):
             step_sizes=step_sizes,
             has_whole_prompts=whole > 0,
             has_draft=config.has_head,
+            block_pages=block_pages,
         )

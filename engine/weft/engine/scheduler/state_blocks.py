@@ -100,9 +100,9 @@ class StateBlocks:
         self._returning: deque[tuple[int, _Held]] = deque()
         self._newest = np.zeros((2, max_requests), np.int64)
         """By slot: position of the newest block's border, and the block."""
-        self.on_kept: Callable[[Node, int, int], None] = lambda node, block, priority: None
-        """Called with each block that is kept, the node behind which it lies, and the priority of
-        the request that wrote it.
+        self.on_kept: list[Callable[[Node, int, int, bool], None]] = []
+        """Called with each block that is kept, the node behind which it lies, the priority of its
+        request, and whether a step here wrote it.
         """
         self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
         """Called with each kept block that is given up, while its bytes are still there."""
@@ -355,7 +355,8 @@ class StateBlocks:
             return
         node = self._node_at(request, border)
         if node is not None and self._index.add(node, block.number):
-            self.on_kept(node, block.number, request.priority)
+            for on_kept in self.on_kept:
+                on_kept(node, block.number, request.priority, block.end > 0)
 
     def _lost(self, block: int, node: Node) -> None:
         """The node of an unused block has left the tree."""

@@ -24,7 +24,7 @@ from weft.engine.transfer.page_pool import PagePool
 class KeptBlocks(Protocol):
     """The owner of the pool's blocks (`weft.engine.scheduler.state_blocks.StateBlocks`)."""
 
-    on_kept: Callable[[Node, int, int], None]
+    on_kept: list[Callable[[Node, int, int, bool], None]]
     on_given_up: Callable[[Evicted], None]
 
     def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:

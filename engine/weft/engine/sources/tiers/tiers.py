@@ -148,7 +148,7 @@ class Tiers:
             )
             blocks.states.on_given_up = self._write_block_back
             if policy.is_written_through(0):
-                blocks.states.on_kept = self._offer_block
+                blocks.states.on_kept.append(self._offer_block)
         if self.disk is not None:
             self.host.on_evicted = self._host_evicted
             self.disk.remove = self._remove_from_disk
@@ -183,7 +183,7 @@ class Tiers:
             for node, block in self._blocks.states.kept_of(request, first, end):
                 self._offer_block(node, block, request.priority)
 
-    def _offer_block(self, node: Node, block: int, priority: int) -> None:
+    def _offer_block(self, node: Node, block: int, priority: int, _: bool = True) -> None:
         """Copies the block behind a page to host memory and disk, outside the steps."""
         blocks = self._blocks
         assert blocks is not None
