@@ -51,7 +51,7 @@ from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
-from weft.engine.executor.ranks.share import peers_of, pool_of
+from weft.engine.executor.ranks.share import blocks_of, peers_of, pool_of
 from weft.engine.executor.ranks.start import Ranks, device_of_rank
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
@@ -511,9 +511,12 @@ def _make_executor(
     progress: Progress,
 ) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
-    layout, pool = models.layout, None
+    layout, pool, blocks = models.layout, None, None
     if ranks is not None:
         layout, pool = pool_of(ranks, layout, pools.num_pages, device)
+        if layout.states is not None:
+            ranks.agree("blocks", pools.num_blocks)
+        blocks = blocks_of(ranks, layout, pools.num_blocks)
     executor = RankedExecutor(
         models.loaded.model,
         layout,
@@ -533,6 +536,8 @@ def _make_executor(
         is_fixed=config.deterministic,
         on_capture=progress,
         pool=pool,
+        blocks=blocks,
+        num_ranks=config.tp,
     )
     if ranks is not None:
         ranks.agree("pool")

@@ -36,7 +36,11 @@ def check_recurrent(config: EngineConfig) -> None:
     """
     refused = (
         ("device", config.is_on_gpu, "cpu, the only device for recurrent layers so far"),
-        ("tp", config.tp > 1, "1 for models with recurrent layers, whose states are not divided"),
+        (
+            "tp",
+            config.tp > 1 and config.is_on_gpu,
+            "1 on GPUs for models with recurrent layers, whose states are divided on CPUs so far",
+        ),
         (
             "drafter",
             config.drafter not in ("none", "ngram", "mtp"),
