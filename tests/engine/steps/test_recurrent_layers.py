@@ -215,7 +215,6 @@ def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match="device = cuda: must be cpu, the only device for recur"):
         make_engine(make_family("lfm2", tmp_path, 0), "decode", ManualClock(), device="cuda")
     for settings, name in (
-        ({"enable_lora": True}, "enable_lora"),
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),
     ):

@@ -46,7 +46,11 @@ def check_recurrent(config: EngineConfig) -> None:
             config.drafter not in ("none", "ngram", "mtp"),
             "none, ngram or mtp for models with recurrent layers",
         ),
-        ("enable_lora", config.enable_lora, "off for models with recurrent layers"),
+        (
+            "enable_lora",
+            config.enable_lora and config.is_on_gpu,
+            "off on GPUs for models with recurrent layers",
+        ),
         (
             "deterministic",
             config.deterministic,

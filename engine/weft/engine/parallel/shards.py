@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.parts import ParallelConfig
 from weft.engine.checkpoint.recurrent_config import (
     GatedDeltaConfig,
     Mamba2Config,
@@ -84,11 +83,9 @@ def _divides(config: ModelConfig, size: int) -> bool:
 
 def _recurrent_counts(config: ModelConfig) -> dict[str, int]:
     """What recurrent layers have that is divided among ranks; nothing of another model."""
-    parts = config.decoder
-    if parts is None or not parts.recurrent_layers:
+    layer = None if config.decoder is None else config.decoder.recurrent
+    if layer is None:
         return {}
-    layer = parts.layers[parts.recurrent_layers[0]]
-    layer = layer.mamba if isinstance(layer, ParallelConfig) else layer
     counts = {"columns of the shared expert": config.moe.shared_size} if config.moe else {}
     if isinstance(layer, GatedDeltaConfig):
         return {**counts, "key heads of gated delta nets": layer.key_heads}

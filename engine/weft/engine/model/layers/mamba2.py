@@ -15,6 +15,7 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.short_conv import short_conv
 from weft.kernels.stream import Normed
@@ -147,11 +148,12 @@ class Mamba2(RecurrentMixer):
             StatePart("dt", (self.config.heads,), "float32"),
         )
 
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
         config = self.config
         widths = [self._inner, self.conv.shape[1], config.heads]
-        z, xbc, dt = torch.split(x.linear(self.in_proj, None), widths, dim=1)
+        added = addition_to(lora, "state_in", self.layer)
+        z, xbc, dt = torch.split(x.linear(self.in_proj, added), widths, dim=1)
         if config.factors[0] != 1.0:
             z = z * config.factors[0]
         steps = F.softplus(dt.float() * config.factors[4] + self.dt_bias)
