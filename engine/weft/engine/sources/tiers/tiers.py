@@ -370,12 +370,15 @@ class Tiers:
         cost = LoadCost(tier.name, num_tokens, num_pages * self._page_bytes)
         if not self._policy.num_loaded([cost], self._prefill_rate()):
             return False
+        # Before a block is lent, for which another may be written over them.
+        of_block = [_pinned(*pair) for pair in zip(found.tiers, found.keys, strict=True)]
+        loads = [*self._pin(request, runs), *of_block]
         block = self._blocks.states.lend()
         if block is None:
+            for pinned in loads:
+                pinned.end()
             return False
-        of_block = [_pinned(*pair) for pair in zip(found.tiers, found.keys, strict=True)]
         load = BlockLoad(block=block, border=found.border, num_missing=len(of_block))
-        loads = [*self._pin(request, runs), *of_block]
         self._planned[id(request)] = _Planned(runs, loads, load, found.runs())
         return True
 
