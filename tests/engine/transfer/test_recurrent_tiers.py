@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from weft.engine.base import faults
 from weft.engine.base.faults import FaultSpec
+from weft.engine.executor.block_pool import BlockPool
+from weft.engine.executor.states import StateMemory
 from weft.engine.memory.keys import PageKeys, block_keys
+from weft.engine.memory.layout import StatePart, StatePlane
 from weft.testing.engine.tier_bench import NUM_NEW, TierBench
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -135,7 +139,7 @@ def test_states_come_back_from_disk_after_a_restart(
         assert (fill.source, fill.accepted_tokens) == ("disk", 12 * PAGE)
 
 
-@pytest.mark.parametrize("kind", ["corrupt", "error"])
+@pytest.mark.parametrize("kind", ["corrupt", pytest.param("error", marks=FULL)])
 def test_a_damaged_state_is_a_miss(model_dir: Path, model: torch.nn.Module, kind: str) -> None:
     with bench_of(model_dir) as bench:
         prompt = prompt_of(LENGTH)
@@ -148,3 +152,33 @@ def test_a_damaged_state_is_a_miss(model_dir: Path, model: torch.nn.Module, kind
         finally:
             faults.TIER_HOST.clear()
         assert bench.ask(prompt) == expected
+
+
+def test_blocks_go_in_pages_and_back_byte_by_byte() -> None:
+    """As they do when they are shipped (`StateMemory.to_pages`); the last page ends with zeros."""
+    parts = (StatePart("state", (3, 5), "float32"), StatePart("conv", (7,), "bfloat16"))
+    plane = StatePlane(name="any", layers=2, parts=parts, ring=())
+    memory = StateMemory(plane, 4, 1, 1, torch.device("cpu"))
+    for pool in memory.pools.blocks:
+        pool.copy_(torch.randn(pool.shape))
+    page_bytes = random.choice([16, 40, 64, 256])
+    num_pages = -(-plane.block_bytes // page_bytes)
+    pool = BlockPool(memory.of_blocks, num_pages, page_bytes)
+    rows = torch.zeros((num_pages, page_bytes), dtype=torch.uint8)
+    memory.to_pages(2, range(num_pages), rows)
+    numbers = range(2 * num_pages, 3 * num_pages)
+    assert [pool.read(number).tolist() for number in numbers] == rows.tolist()
+    pinned = np.zeros((num_pages, page_bytes), np.uint8)
+    digests = [pool.copy_out(number, row) for number, row in zip(numbers, pinned, strict=True)]
+    assert pinned.tolist() == rows.tolist()
+    expected = [part[2].clone() for part in memory.of_blocks]
+    for to, direct in ((1, False), (3, True)):
+        others = range(to * num_pages, (to + 1) * num_pages)
+        if direct:
+            assert pool.copy_in(list(pinned), others) == digests
+        else:
+            for index, number in enumerate(others):
+                pool.target(index, number)[:] = pinned[index]
+            pool.commit(others)
+        for part, right in zip(memory.of_blocks, expected, strict=True):
+            assert torch.equal(part[to], right)
