@@ -37,6 +37,8 @@ RULES = (
         except_in=(
             *(f"{ENGINE}/memory/state_index.py", f"{ENGINE}/scheduler/state_blocks.py"),
             *(f"{ENGINE}/loop/recurrent.py", f"{ENGINE}/loop/build.py"),
+            *(f"{ENGINE}/sources/store.py", f"{ENGINE}/sources/tiers/blocks.py"),
+            *(f"{ENGINE}/sources/tiers/loads.py", f"{ENGINE}/sources/tiers/tiers.py"),
         ),
     ),
     Rule(

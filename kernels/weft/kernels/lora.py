@@ -35,8 +35,11 @@ EMPTY_SLOT = int(np.iinfo(np.int32).max)
 
 Int32Array = npt.NDArray[np.int32]
 
-Group = Literal["qkv", "o", "gate_up", "down", "router", "embed", "lm_head"]
-"""Projections that are computed as one product; the last two have one layer, number 0."""
+Group = (
+    Literal["qkv", "o", "gate_up", "down", "router", "embed", "lm_head"]
+    | Literal["state_in", "state_z", "state_gates", "state_out"]
+)
+"""Projections that are computed as one product; embed and lm_head have one layer, number 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +313,14 @@ class LoraStep:
     o: tuple[LoraWeights, ...] = ()
     gate_up: tuple[LoraWeights, ...] = ()
     down: tuple[LoraWeights, ...] = ()
+    state_in: tuple[LoraWeights, ...] = ()
+    """Of recurrent layers: the projection of the inputs of states, or of all."""
+    state_z: tuple[LoraWeights, ...] = ()
+    """Of the gate on their results, where it is one of its own."""
+    state_gates: tuple[LoraWeights, ...] = ()
+    """Of their decays and betas."""
+    state_out: tuple[LoraWeights, ...] = ()
+    """Of their results back to the stream."""
     router: tuple[LoraWeights, ...] = ()
     w13: tuple[LoraWeights, ...] = ()
     """Parameters of experts, see `ExpertAddition`."""

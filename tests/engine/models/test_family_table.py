@@ -184,8 +184,6 @@ def test_ngram_drafts(case: Case, record_property: Record) -> None:
 def test_lora(case: Case, record_property: Record, tmp_path: Path) -> None:
     """Of attention, for the first prompts of a batch with and without the adapter."""
     refusal = "" if case.config.has_equal_layers else "products of different shapes"
-    if case.config.decoder is not None and case.config.decoder.recurrent_layers:
-        refusal = "recurrent layers"
     if not refusal and hasattr(case.reference.config, "vision_config"):
         pytest.skip("PEFT's tests load what AutoModelForCausalLM builds")
     with cell(case, "LoRA", record_property, refusal):

@@ -215,24 +215,12 @@ def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match="device = cuda: must be cpu, the only device for recur"):
         make_engine(make_family("lfm2", tmp_path, 0), "decode", ManualClock(), device="cuda")
     for settings, name in (
-        ({"enable_lora": True}, "enable_lora"),
-        ({"tp": 2}, "tp"),
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),
     ):
         with pytest.raises(ConfigError) as error:
             make_engine(model_dir, "decode", ManualClock(), **settings)
         assert error.value.param == name or name == "draft_dir"
-
-
-def test_workers_of_such_models_exchange_no_pages_and_say_so(model_dir: Path) -> None:
-    settings = {"local_prefill_max_tokens": None, "has_store": True, "host_cache_bytes": 1 << 20}
-    engine = make_engine(model_dir, "decode", ManualClock(), **settings)
-    told = next(text for text in engine.info.notices if "recurrent layers: this worker" in text)
-    assert "KV store" in told
-    assert "host memory" in told
-    assert (engine.tiers, engine.store) == (None, None)
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from weft.cli.chaos.tiny import write_tokenizer
-from weft.testing.meshes.local_mesh import WEFT, LocalMesh
+from weft.testing.meshes.local_mesh import WEFT, LocalMesh, wait_until
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import Greedy
 from weft.testing.models.families import make_family
+from weft.v1 import admin_pb2
 
 pytestmark = pytest.mark.needs("go")
 
@@ -36,7 +37,9 @@ def mesh(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory, rest_binary: Path
 ) -> Iterator[LocalMesh]:
     flags = ("--model", str(model_dir), "--dtype", "float32")
-    flags += ("--local-prefill-max-tokens", "0", "--decode-args", f"{PATIENT} --drafter ngram")
+    args = "--load-back-threshold 0"
+    flags += ("--local-prefill-max-tokens", "0", "--kvstore", "1", "--prefill-args", args)
+    flags += ("--decode-args", f"{PATIENT} --drafter ngram {args}")
     mesh = LocalMesh(tmp_path_factory.mktemp("mesh"), *flags)
     try:
         mesh.wait_ready()
@@ -58,6 +61,29 @@ def complete(mesh: LocalMesh, prompt: list[int], **fields: Any) -> dict[str, Any
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def test_states_come_from_the_store(mesh: LocalMesh, model_dir: Path) -> None:
+    """No worker has them any more; the answers stay transformers'."""
+    workers = [*mesh.names("prefill"), *mesh.names("decode")]
+    prompt = [random.randrange(3, VOCAB) for _ in range(200)]
+    text = Greedy(model_dir).text(Greedy(model_dir).ids(prompt, NUM_NEW))
+    assert complete(mesh, prompt)["choices"][0]["text"] == text
+    found: list[int] = []
+
+    def is_of_store() -> bool:
+        """The store is asked for 80 ms at most, which a busy machine may miss."""
+        for name in workers:
+            with mesh.operators(name) as (stub, metadata):
+                stub.FlushCache(admin_pb2.FlushCacheRequest(), metadata=metadata, timeout=10)
+        answer = complete(mesh, prompt)
+        assert answer["choices"][0]["text"] == text
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return bool(found[-1])
+
+    wait_until(is_of_store, 60)
+    assert found[-1] == 199 // PAGE * PAGE
+    assert mesh.dump("decode-0")["engine"]["counters"]["store_hit_pages"]
 
 
 def test_answers_are_transformers_and_prefixes_are_reused(mesh: LocalMesh, model_dir: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
@@ -18,8 +20,10 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def ride(rng: random.Random, num_operations: int) -> StateBench:
-    """Prompts that begin alike, turns of chats, forks, cancels, preemptions, accepted drafts."""
+def ride(rng: random.Random, num_operations: int, folder: Path) -> StateBench:
+    """Prompts that begin alike, turns of chats, forks, cancels, preemptions, accepted drafts; with
+    tiers or without.
+    """
     max_running = rng.randint(1, 6)
     limits = SchedulerLimits(
         PAGE,
@@ -37,6 +41,9 @@ def ride(rng: random.Random, num_operations: int) -> StateBench:
         drafts=rng.random() < 0.7,
         is_overlapped=rng.random() < 0.6,
         stop_chance=rng.choice([0.0, 0.05]),
+        slots=(rng.choice([0, 12, 40, 200]), rng.choice([0, 0, 0, 100])),
+        folder=folder,
+        threshold=rng.choice([0, 0, 1, 1000]),
     )
     added: list[Request] = []
     for number in range(num_operations):
@@ -51,12 +58,15 @@ def ride(rng: random.Random, num_operations: int) -> StateBench:
             bench.cancel(rng.choice(open_ones))
             bench.check_cached()
         elif chance < 0.201:
+            bench.blocks.flush_cache()
             bench.memory.flush_cache()
         else:
             bench.step()
         if number % 20 == 0:
             bench.check_cached()
     bench.run_out()
+    if bench.tiers is not None:
+        bench.tiers.close()
     return bench
 
 
@@ -65,18 +75,22 @@ def ride(rng: random.Random, num_operations: int) -> StateBench:
     [1_500, pytest.param(100_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])],
     ids=str,
 )
-def test_states_are_right_whatever_the_load(num_operations: int) -> None:
+def test_states_are_right_whatever_the_load(num_operations: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
-    rng, total, seen = random.Random(seed), 0, dict.fromkeys(("accepted", "hits", "rerun"), 0)
+    rng, total, seen = random.Random(seed), 0, Counter[str]()
     while total < num_operations:
         count = rng.randint(100, 500)
-        bench = ride(rng, count)
+        bench = ride(rng, count, tmp_path / str(total))
         total += count
         seen["accepted"] += bench.num_accepted
         seen["hits"] += bench.scheduler.num_prefix_hit_tokens
         seen["rerun"] += bench.num_rerun
-    assert all(seen.values()), seen
+        for tier in [] if bench.tiers is None else bench.tiers.report():
+            seen[tier.name] += tier.counters["loaded_pages"]
+    print(seen)
+    expected = {"accepted", "hits", "rerun", *(["host", "disk"] if total > 10_000 else [])}
+    assert all(seen[name] for name in expected), seen
 
 
 def test_a_state_that_is_still_to_be_written_is_not_kept() -> None:

@@ -295,6 +295,8 @@ class ModelConfig:
         }
         own = self.decoder.attention
         has_others = own.is_value_key or own.value_dim is not None
+        has_others |= bool(self.names.blocks)
+        has_others |= self.latent is not None and bool(self.decoder.recurrent_layers)
         return len(shapes) == 1 and not has_others and len(set(self.decoder.mlp.sizes)) < 2
 
     @property

@@ -198,6 +198,16 @@ class DecoderConfig:
         )
 
     @property
+    def recurrent(self) -> RecurrentConfig | None:
+        """The layers that have a state, which are all alike; None: there are none."""
+        for layer in self.layers:
+            if isinstance(layer, ParallelConfig):
+                return layer.mamba
+            if not isinstance(layer, AttentionConfig):
+                return layer
+        return None
+
+    @property
     def attentions(self) -> list[AttentionConfig]:
         """The attention of the layers that have some."""
         return [self.attention_of(layer) for layer in self.attention_layers]

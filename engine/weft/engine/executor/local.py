@@ -14,6 +14,7 @@ from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.adapter_rows import LoraPool
+from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import CapturedDraw
@@ -24,7 +25,7 @@ from weft.engine.executor.keeping import KeptStates, TokenKeeper
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
-from weft.engine.executor.states import StateMemory
+from weft.engine.executor.states import RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.layout import CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
@@ -84,6 +85,8 @@ class LocalExecutor:
         is_fixed: A prompt's vectors do not depend on what else a step holds.
         on_capture: see `StepGraphs`.
         pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
+        blocks: of all ranks, like `pool`.
+        num_ranks: ranks among which recurrent layers are divided.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class LocalExecutor:
         is_fixed: bool = False,
         on_capture: Progress = lambda done, total, what: None,
         pool: RankPool | None = None,
+        blocks: RankBlocks | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
@@ -131,7 +136,8 @@ class LocalExecutor:
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
-            self.states = StateMemory(layout.states, *sizes, device)
+            plane = layout.states.of_rank(num_ranks)
+            self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device
         is_cuda = device.type == "cuda"
@@ -465,6 +471,11 @@ class LocalExecutor:
         """Copies a block of recurrent layers out of pages of the first group."""
         assert self.states is not None
         self.states.from_pages(block, pages, self._page_rows)
+
+    def block_pool(self, num_pages: int, page_bytes: int) -> BlockPool:
+        """See `Executor.block_pool`."""
+        assert self.states is not None
+        return BlockPool(self.states.of_blocks, num_pages, page_bytes)
 
     @property
     def _page_rows(self) -> torch.Tensor:

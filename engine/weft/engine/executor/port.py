@@ -14,6 +14,7 @@ from weft.engine.executor.pooling import PooledStates
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageTable
+from weft.engine.transfer.page_pool import PagePool
 
 
 class Drawable(NamedTuple):
@@ -120,6 +121,10 @@ class Executor(Protocol):
 
     def unpack_block(self, block: int, pages: Sequence[int]) -> None:
         """Copies a block of recurrent layers out of pages of the first group."""
+        ...
+
+    def block_pool(self, num_pages: int, page_bytes: int) -> PagePool:
+        """Access for one thread to blocks of recurrent layers, as so many pages each."""
         ...
 
     def page_digests(self, pages: Sequence[int]) -> list[int]:

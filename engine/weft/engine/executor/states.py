@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,15 @@ from weft.kernels.page_ops import page_index
 _NOTHING = np.zeros(0, np.int64)
 
 
+class RankBlocks(NamedTuple):
+    """Memory of the blocks where several ranks share it."""
+
+    whole: tuple[torch.Tensor, ...]
+    """For each part of the plane over all ranks, [num_blocks, layers, *shape]."""
+    own: tuple[torch.Tensor, ...]
+    """This rank's heads or channels of them."""
+
+
 class StateMemory:
     """Blocks and rings of a model.
 
@@ -25,6 +35,7 @@ class StateMemory:
         num_slots: Number of slots.
         ring_rows: Positions of a ring.
         device: Device of the model.
+        blocks: The blocks of all ranks; None: this process has all of them.
 
     Raises:
         ConfigError: They do not fit into memory.
@@ -37,6 +48,7 @@ class StateMemory:
         num_slots: int,
         ring_rows: int,
         device: torch.device,
+        blocks: RankBlocks | None = None,
     ) -> None:
         self._ring_rows = ring_rows
 
@@ -45,8 +57,12 @@ class StateMemory:
             return torch.zeros((*sizes, *part.shape), dtype=dtype, device=device)
 
         try:
+            if blocks is None:
+                whole = tuple(zeros(part, num_blocks, plane.layers) for part in plane.parts)
+                blocks = RankBlocks(whole, whole)
+            self._whole = blocks.whole
             self.pools = StatePools(
-                tuple(zeros(part, num_blocks, plane.layers) for part in plane.parts),
+                blocks.own,
                 tuple(zeros(part, num_slots + 1, ring_rows, plane.layers) for part in plane.ring),
                 tuple(zeros(part, num_blocks, 1) for part in plane.rows),
                 tuple(zeros(part, num_slots + 1, ring_rows, 1) for part in plane.rows),
@@ -54,6 +70,11 @@ class StateMemory:
         except RuntimeError as error:
             size = num_blocks * plane.block_bytes
             raise ConfigError(f"{size:,} bytes of recurrent states do not fit: {error}") from error
+
+    @property
+    def of_blocks(self) -> tuple[torch.Tensor, ...]:
+        """All parts of blocks over all ranks, [num_blocks, ...] each, as they are exchanged."""
+        return (*self._whole, *self.pools.row_blocks)
 
     def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block into pages of a pool, which have room for it.
@@ -63,8 +84,7 @@ class StateMemory:
             pages: Numbers of the pages, in order.
             pool: [num_pages, page_bytes] uint8.
         """
-        parts = (*self.pools.blocks, *self.pools.row_blocks)
-        row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in parts])
+        row = torch.cat([part[block].reshape(-1).view(torch.uint8) for part in self.of_blocks])
         room = pool.new_zeros(len(pages) * pool.shape[1])
         room[: row.shape[0]] = row
         pool[list(pages)] = room.view(len(pages), -1)
@@ -72,7 +92,7 @@ class StateMemory:
     def from_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block out of pages; see `to_pages`."""
         room, at = pool[list(pages)].reshape(-1), 0
-        for part in (*self.pools.blocks, *self.pools.row_blocks):
+        for part in self.of_blocks:
             size = part[block].numel() * part.element_size()
             part[block] = room[at : at + size].clone().view(part.dtype).view(part[block].shape)
             at += size
@@ -80,7 +100,7 @@ class StateMemory:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fills free blocks with NaN, so that reading one is noticed."""
         if blocks:
-            for pool in (*self.pools.blocks, *self.pools.row_blocks):
+            for pool in self.of_blocks:
                 pool.index_fill_(0, page_index(blocks, pool.device), float("nan"))
 
     def step(

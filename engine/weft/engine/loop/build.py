@@ -51,7 +51,7 @@ from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
-from weft.engine.executor.ranks.share import peers_of, pool_of
+from weft.engine.executor.ranks.share import blocks_of, peers_of, pool_of
 from weft.engine.executor.ranks.start import Ranks, device_of_rank
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
@@ -62,7 +62,7 @@ from weft.engine.loop.recurrent import (
     check_recurrent,
     describe_recurrent,
     make_states,
-    served_config,
+    num_block_pages,
 )
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
@@ -80,7 +80,7 @@ from weft.engine.scheduler.ports import Drafter, DraftGate, MaskSource
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
 from weft.engine.scheduler.window_pages import WindowPages
-from weft.engine.sources.store import StoreLink
+from weft.engine.sources.store import StoredBlocks, StoreLink
 from weft.engine.sources.tiers.build import TierParts, load_tiers
 from weft.engine.transfer.build import staged_exchange, staging_memory
 from weft.engine.transfer.exchange import DirectExchange, PageExchange
@@ -240,7 +240,6 @@ def _load_parts(
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
         check_recurrent(config)
-    asked, config = config, served_config(config, layout)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
@@ -294,12 +293,13 @@ def _load_parts(
         loaded.embedding_size,
     )
     constraints = Constraints(config, vocab_size, ends, wake)
-    tiers = load_tiers(config, layout.page_bytes, executor.page_pool, executor.pin, wake)
+    sizes = layout.page_bytes, num_block_pages(layout)
+    tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
         *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
-        *describe_recurrent(asked, layout, pools.num_blocks),
+        *describe_recurrent(layout, pools.num_blocks),
     ]
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
@@ -333,11 +333,16 @@ def make_store(
     num_held_pages: Callable[[Request, int], int],
     send: Callable[[StoreLookup | StorePut], None],
     clock: Clock,
+    blocks: StoredBlocks | None,
 ) -> StoreLink | None:
     """An engine's side of the KV store, if there is one; see `StoreLink`."""
     if not config.has_store:
         return None
-    return StoreLink(config.page_size, parts.memory, num_held_pages, parts.transport, send, clock)
+    sizes = config.page_size, parts.memory
+    store = StoreLink(*sizes, num_held_pages, parts.transport, send, clock, blocks)
+    if parts.states is not None and config.write_through_threshold == 0:
+        parts.states.on_kept.append(store.on_kept)
+    return store
 
 
 def _load_models(
@@ -506,9 +511,12 @@ def _make_executor(
     progress: Progress,
 ) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
-    layout, pool = models.layout, None
+    layout, pool, blocks = models.layout, None, None
     if ranks is not None:
         layout, pool = pool_of(ranks, layout, pools.num_pages, device)
+        if layout.states is not None:
+            ranks.agree("blocks", pools.num_blocks)
+        blocks = blocks_of(ranks, layout, pools.num_blocks)
     executor = RankedExecutor(
         models.loaded.model,
         layout,
@@ -528,6 +536,8 @@ def _make_executor(
         is_fixed=config.deterministic,
         on_capture=progress,
         pool=pool,
+        blocks=blocks,
+        num_ranks=config.tp,
     )
     if ranks is not None:
         ranks.agree("pool")

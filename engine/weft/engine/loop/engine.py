@@ -27,7 +27,7 @@ from weft.engine.loop.flight import FlightRecorder
 from weft.engine.loop.new_tokens import NewTokens
 from weft.engine.loop.outgoing import Outgoing
 from weft.engine.loop.pipeline import StepPipeline
-from weft.engine.loop.recurrent import BlocksInPages, served_config
+from weft.engine.loop.recurrent import BlocksInPages, num_block_pages
 from weft.engine.loop.reports import engine_counters, load_report, retry_after_s, wants_report
 from weft.engine.loop.resumption import first_to_run
 from weft.engine.loop.snapshot import engine_snapshot
@@ -78,7 +78,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, clock: Clock = monotonic) -> None:
-        self.config = config = served_config(config, parts.layout)
+        self.config = config
         self._clock = clock
         self.parts = parts
         self._executor = parts.executor
@@ -114,7 +114,7 @@ class Engine:
             parts.memory, parts.prefixes, config.page_size, parts.windows, parts.states
         )
         self.tiers, fills, self.tier_policy = make_tiers(
-            config, parts, self.fills, pages.num_cached_pages, self._prefill_rate, clock
+            config, parts, self.fills, pages, self._prefill_rate, clock
         )
         waiting = make_queue(
             config.scheduling_policy,
@@ -136,6 +136,7 @@ class Engine:
                 parts.executor.step_sizes,
                 parts.whole_prompt_tokens,
                 parts.transport.last_piece_tokens,
+                num_block_pages(parts.layout),
             ),
             pages,
             waiting,
@@ -155,10 +156,12 @@ class Engine:
         self.fills.listener = self.scheduler
         if self.tiers is not None:
             self.tiers.listener = self.scheduler
+            if self._block_pages is not None:
+                self._block_pages.on_allocated = self.tiers.write_back
         self.filler = self._make_filler()
         self.scheduler.num_leaving_tokens = self.filler.num_leaving_tokens
-        held = pages.num_cached_pages if self.tiers is None else self.tiers.num_held_pages
-        self.store = make_store(config, parts, held, self._out.store, clock)
+        held = pages.num_continuable_pages if self.tiers is None else self.tiers.num_held_pages
+        self.store = make_store(config, parts, held, self._out.store, clock, self._block_pages)
         write_through(events, self.tier_policy, self.tiers, self.store)
         self.audit: PageAudit | None = None
         if config.enable_faults:
@@ -200,7 +203,10 @@ class Engine:
             config,
             parts.intake,
             self.scheduler,
-            parts.info.max_context_tokens,
+            min(
+                parts.info.max_context_tokens,
+                (parts.info.num_pages - num_block_pages(parts.layout)) * config.page_size,
+            ),
             self._look_up,
             self.adapters.holds,
             clock,
@@ -414,9 +420,9 @@ class Engine:
     def _flush(self) -> int:
         if self.sessions is not None:
             self.sessions.pins.clear()
-        num_pages = sum(memory.flush_cache() for memory in self.memories)
         if self.parts.states is not None:
-            self.parts.states.memory.flush_cache()
+            self.parts.states.memory.flush_cache()  # Before tiers are given what pages lose.
+        num_pages = sum(memory.flush_cache() for memory in self.memories)
         return num_pages + (self.tiers.flush() if self.tiers is not None else 0)
 
     def _submit(self, submit: Submit) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
@@ -10,18 +11,21 @@ from weft.engine.executor.port import Executor
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
-from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.tree import Node, PrefixTree
+from weft.engine.protocol.handle import KvHandle
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.sources.lease import FillJob
+from weft.engine.sources.tiers.blocks import BlockAccess
+
+if TYPE_CHECKING:
+    from weft.engine.loop.build import EngineParts
 
 
-def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
-    """The settings with which a model is served: with recurrent layers there are no KV store and no
-    tiers, which keep no blocks.
-    """
-    if layout.states is None:
-        return config
-    return replace(config, has_store=False, host_cache_bytes=0, disk_cache_dir=None)
+def num_block_pages(layout: CacheLayout) -> int:
+    """Pages of KV that have room for a block of recurrent layers; 0: there are no blocks."""
+    return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
 
 
 def check_recurrent(config: EngineConfig) -> None:
@@ -32,13 +36,21 @@ def check_recurrent(config: EngineConfig) -> None:
     """
     refused = (
         ("device", config.is_on_gpu, "cpu, the only device for recurrent layers so far"),
-        ("tp", config.tp > 1, "1 for models with recurrent layers, whose states are not divided"),
+        (
+            "tp",
+            config.tp > 1 and config.is_on_gpu,
+            "1 on GPUs for models with recurrent layers, whose states are divided on CPUs so far",
+        ),
         (
             "drafter",
             config.drafter not in ("none", "ngram", "mtp"),
             "none, ngram or mtp for models with recurrent layers",
         ),
-        ("enable_lora", config.enable_lora, "off for models with recurrent layers"),
+        (
+            "enable_lora",
+            config.enable_lora and config.is_on_gpu,
+            "off on GPUs for models with recurrent layers",
+        ),
         (
             "deterministic",
             config.deterministic,
@@ -50,25 +62,16 @@ def check_recurrent(config: EngineConfig) -> None:
             raise ConfigError(f"{name} = {getattr(config, name)}: must be {wanted}", param=name)
 
 
-def describe_recurrent(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> list[str]:
-    """Describes the memory of recurrent layers, and what their model goes without here."""
+def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
+    """Describes the memory of recurrent layers."""
     states = layout.states
     if states is None:
         return []
-    told = [
+    return [
         f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
         f"{states.block_bytes:,} bytes, as much as the KV of "
         f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
     ]
-    without = (
-        (config.has_store, "does not use the KV store"),
-        (
-            config.host_cache_bytes > 0 or config.disk_cache_dir is not None,
-            "keeps no pages in host memory or on disk",
-        ),
-    )
-    lacks = "; ".join(text for is_so, text in without if is_so)
-    return [*told, f"recurrent layers: this worker {lacks}"] if lacks else told
 
 
 def make_states(
@@ -81,6 +84,19 @@ def make_states(
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
     return StateBlocks(memory, index, *sizes)
+
+
+def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:
+    """What tiers need of blocks; None: the model has none."""
+    if parts.states is None:
+        return None
+    num_pages, page_bytes = num_block_pages(parts.layout), parts.layout.page_bytes
+    return BlockAccess(
+        states=parts.states,
+        num_pages=num_pages,
+        make_pool=lambda: parts.executor.block_pool(num_pages, page_bytes),
+        num_continuable_pages=pages.num_continuable_pages,
+    )
 
 
 class BlocksInPages:
@@ -96,22 +112,45 @@ class BlocksInPages:
     def __init__(
         self, layout: CacheLayout, states: StateBlocks, memory: PageMemory, executor: Executor
     ) -> None:
-        assert layout.states is not None
-        self.num_pages = -(-layout.states.block_bytes // layout.page_bytes)
+        self.num_pages = num_block_pages(layout)
         self._page_size = layout.page_size
         self._states = states
         self._memory = memory
         self._executor = executor
+        self.on_allocated: Callable[[], None] = lambda: None
+        """Called before pages are written to that may have been taken from the prefix cache."""
 
-    def pack(self, request: Request, end_token: int) -> list[int] | None:
-        """See `BlockPages.pack`."""
-        block = self._states.block_at(request, end_token // self._page_size)
-        if block is None or self._memory.num_available_pages < self.num_pages:
+    def num_pages_of(self, handle: KvHandle) -> int:
+        """See `BlockSource.num_pages_of`."""
+        return self.num_pages
+
+    def pack(self, job: FillJob, end_token: int) -> list[int] | None:
+        """See `BlockSource.pack`; the pages were reserved when the job was admitted."""
+        assert isinstance(job, Request)
+        block = self._states.block_at(job, end_token // self._page_size)
+        if block is None or job.num_promised_pages < self.num_pages:
             return None
-        pages = self._memory.allocate(self.num_pages, request.namespace)
+        job.num_promised_pages -= self.num_pages
+        pages = self._memory.allocate(self.num_pages, job.namespace, promised=True)
+        return self._fill(pages, block)
+
+    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+        """See `StoredBlocks.copy`."""
+        if self._memory.num_available_pages < self.num_pages:
+            return None
+        return self._fill(self._memory.allocate(self.num_pages, namespace), block)
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """See `StoredBlocks.kept_of`."""
+        return self._states.kept_of(request, first, end)
+
+    def _fill(self, pages: list[int], block: int) -> list[int]:
+        self.on_allocated()
         # Otherwise the next step would zero them.
         self._executor.zero(self._memory.take_wipes())
         self._executor.pack_block(block, pages)
+        # Threads read these pages, and write to others that were zeroed, without waiting for steps.
+        self._executor.mark().wait()
         return pages
 
     def unpack(self, request: Request, pages: list[int], end_token: int) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
+from weft.engine.loop.recurrent import block_access
 from weft.engine.protocol.reports import TierReport
-from weft.engine.scheduler.state import Request
+from weft.engine.scheduler.pages import RequestPages
 from weft.engine.sources.owner import OwnerFills
 from weft.engine.sources.store import StoreLink
 from weft.engine.sources.tiers.fills import TieredFills
@@ -33,7 +34,7 @@ def make_tiers(
     config: EngineConfig,
     parts: EngineParts,
     owner: OwnerFills,
-    num_cached_pages: Callable[[Request, int], int],
+    pages: RequestPages,
     prefill_tokens_per_s: Callable[[], float],
     clock: Clock,
 ) -> tuple[Tiers | None, TieredFills, TierPolicy]:
@@ -43,7 +44,7 @@ def make_tiers(
         config: Thresholds.
         parts: Parts of the engine.
         owner: Asks other workers and the KV store for pages.
-        num_cached_pages: How many of a request's first so many pages are in the pool.
+        pages: Knows which pages of a request are in the pool.
         prefill_tokens_per_s: Measured; 0: unknown.
         clock: Monotonic seconds.
     """
@@ -56,9 +57,10 @@ def make_tiers(
             parts.memory,
             policy,
             prefill_tokens_per_s,
-            num_cached_pages,
+            pages.num_cached_pages,
             clock,
             config.fill_progress_timeout_s,
+            block_access(parts, pages),
         )
     fills = TieredFills(
         tiers, owner, policy, parts.layout.page_bytes, config.page_size, prefill_tokens_per_s

@@ -59,6 +59,18 @@ def page_key(parent: bytes, tokens: Sequence[int], namespace: bytes) -> bytes:
     return _page_digest(parent, namespace, token_bytes(tokens))
 
 
+def block_keys(key: bytes, num_pages: int) -> list[bytes]:
+    """Keys of the pages that carry the block of recurrent layers behind the page `key`, wherever
+    blocks are kept in pages; 32 bytes each.
+    """
+    return [
+        hashlib.blake2b(
+            key + index.to_bytes(4, "little"), digest_size=32, person=b"weft-block"
+        ).digest()
+        for index in range(num_pages)
+    ]
+
+
 SHORT_KEY_BYTES = 8
 
 

@@ -18,8 +18,8 @@ positions behind a slot's last block is in its ring, `[slots + 1, ring_rows, lay
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -147,6 +147,28 @@ class StatePlane:
         """Bytes of one position in a ring, all layers."""
         of_rows = sum(part.num_bytes for part in self.rows)
         return self.layers * sum(part.num_bytes for part in self.ring) + of_rows
+
+    def over_ranks(self, size: int) -> StatePlane:
+        """The plane of all of `size` ranks, of which this is one's: each has a range of the first
+        axis of every part.
+        """
+        return self._with_first_axes(lambda length: length * size)
+
+    def of_rank(self, size: int) -> StatePlane:
+        """The plane of one of `size` ranks: the inverse of `over_ranks`."""
+        return self._with_first_axes(lambda length: length // size)
+
+    def _with_first_axes(self, change: Callable[[int], int]) -> StatePlane:
+        parts, ring = (
+            tuple(
+                part._replace(shape=(change(part.shape[0]), *part.shape[1:]))
+                if part.shape
+                else part
+                for part in some
+            )
+            for some in (self.parts, self.ring)
+        )
+        return replace(self, parts=parts, ring=ring)
 
     def describe(self) -> str:
         """Canonical text of what a block contains; rings are never exchanged."""

@@ -61,8 +61,8 @@ class StateIndex:
         self._floor = self._num_tickets = 0
         self.num_unused_pages = 0
         """See `PageIndex.num_unused_pages`."""
-        self.on_lost: Callable[[int], None] = lambda block: None
-        """Called with each unused block whose node has left the tree."""
+        self.on_lost: Callable[[int, Node], None] = lambda block, node: None
+        """Called with each unused block whose node has left the tree, and with the node."""
         self.on_reached: Callable[[bytes, bytes], None] = lambda key, parent: None
         """Called with the keys of each page that now has a block behind it or a later page, and of
         the page before it. Only such pages save a request anything.
@@ -178,7 +178,7 @@ class StateIndex:
             is_unused = kept.ticket > 0
             self._forget(kept)
             if is_unused:
-                self.on_lost(kept.block)
+                self.on_lost(kept.block, node)
 
     def _forget(self, kept: _Kept) -> None:
         del self._of_node[kept.node], self._of_block[kept.block]

@@ -8,6 +8,11 @@ from dataclasses import replace
 import torch
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.recurrent_config import (
+    GatedDeltaConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from weft.engine.memory.layout import CacheLayout, PageGroup
 
 DIVIDED = frozenset(
@@ -17,6 +22,16 @@ DIVIDED = frozenset(
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "BambaForCausalLM",
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
     }
 )
 """Architectures that can be divided among ranks; tests compare them with one rank."""
@@ -40,6 +55,7 @@ def check_divides(config: ModelConfig, size: int) -> None:
         "query heads": config.num_heads,
         "columns of the MLPs": config.intermediate_size,
         **({} if moe is None else {"columns of an expert": moe.intermediate_size}),
+        **_recurrent_counts(config),
     }
     for name, count in counts.items():
         if count % size:
@@ -60,8 +76,24 @@ def _fix(config: ModelConfig, name: str, count: int) -> str:
 def _divides(config: ModelConfig, size: int) -> bool:
     inner = [config.intermediate_size, config.num_heads]
     inner += [] if config.moe is None else [config.moe.intermediate_size]
+    inner += _recurrent_counts(config).values()
     heads = config.num_kv_heads
     return not any(count % size for count in inner) and not (heads % size and size % heads)
+
+
+def _recurrent_counts(config: ModelConfig) -> dict[str, int]:
+    """What recurrent layers have that is divided among ranks; nothing of another model."""
+    layer = None if config.decoder is None else config.decoder.recurrent
+    if layer is None:
+        return {}
+    counts = {"columns of the shared expert": config.moe.shared_size} if config.moe else {}
+    if isinstance(layer, GatedDeltaConfig):
+        return {**counts, "key heads of gated delta nets": layer.key_heads}
+    if isinstance(layer, Mamba2Config):
+        return {**counts, "groups of Mamba 2 layers": layer.groups}
+    if isinstance(layer, ShortConvConfig):
+        return {**counts, "channels of convolutions": layer.width}
+    return counts
 
 
 def kv_heads_of(heads: int, rank: int, size: int) -> slice:

@@ -46,6 +46,10 @@ class StoreLookup:
     lookup: int
     namespace: bytes
     keys: list[bytes]
+    block_pages: int = 0
+    """Pages of a block of recurrent layers; only pages behind which a block is held count, and all
+    of a prompt are on the replica of its first page. 0: the model has no such layers.
+    """
     request_id: str = ""
     traceparent: str = ""
 

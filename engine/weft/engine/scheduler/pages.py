@@ -108,6 +108,14 @@ class RequestPages:
         data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)
         return len(self._cache.find(request.keys.namespace, data).path)
 
+    def num_continuable_pages(self, request: Request, num_pages: int) -> int:
+        """The same of those behind which the request can go on."""
+        if self._cache is None:
+            return 0
+        data = request.keys.packed(request.tokens, 0, num_pages * self._page_size)
+        found = self.continuable(self._cache.find(request.keys.namespace, data))
+        return len(found.path) - found.num_rerun
+
     def find(self, request: Request) -> Match:
         """Finds the longest cached prefix of a request; changes nothing.
 

@@ -573,7 +573,8 @@ class Scheduler:
         return True
 
     def _num_pages(self, request: Request) -> int:
-        return -(-request.num_tokens // self._limits.page_size)
+        of_block = self._limits.block_pages if request.is_fill else 0
+        return -(-request.num_tokens // self._limits.page_size) + of_block
 
     def _num_pages_to_come(self, request: Request) -> int:
         """Pages that admitted requests and this one will probably need beyond their reservations.

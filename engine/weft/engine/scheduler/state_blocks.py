@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from weft.engine.base.state_rows import StateRows
 from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
+from weft.engine.memory.prefix_cache import Evicted
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST, StateIndex
 from weft.engine.memory.tree import Match, Node
 from weft.engine.protocol.reports import StateCounts
@@ -99,8 +100,15 @@ class StateBlocks:
         self._returning: deque[tuple[int, _Held]] = deque()
         self._newest = np.zeros((2, max_requests), np.int64)
         """By slot: position of the newest block's border, and the block."""
+        self.on_kept: list[Callable[[Node, int, int, bool], None]] = []
+        """Called with each block that is kept, the node behind which it lies, the priority of its
+        request, and whether a step here wrote it.
+        """
+        self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
+        """Called with each kept block that is given up, while its bytes are still there."""
+        memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
         if index is not None:
-            index.on_lost = memory.forget
+            index.on_lost = self._lost
 
     def watch(
         self, on_reached: Callable[[bytes, bytes], None], on_unreached: Callable[[bytes], None]
@@ -180,14 +188,61 @@ class StateBlocks:
         node = self._node_at(request, num_pages)
         return None if node is None or self._index is None else self._index.block_of(node)
 
-    def adopt(self, request: Request, num_pages: int) -> int:
-        """Gives an admitted request a new block behind as many of its pages, where it goes on; the
-        caller writes the block.
+    def adopt(self, request: Request, num_pages: int, block: int | None = None) -> int:
+        """Gives an admitted request a block behind as many of its pages, where it goes on.
+
+        Args:
+            request: It has computed its tokens up to there, and published its pages.
+            num_pages: Its pages before the block.
+            block: From `lend`; None: a new one, which the caller writes.
         """
-        held, (block,) = self._held[request], self.memory.allocate(1)
+        held = self._held[request]
+        if block is None:
+            (block,) = self.memory.allocate(1)
+        else:
+            self._num_reserved -= 1
         self.memory.release(held.pages)
         held.blocks = {num_pages: _Block(block, 0)}
+        held.keeps.add(num_pages)
         return block
+
+    def lend(self) -> int | None:
+        """A new block that something other than a step writes, for `adopt` or `give_back`; None:
+        there is no room beside what running requests need.
+        """
+        if self._num_reserved >= self.memory.num_usable_pages:
+            return None
+        self._num_reserved += 1
+        return self.memory.allocate(1)[0]
+
+    def hold(self, block: int) -> bool:
+        """Holds a kept block until `give_back`, so that it may be copied; False: running requests
+        need all of the room.
+        """
+        if self._num_reserved >= self.memory.num_usable_pages:
+            return False
+        self._num_reserved += 1
+        self.memory.retain([block])
+        return True
+
+    def give_back(self, block: int) -> None:
+        """Ends `lend` or `hold`."""
+        self._num_reserved -= 1
+        self.memory.release([block])
+
+    def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
+        """The kept blocks behind the request's published pages [first, end), and their nodes."""
+        if self._index is None:
+            return []
+        found: list[tuple[Node, int]] = []
+        node = self._node_at(request, end)
+        for _ in range(first, end):
+            if node is None or node.parent is None:
+                break
+            if (block := self._index.block_of(node)) is not None:
+                found.append((node, block))
+            node = node.parent
+        return found
 
     def keep_at(self, request: Request, num_pages: int) -> None:
         """Has a block kept behind as many pages of a request, if no step has passed them yet."""
@@ -299,8 +354,15 @@ class StateBlocks:
         if self._index is None or block is _ZEROS:
             return
         node = self._node_at(request, border)
-        if node is not None:
-            self._index.add(node, block.number)
+        if node is not None and self._index.add(node, block.number):
+            for on_kept in self.on_kept:
+                on_kept(node, block.number, request.priority, block.end > 0)
+
+    def _lost(self, block: int, node: Node) -> None:
+        """The node of an unused block has left the tree."""
+        assert node.parent is not None
+        self.on_given_up(Evicted(block, node.key, node.parent.key))
+        self.memory.forget(block)
 
     @staticmethod
     def _node_at(request: Request, num_pages: int) -> Node | None:

@@ -57,12 +57,6 @@ class BlockPages(Protocol):
         """Pages that one block takes."""
         ...
 
-    def pack(self, request: Request, end_token: int) -> list[int] | None:
-        """Copies the block behind a request's tokens into new pages, which the caller releases;
-        None: there is no room for it.
-        """
-        ...
-
     def unpack(self, request: Request, pages: list[int], end_token: int) -> None:
         """Gives a request the block in these pages, which has its tokens up to `end_token`."""
         ...

@@ -26,10 +26,8 @@ from weft.engine.base.clock import Clock
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
-from weft.engine.scheduler.state import Request
 from weft.engine.sources.data_budget import DataBudget
-from weft.engine.sources.fill import BlockPages
-from weft.engine.sources.lease import FillJob, Jobs, Lease, LeaseState
+from weft.engine.sources.lease import BlockSource, FillJob, Jobs, Lease, LeaseState
 from weft.engine.transfer.chunks import (
     RAN_OUT,
     ChunkPosted,
@@ -99,7 +97,7 @@ class Filler:
         *,
         nixl_version: str | None,
         memory_type: str = "DRAM",
-        block_pages: BlockPages | None = None,
+        block_pages: BlockSource | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
     ) -> None:
@@ -223,7 +221,6 @@ class Filler:
             lease.timings.computed_tokens = lease.end_token - job.num_cached_tokens
             self.counters.computed_tokens += lease.timings.computed_tokens
             if self._block_pages is not None:
-                assert isinstance(job, Request)
                 packed = self._block_pages.pack(job, lease.end_token)
                 if packed is None:
                     self._fail(lease, "no room for the states of recurrent layers")
@@ -342,7 +339,7 @@ class Filler:
         if start % size or end % size or not 0 <= start < end or len(handle.tokens) != end:
             return f"range [{start}, {end}) of {len(handle.tokens)} tokens, page size {size}"
         num_pages = (end - start) // size
-        num_pages += 0 if self._block_pages is None else self._block_pages.num_pages
+        num_pages += 0 if self._block_pages is None else self._block_pages.num_pages_of(handle)
         if len(handle.pages) != num_pages or len(set(handle.pages)) != num_pages:
             return f"{len(handle.pages)} pages for {num_pages}"
         if handle.nixl is not None and max(handle.pages) >= handle.nixl.num_pages:

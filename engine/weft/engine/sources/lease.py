@@ -58,6 +58,20 @@ class Jobs(Protocol):
         ...
 
 
+class BlockSource(Protocol):
+    """Source of the blocks of recurrent layers that lie in a lease's pages behind those of KV."""
+
+    def num_pages_of(self, handle: KvHandle) -> int:
+        """Pages that the block of a handle takes; 0: it asks for none."""
+        ...
+
+    def pack(self, job: FillJob, end_token: int) -> list[int] | None:
+        """The block behind a job's tokens, in pages that the caller releases; None: there is no
+        room for it.
+        """
+        ...
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Lease:
     """One fill that this engine has accepted."""

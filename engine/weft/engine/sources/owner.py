@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.config import EngineConfig
+from weft.engine.memory.keys import block_keys
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillCommand, LeaseAnswer
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, KvHandle
@@ -142,13 +143,16 @@ class OwnerFills:
         if any(fill.is_proven for fill in self._fills.values()):
             return True  # A fence is due; it waits for open fills to end, so none may begin.
         size = self._config.page_size
-        begin, num_more = self._next_token(request), self._num_block_pages
+        begin, num_more = self._next_token(request), self.num_block_pages
         wanted = (self._end_token(request) - begin) // size
         free, most = (count - num_more for count in self._room())
         is_load = request.candidates[0].kind == "kvstore" and wanted <= free
         if not (is_load or self._line.may_begin(request)):
             return True
         num_pages, least = min(wanted, free), self._landing.least_pages
+        if num_more and request.candidates[0].kind == "kvstore" and num_pages < wanted:
+            request.candidates.pop(0)  # It has no block before the end.
+            return False
         if num_pages < self._line.enough_pages(request, wanted, most, least):
             self._line.waits(request)
             return True
@@ -348,7 +352,8 @@ class OwnerFills:
         return len(request.pages) * self._config.page_size
 
     @property
-    def _num_block_pages(self) -> int:
+    def num_block_pages(self) -> int:
+        """Pages that carry a block of recurrent layers; 0: the model has none."""
         return 0 if self.block_pages is None else self.block_pages.num_pages
 
     def _room(self) -> tuple[int, int]:
@@ -366,7 +371,7 @@ class OwnerFills:
     @property
     def _is_blocked(self) -> bool:
         """Whether quarantine leaves too little room for any fill, or a block has none."""
-        landing, num_more = self._landing, self._num_block_pages
+        landing, num_more = self._landing, self.num_block_pages
         most = min(landing.max_pages, landing.max_pool_pages()) - 1
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
@@ -516,8 +521,10 @@ class OwnerFills:
         request = fill.request
         assert request is not None
         index = start_token // self._config.page_size + page
-        key = request.keys.upto(request.tokens, index + 1)[index]
-        self._command(fill, "report", corrupt=(key, digest))
+        num_kv = fill.end_token // self._config.page_size
+        keys = request.keys.upto(request.tokens, num_kv)
+        keys = [*keys, *block_keys(keys[-1], fill.num_block_pages)]
+        self._command(fill, "report", corrupt=(keys[index], digest))
 
     def _accept(self, fill: Fill, index: int, end_token: int) -> None:
         request = fill.request
@@ -535,15 +542,15 @@ class OwnerFills:
         num_bytes = num_pages * self._page_bytes
         fill.record.accepted_tokens += num_kv * self._config.page_size
         fill.record.bytes += num_bytes
-        if fill.candidate.kind == "kvstore":
-            request.num_cached_tokens += end_token - fill.accepted_token
         self.counters.accepted_pages += num_pages
         self.counters.accepted_bytes += num_bytes
         fill.accepted_token, fill.next_chunk = end_token, index + 1
         is_whole = end_token == fill.last_token(self._config.page_size)
         if self.block_pages is None or is_whole:
             # Without a block, nothing can go on behind the pages that come before it.
-            request.num_computed = min(end_token, fill.end_token)
+            begin, request.num_computed = request.num_computed, min(end_token, fill.end_token)
+            if fill.candidate.kind == "kvstore":
+                request.num_cached_tokens += request.num_computed - begin
             assert self.listener is not None
             self.listener.publish(request)
         if self.block_pages is not None and is_whole:

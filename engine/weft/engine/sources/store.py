@@ -12,10 +12,13 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weft.engine.base.clock import Clock
 from weft.engine.base.shards import shard_start
+from weft.engine.memory.keys import block_keys
 from weft.engine.memory.page_memory import PageMemory
+from weft.engine.memory.tree import Node
 from weft.engine.protocol.reports import TierReport
 from weft.engine.protocol.store import StoreAnswer, StoreLookup, StorePut, StorePutResult
 from weft.engine.protocol.timeline import FillCandidate
@@ -65,6 +68,21 @@ class _Put:
         return [offer.page for offer in self.offers]
 
 
+class StoredBlocks(Protocol):
+    """The pool's blocks of recurrent layers, which the store keeps in pages."""
+
+    num_pages: int
+    """Pages that a block takes."""
+
+    def copy(self, block: int, namespace: bytes) -> list[int] | None:
+        """Copies a block into new pages, which the caller releases; None: there is no room."""
+        ...
+
+    def kept_of(self, request: Request, first: int, end: int) -> Sequence[tuple[Node, int]]:
+        """See `StateBlocks.kept_of`."""
+        ...
+
+
 class StoreLink:
     """The engine's side of the KV store.
 
@@ -76,6 +94,7 @@ class StoreLink:
         page_bytes: Returns the content of a page, for the `data` transport.
         send: Puts a lookup or a put into the outbox.
         clock: Monotonic seconds.
+        blocks: Blocks of recurrent layers; None: the model has none.
     """
 
     def __init__(
@@ -86,6 +105,7 @@ class StoreLink:
         transport: OwnerTransport,
         send: Callable[[StoreLookup | StorePut], None],
         clock: Clock,
+        blocks: StoredBlocks | None = None,
     ) -> None:
         self._page_size = page_size
         self._memory = memory
@@ -93,6 +113,7 @@ class StoreLink:
         self._transport = transport
         self._send = send
         self._clock = clock
+        self._blocks = blocks
         self._ids = itertools.count(1)
         self._asked: dict[int, Request] = {}
         self._queue: deque[_Offer] = deque()
@@ -118,6 +139,7 @@ class StoreLink:
             lookup=next(self._ids),
             namespace=request.namespace,
             keys=list(keys),
+            block_pages=0 if self._blocks is None else self._blocks.num_pages,
             request_id=request.key.request_id,
             traceparent=request.traceparent,
         )
@@ -163,6 +185,8 @@ class StoreLink:
         request.num_store_pages = num_pages
         for key in request.keys.upto(request.tokens, self._num_pages(request))[num_pages:]:
             self._known.pop(key, None)
+            if self._blocks is not None:
+                self._known.pop(block_keys(key, 1)[0], None)
 
     def _num_pages(self, request: Request) -> int:
         """Number of pages of a prompt for which a store is useful."""
@@ -174,6 +198,34 @@ class StoreLink:
         """Queues pages that the store may lack, each key once."""
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, range(first_page, end_page))
+        if self._blocks is not None:
+            for node, block in self._blocks.kept_of(request, first_page, end_page):
+                self._offer_block(node, block)
+
+    def on_kept(self, node: Node, block: int, priority: int, is_computed: bool) -> None:
+        """Queues a block of recurrent layers that is kept from now on, if it was computed here."""
+        if is_computed:
+            self._offer_block(node, block)
+
+    def _offer_block(self, node: Node, block: int) -> None:
+        """Queues the block behind a page, once, in pages of its own."""
+        assert self._blocks is not None
+        keys = block_keys(node.key, self._blocks.num_pages)
+        first, root = node, node.parent
+        while root is not None and root.parent is not None:
+            first, root = root, root.parent
+        room = self._transport.port.max_queued_pages - len(self._queue)
+        if root is None or keys[0] in self._known:
+            return
+        pages = None if room < len(keys) else self._blocks.copy(block, root.tokens)
+        if pages is None:
+            self.counters.store_dropped_pages += len(keys)
+            self._make_due(keys[:1])
+            return
+        self._due.pop(keys[0], None)
+        for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
+            self._note_known(key)
+            self._queue.append(_Offer(root.tokens, key, parent, first.key, page))
 
     def offer_again(self, request: Request, end_page: int) -> None:
         """Queues again those of a request's first pages that an earlier put dropped."""
@@ -181,6 +233,10 @@ class StoreLink:
             return
         keys = request.keys.upto(request.tokens, end_page)
         self._offer(request, keys, [i for i, key in enumerate(keys) if key in self._due])
+        if self._blocks is not None:
+            for node, block in self._blocks.kept_of(request, 0, end_page):
+                if block_keys(node.key, 1)[0] in self._due:
+                    self._offer_block(node, block)
 
     def _offer(self, request: Request, keys: Sequence[bytes], indices: Sequence[int]) -> None:
         new = [index for index in indices if keys[index] not in self._known]
@@ -188,15 +244,19 @@ class StoreLink:
         for index in new[:room]:
             key = keys[index]
             self._due.pop(key, None)
-            self._known[key] = None
-            if len(self._known) > MAX_REMEMBERED_KEYS:
-                self._known.popitem(last=False)
+            self._note_known(key)
             self._memory.retain([request.pages[index]])
             parent = keys[index - 1] if index else b""
-            shard = keys[shard_start(index)]
+            # With recurrent layers all pages of a prompt are on one replica, as its block is.
+            shard = keys[shard_start(index) if self._blocks is None else 0]
             self._queue.append(_Offer(request.namespace, key, parent, shard, request.pages[index]))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])
+
+    def _note_known(self, key: bytes) -> None:
+        self._known[key] = None
+        if len(self._known) > MAX_REMEMBERED_KEYS:
+            self._known.popitem(last=False)
 
     def _make_due(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -42,6 +42,10 @@ def lookup_keys(request: kvstore_pb2.LookupRequest) -> list[bytes]:
     if len(keys) > MAX_LOOKUP_KEYS:
         raise InvalidRequest(f"{len(keys)} keys, at most {MAX_LOOKUP_KEYS}", param="keys")
     check_keys(keys, "keys")
+    if request.block_pages > MAX_PUT_PAGES:
+        raise InvalidRequest(
+            f"{request.block_pages} pages a block, at most {MAX_PUT_PAGES}", param="block_pages"
+        )
     return keys
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weft.engine.base import faults
 from weft.engine.base.clock import Clock
-from weft.engine.memory.keys import PageKeys
+from weft.engine.memory.keys import PageKeys, block_keys
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import KvHandle
 from weft.engine.sources.filler import Filler, FillerCounters
@@ -62,6 +62,7 @@ class StoreFills:
             reply,
             clock,
             nixl_version=transport.nixl_version,
+            block_pages=self._jobs,
             max_chunk_bytes=chunk_bytes,
         )
 
@@ -110,6 +111,8 @@ class StoreFills:
             keys = await asyncio.to_thread(_keys_of, handle, num_pages)
         if keys and self._backend is not None and handle.page_size > 0:
             await self._backend.fetch(keys[handle.start_token // handle.page_size :])
+            if num_more := self._jobs.num_pages_of(handle):
+                await self._backend.fetch(block_keys(keys[-1], num_more))
         is_used = self._jobs.get(handle.lease_id) is not None
         self._jobs.expected_keys = keys
         self._filler.on_start(start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.engine.memory.keys import block_keys
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
 from weft.engine.sources.lease import FillJob
 from weft.engine.transfer.chunks import ShipChunk, Shipper
@@ -26,7 +27,11 @@ class StoreJob:
     """Positions released for shipping."""
     num_cached_tokens: int
     pinned: list[int]
-    """Pages of the chain, from its beginning as far as held, pinned until the lease has ended."""
+    """Pages of the chain, from its beginning as far as held, and of the block behind them, pinned
+    until the lease has ended.
+    """
+    block: list[int]
+    """Pages that carry the block of recurrent layers behind the last page."""
 
 
 class StoreJobs:
@@ -64,6 +69,11 @@ class StoreJobs:
         first = handle.start_token // handle.page_size
         if not self._pages.num_held(keys[first : first + 1]):
             return "not_held", "the first page asked for is not here"
+        of_block = block_keys(keys[-1], self.num_pages_of(handle))
+        if of_block and self._pages.num_held([*keys[first:], *of_block]) < (
+            len(keys) - first + len(of_block)
+        ):
+            return "not_held", "the states behind the last page, or pages before them, are not here"
         return "", ""
 
     def begin(self, handle: KvHandle, request_id: str, traceparent: str) -> StoreJob:
@@ -78,14 +88,16 @@ class StoreJobs:
             pages = [0] * first + pinned
         else:
             pages = pinned
+        block = self._pages.pin(block_keys(keys[-1], self.num_pages_of(handle)))
         job = StoreJob(
             lease_id=handle.lease_id,
             tokens=handle.tokens[: len(pages) * handle.page_size],
             pages=pages,
-            digests=self._pages.digests_of(pages),
+            digests=self._pages.digests_of([*pages, *block]),
             num_computed=0,
             num_cached_tokens=len(pages) * handle.page_size,
-            pinned=pinned,
+            pinned=[*pinned, *block],
+            block=block,
         )
         self._jobs[handle.lease_id] = job
         return job
@@ -96,6 +108,19 @@ class StoreJobs:
 
     def end(self, job: FillJob) -> None:
         """See `Jobs.end`. The pins stay: see `forget`."""
+
+    # -- BlockPages ------------------------------------------------------------------------------
+
+    def num_pages_of(self, handle: KvHandle) -> int:
+        """See `BlockPages.num_pages_of`: what is asked for beside the pages of the range."""
+        num_pages = (handle.end_token - handle.start_token) // handle.page_size
+        return max(0, len(handle.pages) - num_pages)
+
+    def pack(self, job: FillJob, end_token: int) -> list[int] | None:
+        """See `BlockPages.pack`: the block is in pages already."""
+        assert isinstance(job, StoreJob)
+        self._pages.memory.retain(job.block)
+        return job.block.copy()
 
     # -- Shipper ---------------------------------------------------------------------------------
 

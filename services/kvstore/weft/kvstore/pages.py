@@ -96,6 +96,10 @@ class PageStore:
         """Number of leading keys that are held. Changes nothing, not even the order of eviction."""
         return len(self._cache.match(keys))
 
+    def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the keys that are held. Changes nothing."""
+        return {key for key in keys if self._cache.get(key) is not None}
+
     def pin(self, keys: Sequence[bytes]) -> list[int]:
         """Pins the pages of the leading keys that are held, until `unpin`."""
         pages = self._cache.match(keys)

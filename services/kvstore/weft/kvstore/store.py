@@ -16,6 +16,7 @@ from weft.common.tasks import start_logged
 from weft.common.telemetry.tracing import make_tracer
 from weft.engine.base.clock import monotonic
 from weft.engine.base.errors import Draining
+from weft.engine.memory.keys import block_keys
 from weft.engine.memory.page_memory import PageCounts
 from weft.engine.protocol.reports import TierReport
 from weft.engine.sources.quarantine import QuarantineWatch
@@ -126,8 +127,10 @@ class KvStore:
             }
         return found
 
-    async def look_up(self, keys: list[bytes]) -> int:
-        """Number of leading keys that are held."""
+    async def look_up(self, keys: list[bytes], block_pages: int = 0) -> int:
+        """Number of leading keys that are held; with `block_pages`, up to the last page behind
+        which a block of so many pages is held.
+        """
         if self._arena_pages is None and self._source is not None and keys:
             page_bytes = await self._source.page_bytes_of(keys[0])
             if page_bytes and self._arena_pages is None:
@@ -140,10 +143,28 @@ class KvStore:
                 if backend is None
                 else await backend.look_up(keys)
             )
+        if block_pages and self._arena_pages is not None:
+            num_held = await self._continuable(self._arena_pages, keys[:num_held], block_pages)
         self.counters.lookups += 1
         self.counters.lookup_pages += len(keys)
         self.counters.hit_pages += num_held
         return num_held
+
+    async def _continuable(self, arena: PageArena, keys: list[bytes], block_pages: int) -> int:
+        """The most leading keys behind the last of which a whole block is held."""
+        firsts = [block_keys(key, 1)[0] for key in keys]
+        held = set(arena.pages.held_of(firsts))
+        if arena.backend is not None:
+            held |= await arena.backend.held_of(firsts)
+        for index in range(len(keys) - 1, -1, -1):
+            if firsts[index] in held:
+                names = block_keys(keys[index], block_pages)
+                if arena.pages.num_held(names) == block_pages:
+                    return index + 1
+                kept = 0 if arena.backend is None else await arena.backend.look_up(names)
+                if kept == block_pages:
+                    return index + 1
+        return 0
 
     async def report_corrupt(self, key: bytes) -> bool:
         """Checks a page's bytes against its digest; returns whether they were wrong and the page

@@ -9,6 +9,18 @@ from dataclasses import dataclass, replace
 DENSE_KINDS = ("q", "k", "v", "o", "gate", "up", "down")
 """Projections of a decoder layer, in the order of its computation."""
 
+RECURRENT_KINDS = (
+    "in_proj",
+    "in_proj_qkvz",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_ba",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+)
+"""Projections of a recurrent layer, as checkpoints call them."""
+
 ROUTER = "router"
 """Kind of the product that chooses a token's experts."""
 
@@ -42,6 +54,7 @@ _ATTENTION: Mapping[str, tuple[str, ...]] = {
     "v_proj": ("v",),
     "qkv_proj": ("q", "k", "v"),
     "o_proj": ("o",),
+    "out_proj": ("o",),
 }
 _MLP: Mapping[str, tuple[str, ...]] = {
     "gate_proj": ("gate",),
@@ -53,6 +66,7 @@ _MLP: Mapping[str, tuple[str, ...]] = {
     "c_proj": ("down",),
 }
 _ROUTER: Mapping[str, tuple[str, ...]] = {"gate": (ROUTER,)}
+_RECURRENT: Mapping[str, tuple[str, ...]] = {kind: (kind,) for kind in RECURRENT_KINDS}
 # Mixtral's letters: w1 and w3 are gate and up, w2 is down.
 _EXPERT_LEAVES: Mapping[str, tuple[str, ...]] = {
     **_MLP,
@@ -144,7 +158,8 @@ def parse_module(name: str) -> ModuleName:
     projections = {
         "self_attn": _ATTENTION,
         "mlp": mlp,
-        "feed_forward": _MLP,
+        "feed_forward": _EXPERT_LEAVES,
+        **dict.fromkeys(("linear_attn", "mamba", "conv"), _RECURRENT),
         "block_sparse_moe": _ROUTER,
     }.get(block, {})
     return ModuleName(path, rest, layer, projections.get(leaf, ()))

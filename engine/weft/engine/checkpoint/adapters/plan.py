@@ -14,6 +14,7 @@ from weft.engine.base.errors import AdapterError
 from weft.engine.base.give_way import give_way
 from weft.engine.checkpoint.adapters.files import AdapterFiles
 from weft.engine.checkpoint.adapters.names import (
+    RECURRENT_KINDS,
     ROUTER,
     VOCABULARY,
     ModuleName,
@@ -21,6 +22,7 @@ from weft.engine.checkpoint.adapters.names import (
     parse_name,
 )
 from weft.engine.checkpoint.adapters.peft_config import PeftConfig
+from weft.engine.checkpoint.adapters.projections import q_rows, recurrent_shapes
 from weft.engine.checkpoint.config import ModelConfig
 
 DENSE = "dense"
@@ -36,6 +38,9 @@ _SAVED = ("weight", "copy", "frozen", "tokens")
 _SOME_EXPERT = -1
 _MLP_KINDS = ("gate", "up", "down")
 _QKV_KINDS = ("q", "k", "v")
+_ATTENTION_KINDS = (*_QKV_KINDS, "o")
+_NAMES_OF_SOME = ("out_proj", "w1", "w2", "w3")
+"""Modules that only some models have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +124,14 @@ def plan_adapter(
 
 def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tuple[int, int]:
     """Sizes (in, out) of one projection; the input of the embedding has the vocabulary's size."""
-    hidden, q_size = config.hidden_size, config.num_heads * config.head_dim
-    inner = config.intermediate_size
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if kind in RECURRENT_KINDS:
+        _, width, out, _ = recurrent_shapes(config)[kind]
+        return width, out
     if module.is_expert and config.moe is not None:
         inner = config.moe.intermediate_size
     out = {
-        "q": q_size,
+        "q": q_rows(config),
         "k": config.num_kv_heads * config.head_dim,
         "v": config.num_kv_heads * config.head_dim,
         "gate": inner,
@@ -135,6 +142,22 @@ def projection_shape(config: ModelConfig, module: ModuleName, kind: str) -> tupl
     o_width = config.num_heads * config.value_dim
     width = {"o": o_width, "down": inner, "embed_tokens": config.vocab_size}.get(kind, hidden)
     return width, out
+
+
+def _has_projection(config: ModelConfig, module: ModuleName) -> bool:
+    """Whether a layer has what a module's name says, as far as recurrent layers and their models'
+    own names are concerned.
+    """
+    kind, leaf = module.kinds[0], module.rest.rpartition(".")[2]
+    recurrent = () if config.decoder is None else config.decoder.recurrent_layers
+    if kind in RECURRENT_KINDS:
+        return kind in recurrent_shapes(config) and module.layer in recurrent
+    if leaf in _NAMES_OF_SOME and not module.is_expert:
+        names = config.names
+        return leaf in (names.o, names.gate, names.up, names.down)
+    if kind in _ATTENTION_KINDS and recurrent and module.layer < config.num_layers:
+        return module.layer in config.attention_layers
+    return True
 
 
 @dataclass(slots=True)
@@ -246,6 +269,8 @@ class _Planner:
         is_vocabulary, is_router = module.rest in VOCABULARY, module.kinds == (ROUTER,)
         if not module.kinds or (config.latent is not None and module.kinds[0] in _QKV_KINDS):
             return "the model has no such projection, or adapters cannot change it"
+        if not _has_projection(config, module):
+            return "this layer of the model has no such projection"
         if module.layer >= config.num_layers:
             return f"the model has {config.num_layers} layers"
         is_sparse = moe is not None and module.layer >= 0 and moe.is_sparse(module.layer)

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.adapters.names import ROUTER
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.recurrent_config import (
+    GatedDeltaConfig,
+    Mamba2Config,
+    MambaConfig,
+    ShortConvConfig,
+)
 
 ROW_RANK = 8
 """Ranks per row (`weft.kernels.lora.ROW_RANK`)."""
@@ -30,7 +36,7 @@ class Projection:
     """Name of its rows; `expert_gate` for `gate` of experts."""
     kind: str
     """Name of the kind in adapters: router, embed_tokens, lm_head, or one of
-    `weft.engine.checkpoint.adapters.names.DENSE_KINDS`.
+    `weft.engine.checkpoint.adapters.names.DENSE_KINDS` or `RECURRENT_KINDS`.
     """
     group: str
     """Name of its field in `weft.kernels.lora.LoraStep`."""
@@ -93,9 +99,50 @@ def projections_of(model: ModelConfig, names: Sequence[str]) -> tuple[Projection
     return tuple(part for name in chosen for part in known[name])
 
 
+def q_rows(model: ModelConfig) -> int:
+    """Rows of the projection to q, which may have a gate of each head beside it."""
+    gate = None if model.decoder is None else model.decoder.attention.gate
+    has_gate = gate is not None and gate.name is None
+    return (2 if has_gate else 1) * model.num_heads * model.head_dim
+
+
+def recurrent_shapes(model: ModelConfig) -> dict[str, tuple[str, int, int, int]]:
+    """Group, sizes (in, out) and first column of each projection of a model's recurrent layers that
+    adapters may change.
+    """
+    layer = None if model.decoder is None else model.decoder.recurrent
+    hidden = model.hidden_size
+    if isinstance(layer, GatedDeltaConfig):
+        keys, values = layer.key_heads * layer.key_dim, layer.value_heads * layer.value_dim
+        heads = layer.value_heads
+        into: dict[str, tuple[str, int, int, int]] = {
+            "in_proj_qkvz": ("state_in", hidden, 2 * (keys + values), 0),
+            "in_proj_ba": ("state_gates", hidden, 2 * heads, 0),
+        }
+        if not layer.is_fused:
+            into = {
+                "in_proj_qkv": ("state_in", hidden, 2 * keys + values, 0),
+                "in_proj_z": ("state_z", hidden, values, 0),
+                "in_proj_b": ("state_gates", hidden, heads, 0),
+                "in_proj_a": ("state_gates", hidden, heads, heads),
+            }
+        return {**into, "out_proj": ("state_out", values, hidden, 0)}
+    if isinstance(layer, Mamba2Config):
+        inner = layer.heads * layer.head_dim
+        rows = 2 * (inner + layer.groups * layer.state_size) + layer.heads
+    elif isinstance(layer, MambaConfig | ShortConvConfig):
+        inner, rows = layer.width, (2 if isinstance(layer, MambaConfig) else 3) * layer.width
+    else:
+        return {}
+    return {
+        "in_proj": ("state_in", hidden, rows, 0),
+        "out_proj": ("state_out", inner, hidden, 0),
+    }
+
+
 def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     hidden, inner = model.hidden_size, model.intermediate_size
-    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    q_size, kv_size = q_rows(model), model.num_kv_heads * model.head_dim
     shapes = {
         "q": ("qkv", hidden, q_size, 0),
         "k": ("qkv", hidden, kv_size, q_size),
@@ -111,6 +158,7 @@ def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
             shapes["gate"] = ("gate_up", hidden, inner, 0)
         shapes["up"] = ("gate_up", hidden, inner, inner if is_gated else 0)
         shapes["down"] = ("down", inner, hidden, 0)
+    shapes |= recurrent_shapes(model)
     return {
         kind: (
             Projection(

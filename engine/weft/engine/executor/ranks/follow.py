@@ -22,11 +22,12 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.device import find_device
+from weft.engine.executor.drafts.build import max_drafts
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
 from weft.engine.executor.ranks.frames import Copies, Pages, Step, Tokens, decode
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
-from weft.engine.executor.ranks.share import load_share, peers_of, pool_of
+from weft.engine.executor.ranks.share import blocks_of, load_share, peers_of, pool_of
 from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
@@ -91,6 +92,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
     own, pool = pool_of(others, layout, num_pages, device)
+    num_blocks = 0 if layout.states is None else others.agree("blocks", UNBOUNDED)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
         loaded.model,
@@ -101,7 +103,11 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
         device,
         max_step_tokens=max_step_tokens,
         cuda_graphs=config.cuda_graphs,
+        max_drafts=max_drafts(config),
+        num_blocks=num_blocks,
         pool=pool,
+        blocks=blocks_of(others, layout, num_blocks),
+        num_ranks=config.tp,
     )
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.pages import PageCopy
+from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 
@@ -84,8 +85,11 @@ def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     lengths = [_NONE if array is None else len(array) for array in arrays]
     if step.starts is step.bounds:
         arrays[1], lengths[1] = None, _SAME
-    arrays += [np.array(scores, np.int64), *pages]
+    states = (None,) * 3 if step.states is None else step.states
+    of_states = [None if array is None else array.reshape(-1) for array in states]
+    arrays += [np.array(scores, np.int64), *pages, *of_states]
     lengths += [len(scores), *(len(array) for array in pages)]
+    lengths += [_NONE if array is None else len(array) for array in of_states]
     header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), *lengths)
     found = [array for array in arrays if array is not None]
     return [np.array(header, np.int64).tobytes(), *(a.astype(np.int64).tobytes() for a in found)]
@@ -118,7 +122,8 @@ def decode(frame: bytes) -> Step | Tokens | Copies | Pages:
 
 
 def _step(numbers: Int64Array) -> Step:
-    num_lengths = len(_ARRAYS) + 1 + len(NewPages._fields)
+    num_pages = len(NewPages._fields)
+    num_lengths = len(_ARRAYS) + 1 + num_pages + len(StateRows._fields)
     _, num_decodes, num_verified, has_trees = numbers[:4].tolist()
     at, arrays = 4 + num_lengths, list[Int64Array | None]()
     for length in numbers[4:at].tolist():
@@ -133,7 +138,11 @@ def _step(numbers: Int64Array) -> Step:
     assert draws is not None
     assert leads is not None
     assert tokens is not None
-    scores, *of_pages = arrays[len(_ARRAYS) :]
+    scores, *rest = arrays[len(_ARRAYS) :]
+    of_pages, (borders, blocks, writes) = rest[:num_pages], rest[num_pages:]
+    states: StateRows | None = None
+    if borders is not None and blocks is not None and writes is not None:
+        states = StateRows(borders, blocks, writes.reshape(3, -1))
     step = StepInput(
         slots=slots,
         starts=bounds if starts is None else starts,
@@ -150,6 +159,7 @@ def _step(numbers: Int64Array) -> Step:
         pages=added,
         adapters=None if adapters is None else adapters.astype(np.int32),
         scores=_scores([] if scores is None else scores.tolist()),
+        states=states,
     )
     return Step(step, NewPages(*(part for part in of_pages if part is not None)))
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.executor.local import RankPool
+from weft.engine.executor.states import RankBlocks
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.segment import Segment
@@ -78,3 +79,19 @@ def pool_of(
     whole = segment.tensor(layout.pool_shape(num_pages), dtype)
     heads = kv_heads_of(layout.plane.heads, others.rank, others.size)
     return layout, RankPool(whole, whole[:, heads])
+
+
+def blocks_of(others: Others, layout: CacheLayout, num_blocks: int) -> RankBlocks | None:
+    """The blocks of recurrent layers, which all ranks on a CPU share like the pool; None: the model
+    has none.
+    """
+    if layout.states is None:
+        return None
+    whole: list[torch.Tensor] = []
+    for part in layout.states.parts:
+        shape = (num_blocks, layout.states.layers, *part.shape)
+        segment = others.share(num_blocks * layout.states.layers * part.num_bytes)
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        whole.append(segment.tensor(shape, dtype))
+    own = tuple(part.chunk(others.size, dim=2)[others.rank] for part in whole)
+    return RankBlocks(tuple(whole), own)

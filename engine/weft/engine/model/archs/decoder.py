@@ -74,6 +74,7 @@ class Decoder(DecoderOnlyLM):
         positions = config.max_position_embeddings
         self._rotaries = Rotaries(config.rotary_dim, positions, weights.device)
         stack = _build_stack(config, parts, weights.at(body), self._rotaries)
+        self._num_ranks = weights.shard.size
         self._take(config, weights, stack, head)
 
     def kv_layout(self, page_size: int) -> CacheLayout:
@@ -88,7 +89,8 @@ class Decoder(DecoderOnlyLM):
         mixer = self.model.layers[parts.recurrent_layers[0]].mixer
         recurrent = mixer.recurrent if isinstance(mixer, SideBySide) else mixer
         assert isinstance(recurrent, RecurrentMixer)
-        return replace(layout, states=recurrent.state_plane(len(parts.recurrent_layers)))
+        plane = recurrent.state_plane(len(parts.recurrent_layers))
+        return replace(layout, states=plane.over_ranks(self._num_ranks))
 
     def further_layer(self, weights: Weights, first_position: int, *, is_sparse: bool) -> Layer:
         """Reads a layer like the model's first one with attention, which is none of its own.
@@ -128,7 +130,8 @@ def _build_stack(
     place_in_pools(config, layers)
     last = read_norm(parts.norm, weights, config.names.last_norm, config.hidden_size)
     per_layer = _per_layer_embedding(config, parts, weights)
-    return Stack(embed_tokens, layers, last, parts.embedding_multiplier, per_layer=per_layer)
+    factor = parts.embedding_multiplier
+    return Stack(embed_tokens, layers, last, factor, weights.peers, per_layer=per_layer)
 
 
 def _layer(

@@ -16,6 +16,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep
 from weft.kernels.short_conv import short_conv
 from weft.kernels.stream import Normed
 
@@ -138,7 +139,7 @@ class DeltaAttention(RecurrentMixer):
             StatePart("beta", (self.heads,), "float32"),
         )
 
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
         products, of_heads = self.projections, (self.heads, self.config.dim)
         qkv = x.linear(products.qkv, None)

@@ -12,6 +12,7 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.short_conv import short_conv
 from weft.kernels.stream import Normed
 
@@ -88,9 +89,10 @@ class GatedConv(RecurrentMixer):
         """See `StatePlane.ring`: inputs of the convolution."""
         return (StatePart("bx", (self.conv.shape[1],), self.dtype),)
 
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
-        b, c, values = x.linear(self.in_proj, None).chunk(3, dim=1)
+        added = addition_to(lora, "state_in", self.layer)
+        b, c, values = x.linear(self.in_proj, added).chunk(3, dim=1)
         return Projected((b * values,), c)
 
     def scan(

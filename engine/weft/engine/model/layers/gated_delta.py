@@ -15,6 +15,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import Group, LoraStep, addition_to
 from weft.kernels.short_conv import short_conv
 from weft.kernels.stream import Normed
 
@@ -133,9 +134,15 @@ class GatedDelta(RecurrentMixer):
             StatePart("beta", (self.value_heads,), "float32"),
         )
 
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
-        found = [x.linear(w, None) for w in self.projections]
+        groups: tuple[Group, ...] = ("state_in", "state_gates")
+        if not self.config.is_fused:
+            groups = ("state_in", "state_z", "state_gates")
+        found = [
+            x.linear(w, addition_to(lora, group, self.layer))
+            for w, group in zip(self.projections, groups, strict=True)
+        ]
         rows, config = len(found[0]), self.config
         of_values = self._shared * config.value_dim
         channels = 2 * config.key_dim + of_values

@@ -15,6 +15,7 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.selective_scan import selective_scan
 from weft.kernels.short_conv import short_conv
@@ -128,9 +129,10 @@ class Mamba(RecurrentMixer):
         """See `StatePlane.ring`: inputs of the convolution."""
         return (StatePart("x", (self.config.width,), self.dtype),)
 
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
-        values, gate = x.linear(self.in_proj, None).chunk(2, dim=1)
+        added = addition_to(lora, "state_in", self.layer)
+        values, gate = x.linear(self.in_proj, added).chunk(2, dim=1)
         return Projected((values,), gate)
 
     def scan(

@@ -15,6 +15,7 @@ from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.short_conv import short_conv
 from weft.kernels.stream import Normed
@@ -135,7 +136,8 @@ class Mamba2(RecurrentMixer):
         """See `StatePlane.parts`: the state and the last inputs of the convolution."""
         config = self.config
         state = (config.heads, config.state_size, config.head_dim)
-        tail = (self.conv.shape[1], config.taps - 1)
+        # By group, so that a rank's groups are one range.
+        tail = (config.groups, self.conv.shape[1] // config.groups, config.taps - 1)
         return StatePart("state", state, "float32"), StatePart("conv", tail, self.dtype)
 
     @property
@@ -146,11 +148,12 @@ class Mamba2(RecurrentMixer):
             StatePart("dt", (self.config.heads,), "float32"),
         )
 
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
         config = self.config
         widths = [self._inner, self.conv.shape[1], config.heads]
-        z, xbc, dt = torch.split(x.linear(self.in_proj, None), widths, dim=1)
+        added = addition_to(lora, "state_in", self.layer)
+        z, xbc, dt = torch.split(x.linear(self.in_proj, added), widths, dim=1)
         if config.factors[0] != 1.0:
             z = z * config.factors[0]
         steps = F.softplus(dt.float() * config.factors[4] + self.dt_bias)
@@ -162,12 +165,27 @@ class Mamba2(RecurrentMixer):
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentMixer.scan`."""
         (xbc, dt), (state, tail), config = inputs, states, self.config
-        mixed, tail = short_conv(xbc, self.conv, self.conv_bias, tail, cu_lens, has_silu=True)
+        before = self._by_kind(tail)
+        mixed, tail = short_conv(xbc, self.conv, self.conv_bias, before, cu_lens, has_silu=True)
         x, b, c = torch.split(mixed, [self._inner, self._shared, self._shared], dim=1)
         x = torch.unflatten(x, 1, (config.heads, config.head_dim))
         b, c = (torch.unflatten(part, 1, (config.groups, config.state_size)) for part in (b, c))
         out, state = mamba2(x, dt, self.rates, b, c, self.skips, state, cu_lens)
-        return out, (state, tail)
+        return out, (state, self._by_group(tail))
+
+    def _by_kind(self, tail: torch.Tensor) -> torch.Tensor:
+        """[S, groups, channels of a group, taps - 1] -> [S, channels, taps - 1]: x, B and C."""
+        groups = self.config.groups
+        if groups == 1:
+            return tail.flatten(1, 2)
+        widths = [self._inner // groups, self.config.state_size, self.config.state_size]
+        return torch.cat([part.flatten(1, 2) for part in torch.split(tail, widths, dim=2)], dim=1)
+
+    def _by_group(self, tail: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_by_kind`."""
+        kinds = torch.split(tail, [self._inner, self._shared, self._shared], dim=1)
+        by_group = [torch.unflatten(kind, 1, (self.config.groups, -1)) for kind in kinds]
+        return torch.cat(by_group, dim=2)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

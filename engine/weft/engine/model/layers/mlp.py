@@ -132,7 +132,8 @@ class PlainMLP:
         added = Sum(self._made(inner), self.down_proj, addition_to(step.lora, "down", self.layer))
         if self.factors[1] == 1.0:
             return added
-        return Computed(linear(added.x, added.w, lora=added.lora) * self.factors[1])
+        value = linear(added.x, added.w, lora=added.lora) * self.factors[1]
+        return Computed(value, is_partial=True)
 
     def unchanged(self, x: Normed) -> Sum:
         """Like a call, without adapters and the factor on the result."""

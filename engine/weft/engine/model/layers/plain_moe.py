@@ -109,9 +109,9 @@ class PlainSparseMLP:
         if self.latent is not None:
             made = linear(made, self.latent[1])
         if self.shared is None:
-            return Computed(made)
+            return Computed(made, is_partial=True)
         inner = activate(x.linear(self.shared[0], None), "relu2", is_gated=False)
-        return Computed(Sum(inner, self.shared[1], None).added_to(made))
+        return Computed(Sum(inner, self.shared[1], None).added_to(made), is_partial=True)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

@@ -13,7 +13,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
-from weft.kernels.lora import LoraStep
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.pool import PlaneInPage
 from weft.kernels.stream import Normed, Sum
 
@@ -64,7 +64,7 @@ class RecurrentMixer(ABC):
         """See `StatePlane.ring`."""
 
     @abstractmethod
-    def project(self, x: Normed) -> Projected:
+    def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """Computes what there is of each row by itself."""
 
     @abstractmethod
@@ -97,13 +97,13 @@ class RecurrentMixer(ABC):
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Takes all rows through the states."""
         assert step.states is not None, "a model with recurrent layers has states"
-        projected = self.project(x)
+        projected = self.project(x, step.lora)
         out = step.states.run(self.in_plane, projected.inputs, self.scan)
         return Query(self.gated(out, projected.gate))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Projects the result."""
-        return Sum(query.q, self.out_proj, None)
+        return Sum(query.q, self.out_proj, addition_to(step.lora, "state_out", self.layer))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

@@ -52,7 +52,7 @@ class SideBySide:
         first, second = (
             factor * _projected(each) for factor, each in zip(self.factors, sums, strict=True)
         )
-        return Computed(first + second)
+        return Computed(first + second, is_partial=True)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 STAGING_BYTES = 64 << 20
 """Host memory used as a buffer where only a disk tier is configured."""
 MIN_SLOTS = 16
+MIN_BLOCKS = 2
+"""Least number of blocks of recurrent layers for which host memory has room."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class TierParts:
 def load_tiers(
     config: EngineConfig,
     page_bytes: int,
+    block_pages: int,
     make_pool: Callable[[], PagePool],
     pin: Callable[[NDArray[np.uint8]], Pinned | None],
     wake: Callable[[], None],
@@ -52,6 +55,7 @@ def load_tiers(
     Args:
         config: Sizes and places.
         page_bytes: Bytes of a page of the pool.
+        block_pages: Pages that a block of recurrent layers takes; 0: there are none.
         make_pool: See `TierParts`.
         pin: Pins host memory `[num_slots, page_bytes]`, so that the pool's device can copy from and
             to it; raises ConfigError if that fails. None: the pool is in host memory.
@@ -73,8 +77,15 @@ def load_tiers(
                 f"host_cache_bytes = {config.host_cache_bytes:,}: a page has {page_bytes:,} bytes",
                 param="host_cache_bytes",
             )
+        if num_slots < (needed := MIN_BLOCKS * block_pages):
+            raise ConfigError(
+                f"host_cache_bytes = {config.host_cache_bytes:,}: a block of recurrent layers "
+                f"takes {block_pages:,} pages of {page_bytes:,} bytes; give at least "
+                f"{needed * page_bytes:,}",
+                param="host_cache_bytes",
+            )
     else:
-        num_slots = max(MIN_SLOTS, STAGING_BYTES // page_bytes)
+        num_slots = max(MIN_SLOTS, STAGING_BYTES // page_bytes, MIN_BLOCKS * block_pages)
     try:
         host, memory = host_tier(num_slots, page_bytes, policy)
     except (OSError, MemoryError, ValueError) as error:

@@ -36,6 +36,7 @@ class TieredFills:
         self._owner = owner
         self._policy = policy
         self._token_bytes = page_bytes / page_size
+        self._page_bytes = page_bytes
         self._prefill_rate = prefill_tokens_per_s
         owner.on_filled = self._filled
 
@@ -65,7 +66,9 @@ class TieredFills:
             store = request.candidates[0]
             num_tokens = store.match_tokens - request.num_computed
             if num_tokens > 0 and store.first_token <= request.num_computed:
-                cost = LoadCost("store", num_tokens, int(num_tokens * self._token_bytes))
+                num_bytes = int(num_tokens * self._token_bytes)
+                num_bytes += self._owner.num_block_pages * self._page_bytes
+                cost = LoadCost("store", num_tokens, num_bytes)
                 if self._policy.num_loaded([cost], self._prefill_rate()):
                     return
             request.candidates.pop(0)

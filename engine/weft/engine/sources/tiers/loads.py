@@ -31,9 +31,21 @@ class TierRun(NamedTuple):
         """Page numbers within the prompt."""
         return range(self.first_page, self.end_page)
 
-    def covers(self, piece: TierRun) -> bool:
-        """Whether the piece was cut from this run."""
-        return self.first_page <= piece.first_page < self.end_page
+
+@dataclass(slots=True, kw_only=True)
+class BlockLoad:
+    """A block that is loaded for a request."""
+
+    block: int
+    """The pool's block, which is lent for the load."""
+    border: int
+    """Where the request goes on, in pages."""
+    num_missing: int
+    """Pages of the block that have still to come."""
+    pages: list[int] = field(default_factory=list)
+    """Loaded pages of KV; they are the request's once the block is there."""
+    num_fenced: int = 0
+    """Chunks of the block that were under way when the load was abandoned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +62,8 @@ class TierLoad:
     """Chunks not yet finished, in order."""
     is_stopped: bool = False
     """Whether to skip chunks that have not begun. Either thread sets it."""
+    block: BlockLoad | None = None
+    """The block of recurrent layers behind the pages; None: the model has none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +78,8 @@ class LoadChunk:
     """Record of the chunk's run in the request's timeline."""
     pool: PagePool
     ended: Callable[[LoadChunk], None]
+    is_of_block: bool = False
+    """Whether these are pages of the load's block, not of KV."""
     is_begun: bool = False
     """Whether the thread may write to the chunk's pages. The thread sets it before it checks
     whether the load is stopped.

@@ -16,19 +16,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from weft.engine.base.background import BackgroundThread
 from weft.engine.base.clock import Clock
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.prefix_cache import Evicted
+from weft.engine.memory.tree import Node
 from weft.engine.protocol.reports import TierReport
 from weft.engine.protocol.timeline import FillRecord
 from weft.engine.scheduler.state import Request, State
 from weft.engine.sources.fill import FillListener
+from weft.engine.sources.tiers.blocks import BlockAccess, FoundBlock
 from weft.engine.sources.tiers.build import TierParts
 from weft.engine.sources.tiers.host import HostMemory
 from weft.engine.sources.tiers.keyed import PageName, PagePlace
-from weft.engine.sources.tiers.loads import FetchMove, LoadChunk, TierLoad, TierRun, chunked
+from weft.engine.sources.tiers.loads import (
+    BlockLoad,
+    FetchMove,
+    LoadChunk,
+    TierLoad,
+    TierRun,
+    chunked,
+)
 from weft.engine.sources.tiers.policy import LoadCost, TierPolicy
 from weft.engine.sources.tiers.removal import Removal
 from weft.engine.sources.tiers.saves import DigestSave, DiskSave, HostSave
@@ -56,6 +66,19 @@ DISK_REST_S = 5.0
 """Seconds for which a disk is not written to after a failed write."""
 
 
+class _Planned(NamedTuple):
+    """A load that was decided."""
+
+    runs: list[TierRun]
+    """Pages of KV."""
+    loads: list[PageLoad]
+    """Pins on them, and on the pages of the block."""
+    block: BlockLoad | None = None
+    """The block of recurrent layers behind them; None: the model has none."""
+    block_runs: Sequence[TierRun] = ()
+    """Pages of the block, counted from 0."""
+
+
 class Tiers:
     """Host memory and disk below one pool. Used by the engine's thread.
 
@@ -68,6 +91,7 @@ class Tiers:
         num_cached_pages: Returns how many of a request's first n pages are in the pool.
         clock: Monotonic seconds.
         progress_timeout_s: Seconds without progress after which a load is abandoned.
+        blocks: Blocks of recurrent layers; None: the model has none.
     """
 
     def __init__(
@@ -80,6 +104,7 @@ class Tiers:
         num_cached_pages: Callable[[Request, int], int],
         clock: Clock,
         progress_timeout_s: float,
+        blocks: BlockAccess | None = None,
     ) -> None:
         self.host, self.disk = parts.host, parts.disk
         assert isinstance(parts.host.medium, HostMemory)
@@ -101,7 +126,7 @@ class Tiers:
         self._writer = BackgroundThread("weft-tier-disk", parts.wake)
         self._most_chunk_pages = memory.num_usable_pages // MIN_CHUNKS
         self._loads: dict[int, TierLoad] = {}
-        self._planned: dict[int, tuple[list[TierRun], list[PageLoad]]] = {}
+        self._planned: dict[int, _Planned] = {}
         self._due: list[LoadChunk] = []
         self._reclaimed: list[Evicted] = []
         self._waiting: list[Request] = []
@@ -114,6 +139,16 @@ class Tiers:
         """Pages copied within a step when the pool evicted them, since start."""
         self.listener: FillListener | None = None
         memory.on_reclaimed = self._reclaimed.append
+        self._blocks = blocks
+        self._saving: dict[int, int] = {}
+        """Number of pages on their way to host memory, of each block that is held for that."""
+        if blocks is not None:
+            self._load_blocks, self._save_blocks, self._step_blocks = (
+                blocks.make_pool() for _ in range(3)
+            )
+            blocks.states.on_given_up = self._write_block_back
+            if policy.is_written_through(0):
+                blocks.states.on_kept.append(self._offer_block)
         if self.disk is not None:
             self.host.on_evicted = self._host_evicted
             self.disk.remove = self._remove_from_disk
@@ -144,6 +179,62 @@ class Tiers:
             page = request.pages[index]
             self._memory.retain([page])
             self._saver.give(HostSave(save, self._save_pool, page, self.host, self._saved))
+        if self._blocks is not None:
+            for node, block in self._blocks.states.kept_of(request, first, end):
+                self._offer_block(node, block, request.priority)
+
+    def _offer_block(self, node: Node, block: int, priority: int, _: bool = True) -> None:
+        """Copies the block behind a page to host memory and disk, outside the steps."""
+        blocks = self._blocks
+        assert blocks is not None
+        names = blocks.names(node.key)
+        missing = [i for i, name in enumerate(names) if not self.host.pages.knows(name.key)]
+        if not missing:
+            for name in names:
+                self._write_through(name.key)
+            return
+        is_under_way = block in self._saving
+        if is_under_way or self._saver.num_open >= MAX_OPEN_SAVES or not blocks.states.hold(block):
+            return
+        pages = blocks.pages_of(block)
+        saves = [(self.host.save(names[index], priority), pages[index]) for index in missing]
+        moves = [
+            HostSave(save, self._save_blocks, page, self.host, self._block_saved)
+            for save, page in saves
+            if save is not None
+        ]
+        if not moves:
+            blocks.states.give_back(block)
+            return
+        self._saving[block] = len(moves)
+        for move in moves:
+            self._saver.give(move)
+
+    def _block_saved(self, move: HostSave) -> None:
+        assert self._blocks is not None
+        block = move.page // self._blocks.num_pages
+        self._saving[block] -= 1
+        if not self._saving[block]:
+            del self._saving[block]
+            self._blocks.states.give_back(block)
+        if move.save.outcome == "done":
+            self._write_through(move.save.name.key)
+
+    def _write_block_back(self, evicted: Evicted) -> None:
+        """Copies a block that the pool gives up to host memory, at once."""
+        blocks = self._blocks
+        assert blocks is not None
+        pages = blocks.pages_of(evicted.page)
+        for name, page in zip(blocks.names(evicted.key), pages, strict=True):
+            if self.host.pages.knows(name.key):
+                continue
+            save = self.host.save(name)
+            if save is None:
+                self.host.counters.dropped_pages += 1
+                continue
+            self.num_written_back_pages += 1
+            self._rows.write(save.place, self._step_blocks.read(page))
+            self._saver.give(DigestSave(save, self._rows.row(save.place), lambda name: None))
 
     def write_back(self) -> None:
         """Copies pages that the pool has evicted; must be called before they are overwritten."""
@@ -230,7 +321,12 @@ class Tiers:
         """How many of a request's first `num_pages` pages the pool and tiers hold, up to a gap."""
         cached = self._num_cached_pages(request, num_pages)
         runs = self._find(request, cached, num_pages)
-        return runs[-1].end_page if runs else cached
+        held = runs[-1].end_page if runs else cached
+        if self._blocks is None:
+            return held
+        continuable = self._blocks.num_continuable_pages(request, num_pages)
+        _, found = self._find_block(request, runs, held, continuable)
+        return continuable if found is None else found.border
 
     def look_up(self, request: Request) -> None:
         """Registers a new request; while it waits, its pages move from disk to host memory."""
@@ -245,23 +341,51 @@ class Tiers:
             request.passes_over_tiers = False
         if request.passes_over_tiers:
             return False
-        first = request.num_computed // self._page_size
+        first = begin = request.num_computed // self._page_size
         end = request.num_reusable_tokens // self._page_size
         if end <= first:
             return False
-        runs = self._find(request, first, end)
+        if self._blocks is not None:
+            first = len(request.pages)  # The pool may have pages behind its last block.
+        runs, found = self._find(request, first, end), None
+        if self._blocks is not None:
+            held = runs[-1].end_page if runs else min(first, end)
+            runs, found = self._find_block(request, runs, held, begin)
         if request.state is not State.LOADING:
-            self._count(runs, end - first)
+            self._count(runs, max(0, end - first))
+        if self._blocks is not None:
+            return found is not None and self._plan_block(request, runs, found)
         costs = [self._cost(run) for run in runs]
         runs = runs[: self._policy.num_loaded(costs, self._prefill_rate())]
         if runs:
-            keys = request.keys.upto(request.tokens, runs[-1].end_page)
-            self._planned[id(request)] = (
-                runs,
-                # Pin at once: pages that the pool evicts for this load could displace them.
-                [_pinned(run.tier, keys[i]) for run in runs for i in run.indices],
-            )
+            self._planned[id(request)] = _Planned(runs, self._pin(request, runs))
         return bool(runs)
+
+    def _plan_block(self, request: Request, runs: list[TierRun], found: FoundBlock) -> bool:
+        """Decides about pages and the block behind them, which are of use only together."""
+        assert self._blocks is not None
+        tier = max((*(run.tier for run in runs), *found.tiers), key=self._tiers.index)
+        num_pages = sum(run.num_pages for run in runs) + len(found.keys)
+        num_tokens = found.border * self._page_size - request.num_computed
+        cost = LoadCost(tier.name, num_tokens, num_pages * self._page_bytes)
+        if not self._policy.num_loaded([cost], self._prefill_rate()):
+            return False
+        # Before a block is lent, for which another may be written over them.
+        of_block = [_pinned(*pair) for pair in zip(found.tiers, found.keys, strict=True)]
+        loads = [*self._pin(request, runs), *of_block]
+        block = self._blocks.states.lend()
+        if block is None:
+            for pinned in loads:
+                pinned.end()
+            return False
+        load = BlockLoad(block=block, border=found.border, num_missing=len(of_block))
+        self._planned[id(request)] = _Planned(runs, loads, load, found.runs())
+        return True
+
+    def _pin(self, request: Request, runs: list[TierRun]) -> list[PageLoad]:
+        """Pins pages at once, since what the pool evicts for their load could displace them."""
+        keys = request.keys.upto(request.tokens, runs[-1].end_page if runs else 0)
+        return [_pinned(run.tier, keys[index]) for run in runs for index in run.indices]
 
     def start(self, request: Request) -> bool:
         """Prepares the load that `plan` chose, for `begin_loads`; False: there is none."""
@@ -270,23 +394,49 @@ class Tiers:
         planned = self._planned.pop(id(request), None)
         if planned is None:
             return False
-        runs, loads = planned
-        first_page, end_page = runs[0].first_page, runs[-1].end_page
-        pages = self._memory.allocate(end_page - first_page, request.namespace, promised=True)
-        request.num_promised_pages -= len(pages)
-        pieces = [piece for run in runs for piece in chunked(run, self._chunk_pages(run.tier))]
-        now = self._clock()
-        load = self._loads[id(request)] = TierLoad(request, pages.copy(), now)
-        records = [(run, self._record(request, run)) for run in runs]
-        for piece in pieces:
-            part = slice(piece.first_page - first_page, piece.end_page - first_page)
-            record = next(record for run, record in records if run.covers(piece))
-            chunk = LoadChunk(
-                load, piece.tier, loads[part], pages[part], record, self._load_pool, self._loaded
-            )
+        num_pages = sum(run.num_pages for run in planned.runs)
+        pages = self._memory.allocate(num_pages, request.namespace, promised=True)
+        request.num_promised_pages -= num_pages
+        load = TierLoad(request, pages.copy(), self._clock(), block=planned.block)
+        self._loads[id(request)] = load
+        size, begin = self._page_size, request.num_computed
+        record: FillRecord | None = None
+        at = 0
+        for run in planned.runs:
+            record = self._record(request, run.tier, begin, run.end_page * size)
+            begin = run.end_page * size
+            self._add_chunks(load, run, planned.loads[at:], pages[at:], record)
+            at += run.num_pages
+        if planned.block is not None:
+            of_block = self._blocks_pages(planned.block)
+            for run in planned.block_runs:
+                if record is None:
+                    record = self._record(request, run.tier, begin, planned.block.border * size)
+                loads = planned.loads[at + run.first_page :]
+                self._add_chunks(load, run, loads, of_block[run.first_page :], record, True)
+        return True
+
+    def _add_chunks(
+        self,
+        load: TierLoad,
+        run: TierRun,
+        loads: Sequence[PageLoad],
+        pages: Sequence[int],
+        record: FillRecord,
+        is_of_block: bool = False,
+    ) -> None:
+        """Adds chunks of a run, the first of `loads` and `pages` being those of its first page."""
+        pool = self._load_blocks if is_of_block else self._load_pool
+        for piece in chunked(run, self._chunk_pages(run.tier)):
+            part = slice(piece.first_page - run.first_page, piece.end_page - run.first_page)
+            own = list(loads[part]), list(pages[part])
+            chunk = LoadChunk(load, run.tier, *own, record, pool, self._loaded, is_of_block)
             load.chunks.append(chunk)
             self._due.append(chunk)
-        return True
+
+    def _blocks_pages(self, load: BlockLoad) -> range:
+        assert self._blocks is not None
+        return self._blocks.pages_of(load.block)
 
     @property
     def num_due(self) -> int:
@@ -305,9 +455,12 @@ class Tiers:
         Pages of the chunk that a thread is loading stay in quarantine until the thread has finished
         it; the other pages become free at once.
         """
-        _, pinned = self._planned.pop(id(request), ([], []))
-        for found in pinned:
-            found.end()
+        planned = self._planned.pop(id(request), None)
+        if planned is not None:
+            for found in planned.loads:
+                found.end()
+            if planned.block is not None:
+                self._give_back(planned.block)
         load = self._loads.pop(id(request), None)
         if load is None:
             return False
@@ -315,14 +468,27 @@ class Tiers:
         load.is_stopped = True  # Set before `LoadChunk.is_begun` is read, which depends on it.
         for chunk in load.chunks:
             chunk.is_fenced = chunk.is_begun  # Read once, since the thread may set it meanwhile.
-            if chunk.is_fenced:
+            if chunk.is_of_block:
+                assert load.block is not None
+                load.block.num_fenced += chunk.is_fenced
+            elif chunk.is_fenced:
                 self._memory.quarantine(chunk.pages)
             else:
                 self._memory.release(chunk.pages)
         # Pages that ended chunks did not bring.
-        open_pages = {page for chunk in load.chunks for page in chunk.pages}
+        open_pages = {
+            page for chunk in load.chunks if not chunk.is_of_block for page in chunk.pages
+        }
         self._memory.release([page for page in load.pages if page not in open_pages])
+        if load.block is not None:
+            self._memory.release(load.block.pages)
+            if not load.block.num_fenced:
+                self._give_back(load.block)
         return True
+
+    def _give_back(self, load: BlockLoad) -> None:
+        assert self._blocks is not None
+        self._blocks.states.give_back(load.block)
 
     def _find(self, request: Request, first: int, end: int) -> list[TierRun]:
         """The pages [first, end) that tiers hold, up to the first gap; the nearest tier first."""
@@ -338,6 +504,15 @@ class Tiers:
             else:
                 runs.append(TierRun(tier, index, index + 1))
         return runs
+
+    def _find_block(
+        self, request: Request, runs: list[TierRun], held: int, begin: int
+    ) -> tuple[list[TierRun], FoundBlock | None]:
+        """See `BlockAccess.find`; pool and tiers hold the prompt's first `held` pages."""
+        assert self._blocks is not None
+        tiers = [tier for tier in self._tiers if not self._is_stuck(tier)]
+        keys = request.keys.upto(request.tokens, held)
+        return self._blocks.find(runs, keys, begin, tiers)
 
     def _count(self, runs: list[TierRun], num_wanted: int) -> None:
         of_host = sum(run.num_pages for run in runs if run.tier is self.host)
@@ -356,14 +531,14 @@ class Tiers:
         num_bytes = run.num_pages * self._page_bytes
         return LoadCost(run.tier.name, run.num_pages * self._page_size, num_bytes)
 
-    def _record(self, request: Request, run: TierRun) -> FillRecord:
+    def _record(self, request: Request, tier: Tier, start_token: int, end_token: int) -> FillRecord:
         now = self._clock() - request.timeline.submitted_at
         record = FillRecord(
-            source=run.tier.name,
+            source=tier.name,
             worker_id="",
             transport="",
-            start_token=run.first_page * self._page_size,
-            end_token=run.end_page * self._page_size,
+            start_token=start_token,
+            end_token=end_token,
             start_s=now,
             end_s=now,
         )
@@ -380,32 +555,73 @@ class Tiers:
         load.last_progress_at = self._clock()
         if request is None:
             if chunk.is_fenced:
-                self._memory.end_quarantine(chunk.pages)
+                self._end_fence(chunk)
             return
-        num_tokens = chunk.num_good * self._page_size
-        request.pages += load.pages[: chunk.num_good]
-        del load.pages[: chunk.num_good]
-        request.num_computed += num_tokens
-        request.num_cached_tokens += num_tokens
-        record = chunk.record
-        record.accepted_tokens += num_tokens
+        good, record = chunk.num_good, chunk.record
+        if chunk.is_of_block:
+            assert load.block is not None
+            load.block.num_missing -= good
+        else:
+            taker = request.pages if load.block is None else load.block.pages
+            taker += load.pages[:good]
+            del load.pages[:good]
+        if load.block is None:
+            request.num_computed += good * self._page_size
+            request.num_cached_tokens += good * self._page_size
+            record.accepted_tokens += good * self._page_size
         record.bytes += num_bytes
         record.end_s = self._clock() - request.timeline.submitted_at
         if any(found.outcome in ("corrupt", "failed") for found in chunk.loads):
             record.failure = "a page could not be read or was not what was saved"
         assert self.listener is not None
-        if chunk.num_good:
+        if chunk.num_good and load.block is None:
             self.listener.publish(request)
         if not load.chunks:
             self._end(load, request)
 
     def _end(self, load: TierLoad, request: Request) -> None:
         del self._loads[id(request)]
+        assert self.listener is not None
+        if load.block is not None:
+            self._end_block(load, load.block, request)
         self._memory.release(load.pages)
         self._memory.promise(len(load.pages))
         request.num_promised_pages += len(load.pages)
-        assert self.listener is not None
         self.listener.fill_completed(request)
+
+    def _end_block(self, load: TierLoad, block: BlockLoad, request: Request) -> None:
+        """Gives a request the pages that were loaded, if the block behind them has come."""
+        if load.pages or block.num_missing:
+            load.pages = block.pages + load.pages
+            self._give_back(block)
+            return
+        assert self._blocks is not None
+        assert self.listener is not None
+        end = block.border * self._page_size
+        num_tokens = end - request.num_computed
+        request.pages += block.pages
+        request.num_computed = end
+        request.num_cached_tokens += num_tokens
+        # Records of tiers follow one another, and the last one ends at the border.
+        for record in reversed(request.timeline.fills):
+            record.accepted_tokens = record.end_token - record.start_token
+            num_tokens -= record.accepted_tokens
+            if num_tokens <= 0:
+                break
+        self.listener.publish(request)
+        self._blocks.states.adopt(request, block.border, block.block)
+        self._blocks.states.committed(request)
+
+    def _end_fence(self, chunk: LoadChunk) -> None:
+        """Ends the quarantine of a chunk whose load was abandoned."""
+        block = chunk.load.block
+        if not chunk.is_of_block:
+            self._memory.end_quarantine(chunk.pages)
+            return
+        assert block is not None
+        block.num_fenced -= 1
+        if not block.num_fenced:
+            self._give_back(block)
 
     # -- every turn ------------------------------------------------------------------------------
 
@@ -499,21 +715,30 @@ class Tiers:
         end = request.num_reusable_tokens // self._page_size
         first = self._num_cached_pages(request, end)
         keys = request.keys.upto(request.tokens, end)
+        runs, found = self._find(request, first, end), None
+        if self._blocks is not None:
+            held = runs[-1].end_page if runs else first
+            begin = self._blocks.num_continuable_pages(request, end)
+            runs, found = self._find_block(request, runs, held, begin)
+        names = [
+            PageName(keys[index], keys[index - 1] if index else b"")
+            for run in runs
+            for index in (run.indices if run.tier is self.disk else ())
+        ]
+        if found is not None and self._blocks is not None:
+            of_block = self._blocks.names(keys[found.border - 1])
+            names += [n for n, t in zip(of_block, found.tiers, strict=True) if t is self.disk]
         most = min(MAX_OPEN_FETCHES, self.host.pages.memory.num_usable_pages // 2)
-        for run in self._find(request, first, end):
-            if run.tier is self.host:
-                continue
-            for index in range(run.first_page, run.end_page):
-                if self._fetcher.num_open >= most:
-                    return
-                name = PageName(keys[index], keys[index - 1] if index else b"")
-                save = self.host.save(name, request.priority)
-                if save is None:
-                    return
-                load = self.disk.load(keys[index])
-                assert load is not None
-                row = self._rows.row(save.place)
-                self._fetcher.give(FetchMove(request, _still_waits, load, save, row))
+        for name in names:
+            if self._fetcher.num_open >= most:
+                return
+            save = self.host.save(name, request.priority)
+            if save is None:
+                return
+            load = self.disk.load(name.key)
+            assert load is not None
+            row = self._rows.row(save.place)
+            self._fetcher.give(FetchMove(request, _still_waits, load, save, row))
 
     # -- for operators ---------------------------------------------------------------------------
 

@@ -109,7 +109,8 @@ class StoreClient:
     async def _ask(self, lookup: StoreLookup) -> StoreAnswer:
         """Asks each replica for its stretches, all at once, and joins the answers."""
         parts: list[_Stretch] = []
-        for first, end in stretches(len(lookup.keys)):
+        num_keys = len(lookup.keys)
+        for first, end in [(0, num_keys)] if lookup.block_pages else stretches(num_keys):
             replica = self._replica_of(lookup.keys[first], is_put=False)
             if replica is None:
                 break

@@ -97,7 +97,9 @@ class StoreReplica:
     async def look_up(self, lookup: StoreLookup, keys: Sequence[bytes]) -> Held | None:
         """Number of leading keys that it holds; None: it does not answer."""
         trace = _LookupTrace(self._tracer, lookup, len(keys))
-        request = kvstore_pb2.LookupRequest(namespace=lookup.namespace, keys=keys)
+        request = kvstore_pb2.LookupRequest(
+            namespace=lookup.namespace, keys=keys, block_pages=lookup.block_pages
+        )
         held: Held | None = None
         try:
             response = await self._stub.Lookup(

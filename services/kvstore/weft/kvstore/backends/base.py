@@ -27,6 +27,10 @@ class Backend(Protocol):
         """
         ...
 
+    async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the keys that the back end holds."""
+        ...
+
     async def fetch(self, keys: Sequence[bytes]) -> None:
         """Fetches leading keys to the arena, as far as time allows."""
         ...

@@ -134,6 +134,10 @@ class DiskBackend:
             self._fetching.begin(keys[:num_held])
         return num_held
 
+    async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
+        """See `Backend.held_of`."""
+        return set() if self._num_late else {key for key in keys if self.disk.pages.has(key)}
+
     def _keep_on_disk(self, keys: Sequence[bytes]) -> None:
         """Notes on disk that pages are used, also those read from the arena, since the most wanted
         ones would otherwise leave the disk first. It notes only the last one, because earlier pages

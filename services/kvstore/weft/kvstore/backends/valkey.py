@@ -239,6 +239,12 @@ class ValkeyBackend:
             self._fetching.begin(keys[:num_held])
         return num_held
 
+    async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
+        """See `Backend.held_of`."""
+        commands: list[Command] = [("EXISTS", self._name(key)) for key in keys]
+        replies = await self._servers.call(commands, self._lookup_timeout_s)
+        return {key for key, reply in zip(keys, replies, strict=True) if _is_number(reply, 1)}
+
     async def fetch(self, keys: Sequence[bytes]) -> None:
         """See `Backend.fetch`."""
         await self._fetching.fetch(keys)

@@ -91,6 +91,7 @@ class Others:
     def __init__(self, system: System) -> None:
         self._system = system
         self.on_filled = None
+        self.num_block_pages = 0
         self.open: dict[int, tuple[Request, list[int]]] = {}
         self.quarantined: list[list[int]] = []
         self.num_filled: Counter[str] = Counter()

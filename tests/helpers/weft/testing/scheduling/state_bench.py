@@ -2,23 +2,29 @@
 
 KV of a page is the tokens that it would hold. A state is a number made of all tokens before it, so
 that any wrong, missing or additional token shows in every output behind it. Free pages and blocks
-are poisoned. Drafts are random, and so is how many of them are accepted.
+are poisoned. Drafts are random, and so is how many of them are accepted. Below the pool there may
+be host memory and a disk, the real ones.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.pages import PageCopy
 from weft.engine.drawing.encode import step_input
+from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.states import StateMemory
+from weft.engine.memory.eviction import lru
 from weft.engine.memory.keys import ROOT_KEY
 from weft.engine.memory.layout import StatePart, StatePlane, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, PageMemory
@@ -27,6 +33,7 @@ from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.model.state_step import StateStep
 from weft.engine.protocol.timeline import Timeline
+from weft.engine.scheduler.events import SchedulerEvents
 from weft.engine.scheduler.limits import SchedulerLimits
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.plan import Plan
@@ -35,6 +42,16 @@ from weft.engine.scheduler.ports import DraftGate
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.state import Request, RequestKey, State
 from weft.engine.scheduler.state_blocks import StateBlocks
+from weft.engine.sources.owner import OwnerFills
+from weft.engine.sources.tiers.blocks import BlockAccess
+from weft.engine.sources.tiers.build import TierParts
+from weft.engine.sources.tiers.disk import PageFiles, disk_tier
+from weft.engine.sources.tiers.fills import TieredFills
+from weft.engine.sources.tiers.host import host_tier
+from weft.engine.sources.tiers.policy import TierPolicy
+from weft.engine.sources.tiers.tiers import Tiers
+from weft.engine.sources.tiers.write_through import write_through
+from weft.engine.transfer.page_pool import HostPool
 from weft.testing.scheduling.bare_request import bare_request
 
 PAGE = 4
@@ -44,10 +61,14 @@ VOCAB = 90
 POISON = -7
 LAYERS = 2
 _PRIME = 33_554_393
+_COPIES = 3
+"""Numbers of a layer's sum, all equal."""
+PAGE_BYTES = PAGE * 8
+BLOCK_PAGES = -(-LAYERS * (_COPIES + 1) * 8 // PAGE_BYTES)
 _PLANE = StatePlane(
     name="sums",
     layers=LAYERS,
-    parts=(StatePart("sum", (1,), "float64"), StatePart("count", (), "float64")),
+    parts=(StatePart("sum", (_COPIES,), "float64"), StatePart("count", (), "float64")),
     ring=(StatePart("token", (), "float64"),),
 )
 
@@ -73,7 +94,7 @@ def _scan(
         totals[number] = total
     counts = states[1] + cu_lens.diff()
     return torch.tensor(outputs, dtype=torch.float64), [
-        torch.tensor(totals, dtype=torch.float64)[:, None],
+        torch.tensor(totals, dtype=torch.float64)[:, None].repeat(1, _COPIES),
         counts,
     ]
 
@@ -95,7 +116,7 @@ class _Step:
         self.is_done = True
         content, arrays = bench.content, self.arrays
         for source, destination in self.copies:
-            content[destination] = list(content[source])
+            content[destination] = content[source]
         bounds, row_tokens, expected = arrays.cu_q_lens.tolist(), list[int](), list[int]()
         drafts = dict(zip((i.request for i in self.plan.verifies), self.plan.drafts, strict=True))
         for number, item in enumerate(self.plan):
@@ -147,6 +168,9 @@ class StateBench:
         drafts: Whether requests get drafts.
         is_overlapped: Whether a step begins before the one before it is committed.
         stop_chance: That a drawn token ends its request, which cannot be foreseen.
+        slots: Pages that host memory and the disk have room for; 0: there is no such tier.
+        folder: Of the disk.
+        threshold: `write_through_threshold`.
     """
 
     def __init__(
@@ -161,40 +185,57 @@ class StateBench:
         drafts: bool = False,
         is_overlapped: bool = False,
         stop_chance: float = 0.0,
+        slots: tuple[int, int] = (0, 0),
+        folder: Path = Path(),
+        threshold: int = 0,
     ) -> None:
         self.rng = rng
         self.limits = limits
         self.is_overlapped = is_overlapped
         self.stop_chance = stop_chance
-        self.content = [[POISON] * PAGE for _ in range(num_pages)]
+        self.content = np.full((num_pages, PAGE), POISON, np.int64)
         self.cache = PrefixTree(PAGE) if has_cache else None
         self.memory = PageMemory(num_pages, self.cache, tracks_freed=True)
         self.index = None if self.cache is None else StateIndex(self.cache)
         self.told: set[bytes] = set()
         """Keys of pages of which gateways are told."""
-        self.blocks = PageMemory(num_blocks, self.index)
+        has_tiers = slots[0] > 0 and has_cache
+        self.blocks = PageMemory(num_blocks, self.index, tracks_freed=has_tiers)
         set_free = self.blocks._set_free
 
         def poison(block: int) -> None:
             set_free(block)
             self.device.poison([block])
 
-        self.blocks._set_free = poison  # type: ignore[method-assign]
-        slots = limits.max_running_requests
-        self.states = StateBlocks(self.blocks, self.index, PAGE, checkpoint_tokens, slots)
+        if not has_tiers:  # They read what the pool has just given up.
+            self.blocks._set_free = poison  # type: ignore[method-assign]
+        most = limits.max_running_requests
+        self.states = StateBlocks(self.blocks, self.index, PAGE, checkpoint_tokens, most)
         self.states.watch(self._reached, self.told.remove)
         rows = num_ring_rows(PAGE, MAX_DRAFTS)
-        self.device = StateMemory(_PLANE, num_blocks, slots, rows, torch.device("cpu"))
+        self.device = StateMemory(_PLANE, num_blocks, most, rows, torch.device("cpu"))
         self.device.poison(range(1, num_blocks))
         for ring in self.device.pools.rings:
             ring.fill_(float("nan"))
-        self.table = PageTable(slots, num_pages, keeps_changes=False)
+        self.table = PageTable(most, num_pages, keeps_changes=False)
         pages = RequestPages(self.memory, self.cache, PAGE, (), self.states)
         queue = make_queue("fcfs", 30.0, pages.num_cached_tokens, limits.max_step_tokens)
         self.finished: list[Request] = []
+        self.now = 0.0
+        self.tiers: Tiers | None = None
+        """Host memory and disk; None: there are none."""
+        fills, events = None, SchedulerEvents()
+        if has_tiers:
+            policy = TierPolicy(threshold, load_back_threshold=0)
+            self.tiers = self._make_tiers(pages, policy, slots, folder)
+            alone = cast("OwnerFills", _NoFillers())
+            fills = TieredFills(self.tiers, alone, policy, PAGE_BYTES, PAGE, lambda: 0.0)
+            write_through(events, policy, self.tiers, None)
         self.scheduler = Scheduler(
-            limits, pages, queue, None, self.finished.append, self._free_slot
+            limits, pages, queue, fills, self.finished.append, self._free_slot, events=events
         )
+        if self.tiers is not None:
+            self.tiers.listener = self.scheduler
         if drafts:
             plans = self.scheduler.running_plans
             plans.draft(RandomGate(rng), False, MAX_DRAFTS, num_pages * PAGE)
@@ -204,8 +245,41 @@ class StateBench:
         self.num_computed = 0
         self.num_rerun = 0
         """Rows that were computed for their states alone."""
-        self.now = 0.0
         self._siblings: dict[Request, int] = {}
+
+    def _make_tiers(
+        self, pages: RequestPages, policy: TierPolicy, slots: tuple[int, int], folder: Path
+    ) -> Tiers:
+        files = PageFiles(folder) if slots[1] else None
+        disk = None
+        if files is not None:
+            disk = disk_tier(files, slots[1] * PAGE_BYTES, PAGE_BYTES, lru)
+        rows = self.content.view(np.uint8)
+        parts = TierParts(
+            host=host_tier(slots[0], PAGE_BYTES, lru)[0],
+            disk=disk,
+            files=files,
+            make_pool=lambda: HostPool(rows),
+            wake=lambda: None,
+            notices=[],
+        )
+        access = BlockAccess(
+            states=self.states,
+            num_pages=BLOCK_PAGES,
+            make_pool=lambda: BlockPool(self.device.of_blocks, BLOCK_PAGES, PAGE_BYTES),
+            num_continuable_pages=pages.num_continuable_pages,
+        )
+        return Tiers(
+            parts,
+            PAGE,
+            self.memory,
+            policy,
+            lambda: 0.0,
+            pages.num_cached_pages,
+            lambda: self.now,
+            progress_timeout_s=1e9,
+            blocks=access,
+        )
 
     def _reached(self, key: bytes, parent: bytes) -> None:
         assert key not in self.told
@@ -231,6 +305,8 @@ class StateBench:
         request.speculates = self.scheduler.running_plans.gate is not None
         if num_siblings:
             self._siblings[request] = num_siblings
+        if self.tiers is not None:
+            self.tiers.look_up(request)
         self.scheduler.add(request)
         return request
 
@@ -242,7 +318,12 @@ class StateBench:
     def step(self) -> None:
         """One turn, in the order of `StepPipeline.turn`."""
         self.now += 1.0
+        if self.tiers is not None:
+            self.tiers.take()
         plan = self.scheduler.plan(self.now)
+        if self.tiers is not None:
+            self.tiers.write_back()
+            self.tiers.begin_loads()
         step = self._launch(plan) if len(plan) else None
         before, self._flying = self._flying, step
         if before is not None:
@@ -252,8 +333,10 @@ class StateBench:
         if step is not None and not self.is_overlapped:
             self._flying = None
             self._end(step)
-        for page in self.memory.take_freed():
-            self.content[page] = [POISON] * PAGE
+        if self.tiers is not None:
+            self.tiers.tick()
+            self.device.poison(self.blocks.take_freed())
+        self.content[self.memory.take_freed()] = POISON
         for pool in self.device.pools.blocks:
             assert pool[self.blocks._free].isnan().all(), "a step wrote to a free block"
         self.memory.check_integrity()
@@ -334,16 +417,20 @@ class StateBench:
         self.index.check_integrity()
         for node, kept in self.index._of_node.items():
             tokens = _tokens_to(node)
-            found = [pool[kept.block, 0].item() for pool in self.device.pools.blocks]
-            assert found == [sums(tokens)[-1], len(tokens)], "a cached state is of other tokens"
+            found = torch.cat([pool[kept.block, 0].view(-1) for pool in self.device.pools.blocks])
+            right = [sums(tokens)[-1]] * _COPIES + [len(tokens)]
+            assert found.tolist() == right, "a cached state is of other tokens"
         assert self.told == {node.key for node in self.index._num_reaching}
 
     def run_out(self, max_steps: int = 20_000) -> None:
         """Steps until nothing is left, and checks that nothing is."""
         for _ in range(max_steps):
-            if not self.scheduler.num_requests and self._flying is None:
+            is_moving = self.tiers is not None and self.tiers.num_open > 0
+            if not (self.scheduler.num_requests or self._flying is not None or is_moving):
                 break
             self.step()
+            if is_moving:
+                time.sleep(2e-4)
         else:
             raise AssertionError("a request starved")
         self.step()
@@ -352,6 +439,28 @@ class StateBench:
         assert self.states._num_reserved == 0
         assert not self.blocks.counts().used
         assert not self.memory.counts().used
+        assert not self.memory.num_promised_pages
+        if self.tiers is not None:
+            assert not any(self.tiers.sizes().values()), self.tiers.sizes()
+            for tier in self.tiers._tiers:
+                tier.pages.check_integrity()
+                assert not tier.counts().used
+
+
+class _NoFillers:
+    """Stands for the owner's side of fills, of which there are none."""
+
+    num_block_pages = BLOCK_PAGES
+    on_filled = None
+
+    def next_state(self, request: Request) -> State:
+        return State.PREFILLING
+
+    def start(self, request: Request) -> bool:
+        return True
+
+    def abandon(self, request: Request) -> None:
+        pass
 
 
 def _tokens_to(node: Node) -> list[int]:

@@ -1,0 +1,72 @@
+"""Blocks of recurrent layers in the store: pages count up to the last one with a whole block."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.engine.memory.keys import block_keys
+from weft.kvstore.store import KvStore
+from weft.testing.services.kv_chain import Chain, StoreCaller, random_pages
+from weft.testing.services.store_server import store_here
+from weft.v1 import kvstore_pb2
+
+PAGE_BYTES, NUM_PAGES, BLOCK = 4096, 8, 3
+
+
+async def continuable(caller: StoreCaller, chain: Chain) -> int:
+    """Pages behind which the store says that a request can go on."""
+    request = kvstore_pb2.LookupRequest(
+        namespace=chain.namespace, keys=chain.keys, block_pages=BLOCK
+    )
+    return int((await caller.stub.Lookup(request, timeout=10)).num_pages)
+
+
+def block_behind(chain: Chain, border: int) -> Chain:
+    """The pages of the block behind the first pages of a chain."""
+    block = Chain(BLOCK, namespace=chain.namespace)
+    block.keys = block_keys(chain.keys[border - 1], BLOCK)
+    return block
+
+
+async def on_disk(store: KvStore, num_pages: int) -> None:
+    async with asyncio.timeout(60):
+        while store.tiers()[0].cached_pages < num_pages:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("backend", ["memory", "disk"])
+async def test_pages_count_and_come_with_their_block(backend: str, tmp_path: Path) -> None:
+    """On disk a later store finds what an earlier one had."""
+    settings: dict[str, Any] = {"memory_bytes": 32 * PAGE_BYTES}
+    settings |= {"disk_cache_dir": tmp_path} if backend == "disk" else {}
+    chain, content = Chain(NUM_PAGES), random_pages(NUM_PAGES, PAGE_BYTES)
+    first, last = (random_pages(BLOCK, PAGE_BYTES) for _ in range(2))
+    async with store_here(**settings) as (store, address), StoreCaller(address) as caller:
+        await caller.put_data(chain, range(NUM_PAGES), content)
+        assert (await caller.look_up(chain), await continuable(caller, chain)) == (NUM_PAGES, 0)
+        await caller.put_data(block_behind(chain, 3), range(BLOCK), first)
+        await caller.put_data(block_behind(chain, 6), range(BLOCK - 1), last[:-1])
+        assert await continuable(caller, chain) == 3, "the other block lacks a page"
+        await caller.put_data(block_behind(chain, 6), range(BLOCK - 1, BLOCK), last[-1:])
+        if backend == "disk":
+            await on_disk(store, NUM_PAGES + 2 * BLOCK)
+        else:
+            await check_fills(caller, chain, [*content[:6], *last])
+    if backend == "disk":
+        async with store_here(**settings) as (_, address), StoreCaller(address) as caller:
+            await check_fills(caller, chain, [*content[:6], *last])
+
+
+async def check_fills(caller: StoreCaller, chain: Chain, expected: list[Any]) -> None:
+    assert await continuable(caller, chain) == 6
+    filled = await caller.fill(chain, 2, 6, pages=range(4 + BLOCK))
+    assert filled.kinds[-1] == "done"
+    assert [bytes(filled.pages[2 + i]) for i in range(4 + BLOCK)] == [
+        page.tobytes() for page in expected[2:]
+    ]
+    declined = await caller.fill(chain, 2, 7, pages=range(5 + BLOCK))
+    assert declined.kinds == ["declined"]
+    await caller.settled()
