@@ -99,8 +99,8 @@ class _Layer(NamedTuple):
     mlp_norm: LayerNorm
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
-        x = self.attention_norm(self.attention(x, batch, x))
-        return self.mlp_norm(self.mlp(x, x))
+        x = self.attention_norm.of_sum(self.attention(x, batch), x)
+        return self.mlp_norm.of_sum(self.mlp(x), x)
 
 
 class BertModel(Encoder):

@@ -29,8 +29,8 @@ class _Layer(NamedTuple):
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self.attention(normed, batch, x)
-        return self.mlp(self.mlp_norm(x), x)
+        x = self.attention(normed, batch).added_to(x)
+        return self.mlp(self.mlp_norm(x)).added_to(x)
 
 
 class ModernBertModel(Encoder):

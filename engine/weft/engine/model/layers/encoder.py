@@ -10,8 +10,10 @@ from weft.engine.checkpoint.pooling import ActivationName
 from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.encoder_attention import encoder_attention
+from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.norm import add_layer_norm
+from weft.kernels.stream import Sum
 
 _GRAIN = 32_768
 """Least number of elements that torch gives to each thread."""
@@ -37,13 +39,23 @@ class LayerNorm:
         """[T, hidden] -> [T, hidden]."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
+    def of_sum(self, added: Sum, residual: torch.Tensor) -> torch.Tensor:
+        """[T, hidden]: the norm of `residual` with what is added to it.
+
+        A GPU adds in the norm, a CPU in the product.
+        """
+        if not residual.is_cuda:
+            return self(added.added_to(residual))
+        x = linear(added.x, added.w, lora=added.lora)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """A batch of whole prompts."""
 
-    bounds: list[int]
-    """[R + 1]: prompt r has rows bounds[r] to bounds[r + 1]."""
+    bounds: Bounds
+    """Where prompts begin."""
     positions: torch.Tensor
     """[T] int64."""
 
@@ -62,17 +74,15 @@ class EncoderAttention:
     slopes: torch.Tensor | None = None
     """[num_heads] float32: how much scores fall with each token of distance; None: they do not."""
 
-    def __call__(
-        self, x: torch.Tensor, batch: Ragged, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], with `residual` added."""
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
+        """[T, hidden] -> what the stream gets."""
         qkv = linear(x, self.qkv).view(len(x), 3, self.num_heads, -1)
         q, k, v = qkv.unbind(1)
         if self.cos_sin is not None:
             cos, sin = self.cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
-        return linear(mixed.view(len(x), -1), self.out, residual)
+        return Sum(mixed.view(len(x), -1), self.out, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +95,10 @@ class PlainMLP:
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], with `residual` added."""
+    def __call__(self, x: torch.Tensor) -> Sum:
+        """[T, hidden] -> what the stream gets."""
         activated = _activated(self.activation, linear(x, self.up), is_fixed=self.is_fixed)
-        return linear(activated, self.down, residual)
+        return Sum(activated, self.down, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +115,13 @@ class GluMLP:
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], with `residual` added."""
+    def __call__(self, x: torch.Tensor) -> Sum:
+        """[T, hidden] -> what the stream gets."""
         half, gate = linear(x, self.up).chunk(2, dim=-1)
         if self.activates_last:
             half, gate = gate, half
         activated = _activated(self.activation, half, is_fixed=self.is_fixed)
-        return linear(activated * gate, self.down, residual)
+        return Sum(activated * gate, self.down, None)
 
 
 def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:
