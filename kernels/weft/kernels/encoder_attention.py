@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 class Bounds(NamedTuple):
-    """Where the sequences of a ragged batch begin: sequence r has rows bounds[r] to bounds[r + 1]."""
+    """Where sequences of a ragged batch begin: sequence r has rows bounds[r] to bounds[r + 1]."""
 
     on_device: torch.Tensor
     """[R + 1] int32 on the batch's device."""

@@ -517,7 +517,7 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=config.cuda_graphs and not models.loaded.config.is_encoder,
+        cuda_graphs=config.cuda_graphs,
         lora=lora,
         states=models.drafted,
         max_drafts=max_drafts(config),

@@ -289,7 +289,9 @@ def _extend_kernel(
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
                 scores = capped(tl.dot(query, tl.trans(keys)), SOFTCAP)
-                largest, total, mixed = mix_tile(largest, total, mixed, scores, values, scale, IS_FUSED)
+                largest, total, mixed = mix_tile(
+                    largest, total, mixed, scores, values, scale, IS_FUSED
+                )
             else:
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]

@@ -137,7 +137,7 @@ class BertModel(Encoder):
             places = batch.positions + self._config.position_offset
             x += self._positions.index_select(0, places)
         if self._types is not None:
-            if step.token_types is None or len(self._types) == 1:
+            if step.token_types is None:
                 x += self._types[0]
             else:
                 x += self._types.index_select(0, step.token_types)
