@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from weft.kernels.rope import rotated
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 
@@ -83,3 +84,15 @@ def test_a_layer_norm_takes_the_sum(tmp_path: Path) -> None:
             wanted = less / (less.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight
             wanted = wanted if added is None else wanted + added
             assert (found - wanted).abs().max() < 1e-4
+
+
+def test_heads_are_rotated_in_place(tmp_path: Path) -> None:
+    fresh_seed()
+    heads, dim, positions = random.randint(1, 20), 2 * random.randint(1, 20), torch.randperm(30)[:5]
+    x, cos_sin = torch.randn(5, heads + 3, dim), torch.randn(30, dim)
+    wanted = rotated(x[:, :heads].double(), cos_sin[positions])
+    rest = x[:, heads:].clone()
+    with kernel_module("rope", tmp_path) as module:
+        module.rotate_heads(x[:, :heads], positions, cos_sin)
+    assert (x[:, :heads] - wanted).abs().max() < 1e-5
+    assert torch.equal(x[:, heads:], rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +11,15 @@ from weft.engine.checkpoint.pooling import ActivationName
 from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.activation import Activation, activate
 from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.norm import add_layer_norm
+from weft.kernels.rope import rotate_heads
 from weft.kernels.stream import Sum
 
+_GATES: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+"""Activations that a GPU computes with the product behind them."""
 _GRAIN = 32_768
 """Least number of elements that torch gives to each thread."""
 
@@ -77,10 +82,10 @@ class EncoderAttention:
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
         qkv = linear(x, self.qkv).view(len(x), 3, self.num_heads, -1)
-        q, k, v = qkv.unbind(1)
         if self.cos_sin is not None:
-            cos, sin = self.cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
+            rotate_heads(both, batch.positions, self.cos_sin)
+        q, k, v = qkv.unbind(1)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
         return Sum(mixed.view(len(x), -1), self.out, None)
 
@@ -117,7 +122,11 @@ class GluMLP:
 
     def __call__(self, x: torch.Tensor) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        half, gate = linear(x, self.up).chunk(2, dim=-1)
+        both = linear(x, self.up)
+        if both.is_cuda and self.activation in _GATES and not self.activates_last:
+            activated = activate(both, _GATES[self.activation], is_gated=True)
+            return Sum(activated, self.down, None)
+        half, gate = both.chunk(2, dim=-1)
         if self.activates_last:
             half, gate = gate, half
         activated = _activated(self.activation, half, is_fixed=self.is_fixed)
@@ -138,9 +147,3 @@ def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torc
         return activate(x)
     blocks = torch.split(x.contiguous(), max(1, _GRAIN // x.shape[1]))
     return torch.cat([activate(block) for block in blocks])
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[T, H, D]: each head's halves, rotated by [T, 1, D / 2] each."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

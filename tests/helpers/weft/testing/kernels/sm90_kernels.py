@@ -73,6 +73,7 @@ from weft.kernels.quantised import (
     Fp8Experts,
     Fp8Matrix,
 )
+from weft.kernels.rope import rotate_heads
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
@@ -242,6 +243,7 @@ def compile_encoders() -> None:
             encoder_attention.encoder_attention(*qkv, cu_lens, reach, own_slopes, 0.1)
     x, weight = torch.zeros(3, 768, dtype=BF16), torch.zeros(768, dtype=BF16)
     layer_norm.add_layer_norm(x, x, weight, weight, 1e-12)
+    rotate_heads(x.view(3, 12, 64), torch.zeros(3, dtype=torch.int64), torch.zeros(9, 64))
 
 
 def compile_fixed() -> None:
