@@ -59,10 +59,8 @@ class Pooler:
         """
         output = pieces[0].pool.output
         if (pooled := self._of_whole_prompts(pieces, hidden)) is not None:
-            numbers = range(len(pieces))
-            return PooledStates.of_rows(
-                pieces, self._made(output, pieces, numbers, pooled, hidden.dtype, logits_of)
-            )
+            made = self._made(output, pieces, range(len(pieces)), pooled, hidden.dtype, logits_of)
+            return PooledStates.of_rows(pieces, made)
         found: list[tuple[PooledRows, torch.Tensor]] = []
         whole: dict[Output, list[int]] = {}
         vectors: list[torch.Tensor | None] = [None] * len(pieces)
