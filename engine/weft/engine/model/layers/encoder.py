@@ -14,6 +14,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import Activation, activate
 from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import add_layer_norm
 from weft.kernels.rope import rotate_heads
 from weft.kernels.stream import Sum
@@ -63,12 +64,16 @@ class Ragged:
     """Where prompts begin."""
     positions: torch.Tensor
     """[T] int64."""
+    lora: LoraStep | None = None
+    """The adapters of its tokens; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderAttention:
     """Attention of each token to all of its prompt, or to those near it."""
 
+    layer: int
+    """Number of the layer, for adapters."""
     num_heads: int
     qkv: LinearWeight
     out: LinearWeight
@@ -81,56 +86,57 @@ class EncoderAttention:
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        qkv = linear(x, self.qkv).view(len(x), 3, self.num_heads, -1)
+        qkv = linear(x, self.qkv, lora=addition_to(batch.lora, "qkv", self.layer))
+        qkv = qkv.view(len(x), 3, self.num_heads, -1)
         if self.cos_sin is not None:
             both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
             rotate_heads(both, batch.positions, self.cos_sin)
         q, k, v = qkv.unbind(1)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
-        return Sum(mixed.view(len(x), -1), self.out, None)
+        return Sum(mixed.view(len(x), -1), self.out, addition_to(batch.lora, "o", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMLP:
     """down(activation(up(x)))."""
 
+    layer: int
+    """Number of the layer, for adapters."""
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
-    def __call__(self, x: torch.Tensor) -> Sum:
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        activated = _activated(self.activation, linear(x, self.up), is_fixed=self.is_fixed)
-        return Sum(activated, self.down, None)
+        inner = linear(x, self.up, lora=addition_to(batch.lora, "gate_up", self.layer))
+        activated = _activated(self.activation, inner, is_fixed=self.is_fixed)
+        return Sum(activated, self.down, addition_to(batch.lora, "down", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GluMLP:
-    """down(activation(a) * b), where one product computes a and b as its halves, in this order or
-    the other.
-    """
+    """down(activation(a) * b), where one product computes a and b as its halves."""
 
+    layer: int
+    """Number of the layer, for adapters."""
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
-    activates_last: bool = False
-    """Whether the second half is the activated one."""
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
-    def __call__(self, x: torch.Tensor) -> Sum:
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
         """[T, hidden] -> what the stream gets."""
-        both = linear(x, self.up)
-        if both.is_cuda and self.activation in _GATES and not self.activates_last:
+        both = linear(x, self.up, lora=addition_to(batch.lora, "gate_up", self.layer))
+        to_down = addition_to(batch.lora, "down", self.layer)
+        if both.is_cuda and self.activation in _GATES:
             activated = activate(both, _GATES[self.activation], is_gated=True)
-            return Sum(activated, self.down, None)
+            return Sum(activated, self.down, to_down)
         half, gate = both.chunk(2, dim=-1)
-        if self.activates_last:
-            half, gate = gate, half
         activated = _activated(self.activation, half, is_fixed=self.is_fixed)
-        return Sum(activated * gate, self.down, None)
+        return Sum(activated * gate, self.down, to_down)
 
 
 def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:
