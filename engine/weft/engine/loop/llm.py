@@ -240,14 +240,24 @@ class LLM:
             )
             for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
         ]
-        groups = self._finish(submits, len(submits))
+        # Prompts come a few at a time: taking them in takes long beside their steps.
+        few = 1 + self.engine.config.max_running_requests // 8
+        groups = self._finish(submits, len(submits), few)
         return [np.concatenate(samples[0].vectors) for samples in groups]
 
-    def _finish(self, submits: list[Submit], max_at_once: int) -> list[list[GeneratedSample]]:
-        """Runs submits to their end; cancels them if one fails."""
+    def _finish(
+        self, submits: list[Submit], max_at_once: int, max_new: int | None = None
+    ) -> list[list[GeneratedSample]]:
+        """Runs submits to their end; cancels them if one fails.
+
+        Args:
+            submits: What to run.
+            max_at_once: Most submits under way.
+            max_new: Most submits that a turn of the engine takes in; None: any number.
+        """
         groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
         try:
-            self._run(submits, groups, max_at_once)
+            self._run(submits, groups, max_at_once, max_new or len(submits))
         except BaseException:
             cancels = [Cancel(gateway=_SESSION, request_id=i, attempt=1) for i in groups]
             self.engine.turn(Inbox(cancels=cancels))
@@ -255,7 +265,11 @@ class LLM:
         return list(groups.values())
 
     def _run(
-        self, submits: list[Submit], groups: dict[str, list[GeneratedSample]], max_at_once: int
+        self,
+        submits: list[Submit],
+        groups: dict[str, list[GeneratedSample]],
+        max_at_once: int,
+        max_new: int,
     ) -> None:
         waiting = deque(submits)
         open_samples: dict[str, int] = {}
@@ -263,7 +277,7 @@ class LLM:
         while waiting or open_samples:
             new: list[Submit] = []
             num_open = sum(open_samples.values()) if waiting else 0
-            while waiting and len(open_samples) < max_at_once:
+            while waiting and len(open_samples) < max_at_once and len(new) < max_new:
                 num_samples = waiting[0].sampling.n
                 if num_open and num_open + num_samples > max_waiting:
                     break

@@ -200,8 +200,9 @@ def _layer(
     width = 2 * inner if config.is_gated else inner
     spec = product(names.up, size, width, bias=config.mlp_bias)
     if names.activates_last:
-        halves = {"names": ("gate", "up"), "rows": (inner, inner)}
-        spec = replace(spec, **halves, fused=names.up[0], is_reversed=True)
+        spec = replace(
+            spec, names=("gate", "up"), rows=(inner, inner), fused=names.up[0], is_reversed=True
+        )
     up = weights.linear(spec)
     down = weights.linear(product((names.down,), inner, size, bias=config.down_bias))
     is_fixed, kind = weights.arena.is_fixed, config.activation
