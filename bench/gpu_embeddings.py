@@ -38,6 +38,8 @@ from weft.engine.protocol.submits import Submit
 
 LONG, SHORT = 512, 32
 """Tokens of a document."""
+NUM_PEER = 512
+"""Documents that sentence-transformers gets."""
 EMBEDDING = Pool(output="embedding")
 
 
@@ -150,7 +152,7 @@ def measure(shape: str, folder: Path, args: argparse.Namespace, roof: float) -> 
     texts = random_texts(args.documents, LONG, LONG)
     prompts = [one.ids for one in tokenizer.encode_batch(texts)]
     short = [one.ids for one in tokenizer.encode_batch(random_texts(4000, SHORT, SHORT))]
-    peer, peer_rate = (np.zeros(0), 0.0) if args.no_peer else measure_peer(folder, texts)
+    peer, peer_rate = (np.zeros(0), 0.0) if args.no_peer else measure_peer(folder, texts[:NUM_PEER])
     began = time.perf_counter()
     settings: dict[str, Any] = {
         "device": "cuda",
@@ -181,6 +183,7 @@ def measure(shape: str, folder: Path, args: argparse.Namespace, roof: float) -> 
     torch.cuda.empty_cache()
     cosine = 0.0
     if len(peer):
+        vectors = vectors[: len(peer)]
         cosine = float(((vectors * peer).sum(1) / np.linalg.norm(peer, axis=1)).min())
     return Result(
         shape=shape,

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.tasks import Pool
 from weft.engine.loop.llm import LLM
+from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.testing.models.tiny_embedders import make_embedder, write_modules
 from weft.testing.models.tiny_encoders import CONFIGS, make_encoder
 
@@ -149,3 +151,45 @@ def test_pairs_rank_as_by_transformers(tmp_path: Path, kind: str) -> None:
             order = np.argsort(wanted)
             # Scores nearer to one another than the error may change places.
             assert (np.diff(scores[order]) > -2 * most).all()
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_large_batches_attend_as_in_float32(*, is_fixed: bool) -> None:
+    """Also where FlashAttention-3 takes them, whose tiles read the padding."""
+    lengths = [random.randint(1, 600) for _ in range(12)]
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    num_rows = sum(lengths) + random.randint(0, 300)
+    qkv = torch.randn(num_rows, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.unbind(1)
+    padded = Bounds.of(bounds, num_rows)
+    found = encoder_attention(q, k, v, padded, is_fixed=is_fixed)[: sum(lengths)]
+    own = zip(*(x[: sum(lengths)].split(lengths) for x in (q, k, v, found)), strict=True)
+    for own_q, own_k, own_v, one in own:
+        given = [x.float().transpose(0, 1) for x in (own_q, own_k, own_v)]
+        wanted = torch.nn.functional.scaled_dot_product_attention(*given).transpose(0, 1)
+        assert (one.float() - wanted).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("kind", ["roberta", "modernbert"])
+@torch.no_grad()
+def test_adapters_are_those_of_peft(tmp_path: Path, kind: str) -> None:
+    pooling = make_model(kind, tmp_path / "m", "cls")
+    base = AutoModel.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    targets = ["query", "value", "dense"] if kind == "roberta" else ["Wqkv", "Wi", "Wo"]
+    options: dict[str, Any] = {"init_lora_weights": False, "target_modules": targets}
+    adapted = get_peft_model(base, LoraConfig(r=4, **options))
+    adapted.save_pretrained(tmp_path / "adapter")
+    prompts = random_prompts(random.choices(LENGTHS, k=12))
+    plain = wanted_vectors(tmp_path / "m", prompts, pooling)
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    for dtype, least in (("float32", 0.99999), ("bfloat16", 0.999)):
+        with make_llm(tmp_path / "m", dtype, **lora) as llm:
+            digest = llm.load_adapter(tmp_path / "adapter")
+            chosen = [random.choice((digest, b"")) for _ in prompts]
+            found = llm.pool(prompts, EMBEDDING, adapters=chosen)
+        for one, ids, own, adapter in zip(found, prompts, plain, chosen, strict=True):
+            wanted = own
+            if adapter:
+                vector = adapted.cpu()(torch.tensor([ids])).last_hidden_state[0, 0].double()
+                wanted = vector / vector.norm()
+            assert float(torch.from_numpy(one[0].copy()).double() @ wanted) > least
