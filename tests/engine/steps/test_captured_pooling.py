@@ -55,3 +55,24 @@ def test_graphs_change_no_vector(
             found.append(np.concatenate(llm.pool(prompts[:4], tokens)))
     assert np.allclose(found[0], found[2], atol=1e-5)
     assert np.allclose(found[1], found[3], atol=1e-4)
+
+
+def test_texts_of_pairs_are_told_apart(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "native_cpu", lambda: None)
+    monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
+    make_encoder("bert", tmp_path, seed, num_labels=2)
+    pairs = [[random.randrange(5, 256) for _ in range(random.randint(9, 30))] for _ in range(6)]
+    settings = {"dtype": "float32", "page_size": 4, "max_running_requests": 4, "overlap": "on"}
+    settings |= {"max_step_tokens": 40, "prefill_chunk_tokens": 32, "max_context_tokens": 40}
+    found = []
+    for is_captured in (False, True):
+        with LLM(tmp_path, **settings) as llm:
+            steps = RecordedSteps(llm.engine, 0) if is_captured else None
+            for second in (5, 0, 8):
+                found += llm.pool(pairs, Pool(output="classes", segment_start=second))
+            assert steps is None or steps.num_replays["ragged"] > 5
+    half = len(found) // 2
+    assert np.allclose(found[:half], found[half:], atol=1e-5)
+    assert not np.allclose(found[:6], found[6:12], atol=1e-5)

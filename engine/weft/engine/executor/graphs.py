@@ -25,6 +25,7 @@ from weft.engine.base.arrays import Int64Array
 from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
@@ -334,6 +335,7 @@ class StepGraphs:
         self._inputs = inputs
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._types = self.new_types(buckets, pool.device)
         self.buckets = GraphBuckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
         """Device memory of each capture, the largest step first."""
@@ -358,6 +360,15 @@ class StepGraphs:
     @property
     def _cost(self) -> str:
         return f"{self.capture_s:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+
+    def new_types(
+        self, buckets: Sequence[GraphBucket], device: torch.device
+    ) -> torch.Tensor | None:
+        """Fixed memory for `Step.token_types`; None: the model has none."""
+        if not tells_texts_apart(self._model.config):
+            return None
+        most = max(bucket.tokens for bucket in buckets)
+        return torch.zeros(most, dtype=torch.int64, device=device)
 
     def bucket_of(self, arrays: StepArrays) -> GraphBucket | None:
         """The bucket that runs a step; None: it runs without a graph."""
@@ -387,7 +398,11 @@ class StepGraphs:
         return self._replay(bucket)[: len(decodes.slots)]
 
     def forward_pooled(
-        self, arrays: StepArrays, rows: Int64Array, bucket: GraphBucket
+        self,
+        arrays: StepArrays,
+        rows: Int64Array,
+        bucket: GraphBucket,
+        types: Int64Array | None,
     ) -> torch.Tensor:
         """`forward` of a step from which nothing is drawn.
 
@@ -396,6 +411,7 @@ class StepGraphs:
             rows: [P]: the rows that are wanted, at most the bucket's rows of logits unless the
                 model is an encoder.
             bucket: The bucket.
+            types: `Step.token_types`.
 
         Returns:
             [P, hidden], valid until the next step.
@@ -404,6 +420,11 @@ class StepGraphs:
             return self.forward(replace(arrays, logits_rows=rows), bucket)
         self._inputs.send_ragged(arrays, bucket.columns)
         (wanted,) = self._inputs.send((rows,))
+        if self._types is not None:
+            if types is None:
+                self._types.zero_()
+            else:
+                self._types[: len(types)].copy_(*self._inputs.send((types,)))
         return self._replay(bucket).index_select(0, wanted)
 
     def forward_requests(self, step: StepInput, bucket: GraphBucket) -> torch.Tensor:
@@ -473,6 +494,8 @@ class StepGraphs:
         # A bucket with trees may also have prompts, so it is not listed. Which rows of an encoder
         # are wanted depends on the pooling.
         step.wants_all = bucket.kind in ("decode", "verify") or self._model.config.is_encoder
+        if self._types is not None:
+            step.token_types = self._types[: bucket.tokens]
         return self._model.forward(step, self._pool)
 
 

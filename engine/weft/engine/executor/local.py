@@ -13,7 +13,7 @@ from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.pages import PageCopy
-from weft.engine.checkpoint.encoder_config import EncoderConfig
+from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
@@ -389,13 +389,13 @@ class LocalExecutor:
         rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])
         rows = rows.astype(np.int64)
         types, bucket = self._token_types(step, arrays), None
-        if self.graphs is not None and not (step.scores or count) and types is None:
+        if self.graphs is not None and not (step.scores or count):
             bucket = self.graphs.bucket_of(arrays)
             if bucket is not None and not self._model.config.is_encoder:
                 bucket = bucket if len(rows) <= bucket.columns.max_logits else None
         with torch.inference_mode():
             if self.graphs is not None and bucket is not None:
-                hidden = self.graphs.forward_pooled(arrays, rows, bucket)
+                hidden = self.graphs.forward_pooled(arrays, rows, bucket, types)
             else:
                 batch = self._batch(arrays)
                 batch.logits_rows = torch.cat([batch.logits_rows, self._sent(rows)])
@@ -428,8 +428,7 @@ class LocalExecutor:
 
     def _token_types(self, step: StepInput, arrays: StepArrays) -> Int64Array | None:
         """See `Step.token_types`; None also of models that do not tell texts of a pair apart."""
-        config = self._model.config
-        if not isinstance(config, EncoderConfig) or config.num_token_types < 2:
+        if not tells_texts_apart(self._model.config):
             return None
         if not any(piece.pool.segment_start for piece in step.pooled):
             return None
