@@ -424,7 +424,8 @@ class StepGraphs:
             if types is None:
                 self._types.zero_()
             else:
-                self._types[: len(types)].copy_(*self._inputs.send((types,)))
+                (sent,) = self._inputs.send((types,))
+                self._types[: len(types)].copy_(sent)
         return self._replay(bucket).index_select(0, wanted)
 
     def forward_requests(self, step: StepInput, bucket: GraphBucket) -> torch.Tensor:
