@@ -20,17 +20,9 @@ class Bounds(NamedTuple):
     """The same; empty on a GPU, where no host waits for them."""
 
     @classmethod
-    def of(cls, cu_lens: torch.Tensor, rows: int) -> Bounds:
-        """Those of a batch.
-
-        Args:
-            cu_lens: [R + 1] int32 on the batch's device.
-            rows: Its rows. On a GPU those from the last bound on are padding, which is one more
-                sequence, so that its values stay finite.
-        """
-        if cu_lens.is_cuda:
-            return cls(torch.cat([cu_lens, cu_lens.new_full((1,), rows)]))
-        return cls(cu_lens, cu_lens.tolist())
+    def of(cls, cu_lens: torch.Tensor) -> Bounds:
+        """Those of a batch, [R + 1] int32 on its device."""
+        return cls(cu_lens, () if cu_lens.is_cuda else cu_lens.tolist())
 
 
 def encoder_attention(
@@ -41,37 +33,30 @@ def encoder_attention(
     reach: int | None = None,
     slopes: torch.Tensor | None = None,
     scale: float | None = None,
-    *,
-    is_fixed: bool = False,
 ) -> torch.Tensor:
     """Attention of each row to all rows of its sequence.
 
-    On a CPU sequences of equal length are one call. There, and where it `is_fixed`, what else a
-    batch holds changes no bit of a result.
+    On a CPU sequences of equal length are one call. What else a batch holds changes no bit of a
+    result.
 
     Args:
         q: [T, H, D].
         k: [T, Hkv, D], Hkv a divisor of H.
         v: [T, Hkv, D].
-        bounds: Of the sequences.
+        bounds: Of the sequences. On a GPU rows from the last bound on are padding, whose results
+            are undefined.
         reach: Rows before and behind a row that it sees; None: all.
         slopes: [H] float32: how much each head's scores fall with each row of distance (ALiBi,
             arXiv 2108.12409); None: not at all.
         scale: Factor on the scores; None: 1 / sqrt(D).
-        is_fixed: On a GPU: one kernel for every batch, in which values that are not finite stay in
-            their sequence. Else large batches take FlashAttention-3, where it is installed.
 
     Returns:
         [T, H, D], contiguous.
     """
     if q.is_cuda:
         from weft.kernels.gpu import encoder_attention as gpu
-        from weft.kernels.gpu import flash_attention
 
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        is_plain = reach is None and slopes is None and not is_fixed
-        if is_plain and flash_attention.takes(q.dtype, q.shape[2], q.shape[0]):
-            return flash_attention.flash_attention_both_ways(q, k, v, bounds.on_device, factor)
         return gpu.encoder_attention(q, k, v, bounds.on_device, reach, slopes, factor)
     by_length: dict[int, list[int]] = {}
     for first, end in pairwise(bounds.on_host):

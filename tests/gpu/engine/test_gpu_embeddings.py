@@ -153,16 +153,13 @@ def test_pairs_rank_as_by_transformers(tmp_path: Path, kind: str) -> None:
             assert (np.diff(scores[order]) > -2 * most).all()
 
 
-@pytest.mark.parametrize("is_fixed", [True, False])
-def test_large_batches_attend_as_in_float32(*, is_fixed: bool) -> None:
-    """Also where FlashAttention-3 takes them, whose tiles read the padding."""
+def test_large_batches_attend_as_in_float32() -> None:
     lengths = [random.randint(1, 600) for _ in range(12)]
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     num_rows = sum(lengths) + random.randint(0, 300)
     qkv = torch.randn(num_rows, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     q, k, v = qkv.unbind(1)
-    padded = Bounds.of(bounds, num_rows)
-    found = encoder_attention(q, k, v, padded, is_fixed=is_fixed)[: sum(lengths)]
+    found = encoder_attention(q, k, v, Bounds.of(bounds))[: sum(lengths)]
     own = zip(*(x[: sum(lengths)].split(lengths) for x in (q, k, v, found)), strict=True)
     for own_q, own_k, own_v, one in own:
         given = [x.float().transpose(0, 1) for x in (own_q, own_k, own_v)]

@@ -88,41 +88,6 @@ def flash_attention(
     )
 
 
-def flash_attention_both_ways(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention of each row to all rows of its sequence.
-
-    Args:
-        q: [T, H, D] bfloat16, heads contiguous, any stride between rows; so are k and v.
-        k: [T, Hkv, D], all values finite, also those of padding.
-        v: [T, Hkv, D], likewise.
-        cu_lens: [R + 1] int32, up to T: padding is a sequence of its own.
-        scale: Factor on the scores.
-
-    Returns:
-        [T, H, D], contiguous.
-    """
-    namespace = _namespace()
-    assert namespace is not None
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    getattr(torch.ops, namespace).fwd(
-        q,
-        k,
-        v,
-        out=out,
-        cu_seqlens_q=cu_lens,
-        cu_seqlens_k=cu_lens,
-        # Bounds, which only choose how it is launched.
-        max_seqlen_q=q.shape[0],
-        max_seqlen_k=q.shape[0],
-        softmax_scale=scale,
-        is_causal=False,
-        num_splits=1,
-    )
-    return out
-
-
 @functools.cache
 def _namespace() -> str | None:
     """Where the operation is registered; None: nowhere, or not for this GPU."""

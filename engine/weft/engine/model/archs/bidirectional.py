@@ -72,8 +72,7 @@ class BidirectionalAttention:
         q, k, v = torch.split(query.q, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         reach = None if spec.window is None else spec.window - 1
         assert step.bounds is not None
-        is_fixed = own.qkv_proj.is_fixed or step.lora is not None
-        mixed = encoder_attention(q, k, v, step.bounds, reach, scale=spec.scale, is_fixed=is_fixed)
+        mixed = encoder_attention(q, k, v, step.bounds, reach, scale=spec.scale)
         return Sum(mixed.flatten(1), own.o_proj, addition_to(step.lora, "o", own.layer))
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:

@@ -92,9 +92,7 @@ class EncoderAttention:
             both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
             rotate_heads(both, batch.positions, self.cos_sin)
         q, k, v = qkv.unbind(1)
-        # Adapters may bring values that are not finite.
-        is_fixed = self.qkv.is_fixed or batch.lora is not None
-        mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes, is_fixed=is_fixed)
+        mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
         return Sum(mixed.view(len(x), -1), self.out, addition_to(batch.lora, "o", self.layer))
 
 
