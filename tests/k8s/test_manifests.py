@@ -524,3 +524,46 @@ def test_adapters_are_off_until_their_component_is_added(tmp_path: Path) -> None
                 assert settings.engine_config(workload.service, settings.worker_id).enable_lora
         for item in objects:
             kubernetes_validate.validate(item, VERSION, strict=True)
+
+
+def test_embedders_are_added_by_their_component(tmp_path: Path) -> None:
+    folder = tmp_path / "overlay"
+    folder.mkdir()
+    components = os.path.relpath(ROOT / "k8s" / "components", folder)
+    base = os.path.relpath(ROOT / "k8s" / "base", folder)
+    (folder / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        f"resources: [{base}]\n"
+        f"components: [{components}/embeddings, {components}/disaggregated]\n"
+    )
+    objects = render_folder(folder)
+    by_service = {workload.service: workload for workload in workloads(objects)}
+    assert set(by_service) == {"decode", "embed", "gateway", "kvstore", "prefill", "rest"}
+    embed, gateway = by_service["embed"], settings_of(by_service["gateway"], objects)
+    for item in objects:
+        if item["metadata"]["name"] == "weft-embed":
+            kubernetes_validate.validate(item, VERSION, strict=True)
+    settings = load_settings(DecodeSettings, embed.flags(objects), {})
+    assert settings.engine_config("decode", settings.worker_id).task == settings.task == "auto"
+    assert (settings.model_name, settings.model_dir) in gateway.model_folders
+    assert gateway.decode == ["weft-decode:grpc", "weft-embed:grpc"]
+    assert settings.advertise == "weft-embed-0.weft-embed:50052"
+    assert embed.ports == by_service["decode"].ports
+    volumes = {volume["name"]: volume for volume in embed.pod["volumes"]}
+    # Gateways expect the certificate of a decode worker.
+    assert volumes["tls"]["secret"]["secretName"] == "weft-tls-decode"
+    for source, workload in by_service.items():
+        flows = may_flow(objects, workload.labels, embed.labels, embed.ports["grpc"])
+        assert flows == (source == "gateway"), source
+    for target in ("kvstore", "prefill", "decode"):
+        labels, ports = by_service[target].labels, by_service[target].ports
+        assert not may_flow(objects, embed.labels, labels, ports["grpc"])
+    (scaler,) = [
+        item
+        for item in of_kind(objects, "HorizontalPodAutoscaler")
+        if item["spec"]["scaleTargetRef"]["name"] == "weft-embed"
+    ]
+    (metric,) = scaler["spec"]["metrics"]
+    wanted = metric["pods"]["metric"]
+    shown = [labels for name, labels in worker_samples() if name == wanted["name"]]
+    assert any(selects(wanted["selector"], labels) for labels in shown)

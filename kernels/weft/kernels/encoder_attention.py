@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+
+class Bounds(NamedTuple):
+    """Where sequences of a ragged batch begin: sequence r has rows bounds[r] to bounds[r + 1]."""
+
+    on_device: torch.Tensor
+    """[R + 1] int32 on the batch's device."""
+    on_host: Sequence[int] = ()
+    """The same; empty on a GPU, where no host waits for them."""
+
+    @classmethod
+    def of(cls, cu_lens: torch.Tensor) -> Bounds:
+        """Those of a batch, [R + 1] int32 on its device."""
+        return cls(cu_lens, () if cu_lens.is_cuda else cu_lens.tolist())
 
 
 def encoder_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bounds: Sequence[int],
+    bounds: Bounds,
     reach: int | None = None,
     slopes: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of each row to all rows of its sequence.
 
-    Sequences of equal length are one call. How many of them there are changes no bit of a result.
+    On a CPU sequences of equal length are one call. What else a batch holds changes no bit of a
+    result.
 
     Args:
         q: [T, H, D].
         k: [T, Hkv, D], Hkv a divisor of H.
         v: [T, Hkv, D].
-        bounds: [R + 1]: sequence r has rows bounds[r] to bounds[r + 1].
+        bounds: Of the sequences. On a GPU rows from the last bound on are padding, whose results
+            are undefined.
         reach: Rows before and behind a row that it sees; None: all.
         slopes: [H] float32: how much each head's scores fall with each row of distance (ALiBi,
             arXiv 2108.12409); None: not at all.
@@ -35,8 +53,13 @@ def encoder_attention(
     Returns:
         [T, H, D], contiguous.
     """
+    if q.is_cuda:
+        from weft.kernels.gpu import encoder_attention as gpu
+
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        return gpu.encoder_attention(q, k, v, bounds.on_device, reach, slopes, factor)
     by_length: dict[int, list[int]] = {}
-    for first, end in pairwise(bounds):
+    for first, end in pairwise(bounds.on_host):
         by_length.setdefault(end - first, []).append(first)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for length, firsts in by_length.items():

@@ -99,6 +99,32 @@ def add_rms_norm(
     return out, residual
 
 
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Layer norm of a sum.
+
+    Args:
+        x: [T, H], contiguous; not changed.
+        residual: [T, H], contiguous; not changed.
+        weight: [H], dtype of `x`.
+        bias: [H], dtype of `x`, or None.
+        eps: Added to the variance.
+
+    Returns:
+        [T, H], dtype of `x`; on a GPU computed in float32 and rounded once.
+    """
+    if x.is_cuda:
+        from weft.kernels.gpu import layer_norm as gpu
+
+        return gpu.add_layer_norm(x, residual, weight, bias, eps)
+    return F.layer_norm(x + residual, weight.shape, weight, bias, eps)
+
+
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm` in eager torch, any device."""
     wide = x.float()

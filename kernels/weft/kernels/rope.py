@@ -176,6 +176,25 @@ def rotated(x: torch.Tensor, turns: torch.Tensor, num_adjacent: int = 0) -> torc
     return torch.cat((low[..., :half], high[..., :half], adjacent), dim=-1).to(x.dtype)
 
 
+def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotates the halves of heads in place, computed in float32.
+
+    Args:
+        x: [T, heads, D], heads contiguous, any stride between rows.
+        positions: [T] int64, rows of `cos_sin`.
+        cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
+
+    Raises:
+        ValueError: On a GPU: shapes or strides do not fit.
+    """
+    if x.is_cuda:
+        from weft.kernels.gpu import rope as gpu
+
+        gpu.rotate_heads(x, positions, cos_sin)
+    else:
+        x.copy_(rotated(x, cos_sin[positions]))
+
+
 def check_rope(
     qkv_shape: Sequence[int],
     dtype: torch.dtype,

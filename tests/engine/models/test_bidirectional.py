@@ -116,3 +116,45 @@ def test_adapters_of_embedders_are_those_of_peft(
         with contextlib.nullcontext() if adapter else wanted_of.disable_adapter():
             vector = wanted_of(torch.tensor([ids])).last_hidden_state[0, -1]
         assert float(torch.from_numpy(one[0].copy()) @ vector / vector.norm()) > 0.99999
+
+
+MODULES = {
+    "bert": ["query", "value", "attention.output.dense", "intermediate.dense", "output.dense"],
+    "roberta": ["query", "key", "value", "dense"],
+    "gte": "all-linear",
+    "nomic_bert": "all-linear",
+    "jina_embeddings_v3": "all-linear",
+    "modernbert": ["Wqkv", "Wo", "Wi"],
+}
+SHORT = ("roberta", "modernbert")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*SHORT, *(pytest.param(k, marks=pytest.mark.full) for k in MODULES if k not in SHORT)],
+)
+@torch.no_grad()
+def test_adapters_of_encoders_are_those_of_peft(tmp_path: Path, seed: int, kind: str) -> None:
+    model_dir = make_encoder(kind, tmp_path / "m", seed)
+    write_modules(model_dir, 48, seed, pooling="cls")
+    base = AutoModel.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    torch.manual_seed(seed)
+    targets = MODULES[kind]
+    options: dict[str, Any] = {"task_type": "FEATURE_EXTRACTION", "init_lora_weights": False}
+    wanted_of = get_peft_model(base, LoraConfig(r=4, target_modules=targets, **options))
+    wanted_of.save_pretrained(tmp_path / "adapter")
+    prompts = [[random.randrange(5, 256) for _ in range(n)] for n in (1, 30, 7, 18)]
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "num_pages": 200}
+    with LLM(model_dir, dtype="float32", **settings) as llm:
+        digest = llm.load_adapter(tmp_path / "adapter")
+        chosen = [digest, b"", digest, b""]
+        found = llm.pool(prompts, Pool(output="embedding"), adapters=chosen)
+    changed = []
+    for one, ids, adapter in zip(found, prompts, chosen, strict=True):
+        with contextlib.nullcontext() if adapter else wanted_of.disable_adapter():
+            vector = wanted_of(torch.tensor([ids])).last_hidden_state[0, 0]
+        with wanted_of.disable_adapter():
+            plain = wanted_of(torch.tensor([ids])).last_hidden_state[0, 0]
+        changed.append(not torch.equal(vector, plain))
+        assert float(torch.from_numpy(one[0].copy()) @ vector / vector.norm()) > 0.99999
+    assert changed == [bool(adapter) for adapter in chosen]

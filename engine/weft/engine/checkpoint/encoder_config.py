@@ -60,6 +60,11 @@ class EncoderConfig(ModelConfig):
         return self.reach is None or layer in self.global_layers
 
 
+def tells_texts_apart(config: ModelConfig) -> bool:
+    """Whether the tokens of the second of a pair of texts have another embedding added."""
+    return isinstance(config, EncoderConfig) and config.num_token_types > 1
+
+
 def read_encoder_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
 ) -> ModelConfig:

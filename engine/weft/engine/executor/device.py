@@ -8,6 +8,7 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.executor.device_check import device_sampler_fault
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.decoder_only import DecoderOnlyLM
+from weft.engine.model.encoder import Encoder
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel
 from weft.kernels.cpu import native_cpu, native_cpu_missing
@@ -47,14 +48,14 @@ def promise_determinism(
     if loaded.config.latent is not None:
         reason = "latent attention takes another order for other steps"
         raise ConfigError(f"deterministic: {reason}", param="deterministic")
-    if device.type == "cuda":
-        return _promise_on_gpu(config, loaded, device)
     if loaded.pooling.pooling == "mean" and not loaded.config.is_encoder:
         raise ConfigError(
             "deterministic: not with the mean of a decoder's hidden states, which is summed up as "
             "prompts are cut",
             param="deterministic",
         )
+    if device.type == "cuda":
+        return _promise_on_gpu(config, loaded, device)
     native, group = native_cpu(), loaded.config.most_grouped
     dims = {plane.dim for pages in layout.groups for plane in pages.planes}
     if native is None:
@@ -83,7 +84,7 @@ def _promise_on_gpu(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         reason = f"tested from compute capability 9.0 on, {device} has {capability}"
     elif loaded.config.most_grouped > MAX_FIXED_GROUP:
         reason = f"attention takes at most {MAX_FIXED_GROUP} query heads of one KV head"
-    elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel):
+    elif not isinstance(loaded.model, DecoderOnlyLM | DraftedModel | Encoder):
         reason = f"nothing is known of the operations of {type(loaded.model).__name__}"
     else:
         return [

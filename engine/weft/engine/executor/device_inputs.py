@@ -104,6 +104,10 @@ class DeviceInputs:
         """
         return self._table
 
+    def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[torch.Tensor]:
+        """Copies arrays to memory of their own on the device; see `DeviceCopies.send`."""
+        return self._copies.send(arrays)
+
     def send_pages(self) -> None:
         """Sends the changes of the host's page table; steps do this by themselves."""
         self._send_windows()

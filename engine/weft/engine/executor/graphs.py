@@ -21,9 +21,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.ragged_columns import RaggedColumns
@@ -137,6 +139,9 @@ def step_buckets(
         tree_rows: Sizes of trees, the first row included.
     """
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
+    if config.is_encoder:
+        with_lora = [bucket._replace(has_lora=True) for bucket in ragged] if has_lora else []
+        return [*ragged, *with_lora]
     prompts = [
         bucket._replace(kind="prompts")
         for bucket in ragged
@@ -149,7 +154,8 @@ def step_buckets(
     ]
     verify = verify_buckets(max_requests, max_tokens, max_drafts)
     trees = tree_buckets(max_requests, max_tokens, tree_rows)
-    others = [*decode_buckets(max_requests), *verify, *trees, *ragged]
+    decodes = decode_buckets(max_requests) if config.head == "tokens" else []
+    others = [*decodes, *verify, *trees, *ragged]
     # "prompts" also takes a single prompt, so "cold" is not needed beside it.
     buckets = [*others, *(prompts or cold)]
     if has_lora:
@@ -329,6 +335,7 @@ class StepGraphs:
         self._inputs = inputs
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._types = self.new_types(buckets, pool.device)
         self.buckets = GraphBuckets(model.config, buckets)
         self.bytes_of_each: list[int] = []
         """Device memory of each capture, the largest step first."""
@@ -353,6 +360,15 @@ class StepGraphs:
     @property
     def _cost(self) -> str:
         return f"{self.capture_s:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
+
+    def new_types(
+        self, buckets: Sequence[GraphBucket], device: torch.device
+    ) -> torch.Tensor | None:
+        """Fixed memory for `Step.token_types`; None: the model has none."""
+        if not tells_texts_apart(self._model.config):
+            return None
+        most = max(bucket.tokens for bucket in buckets)
+        return torch.zeros(most, dtype=torch.int64, device=device)
 
     def bucket_of(self, arrays: StepArrays) -> GraphBucket | None:
         """The bucket that runs a step; None: it runs without a graph."""
@@ -380,6 +396,37 @@ class StepGraphs:
         """`forward` of a step of one row a request."""
         self._inputs.send_decodes(decodes, bucket.tokens)
         return self._replay(bucket)[: len(decodes.slots)]
+
+    def forward_pooled(
+        self,
+        arrays: StepArrays,
+        rows: Int64Array,
+        bucket: GraphBucket,
+        types: Int64Array | None,
+    ) -> torch.Tensor:
+        """`forward` of a step from which nothing is drawn.
+
+        Args:
+            arrays: The step; its `logits_rows` are empty.
+            rows: [P]: the rows that are wanted, at most the bucket's rows of logits unless the
+                model is an encoder.
+            bucket: The bucket.
+            types: `Step.token_types`.
+
+        Returns:
+            [P, hidden], valid until the next step.
+        """
+        if not self._model.config.is_encoder:
+            return self.forward(replace(arrays, logits_rows=rows), bucket)
+        self._inputs.send_ragged(arrays, bucket.columns)
+        (wanted,) = self._inputs.send((rows,))
+        if self._types is not None:
+            if types is None:
+                self._types.zero_()
+            else:
+                (sent,) = self._inputs.send((types,))
+                self._types[: len(types)].copy_(sent)
+        return self._replay(bucket).index_select(0, wanted)
 
     def forward_requests(self, step: StepInput, bucket: GraphBucket) -> torch.Tensor:
         """`forward` of a step given by its requests. Starts the drafts that the step verifies
@@ -431,6 +478,8 @@ class StepGraphs:
         with torch.inference_mode():
             # The LM head is not captured here, since its results are large, but its kernels are
             # compiled.
+            if self._model.config.head != "tokens":
+                return graph, hidden
             self._model.logits(hidden)
             if bucket.has_lora and self._inputs.changes_logits:
                 lora = self._inputs.lora_of(np.zeros(hidden.shape[0], np.int32))
@@ -443,8 +492,11 @@ class StepGraphs:
         else:
             step = self._inputs.ragged_batch(bucket.columns, has_lora=bucket.has_lora)
         step.groups = tuple(_with_bounds(group, bucket) for group in step.groups)
-        # A bucket with trees may also have prompts, so it is not listed.
-        step.wants_all = bucket.kind in ("decode", "verify")
+        # A bucket with trees may also have prompts, so it is not listed. Which rows of an encoder
+        # are wanted depends on the pooling.
+        step.wants_all = bucket.kind in ("decode", "verify") or self._model.config.is_encoder
+        if self._types is not None:
+            step.token_types = self._types[: bucket.tokens]
         return self._model.forward(step, self._pool)
 
 
@@ -487,7 +539,7 @@ def _is_long_prompt(config: ModelConfig, tokens: int) -> bool:
 
 
 def _gains_by_exact_lengths(config: ModelConfig, lengths: tuple[int, int, int, int]) -> bool:
-    if config.latent is not None or not config.has_equal_layers:
+    if config.latent is not None or not config.has_equal_layers or config.is_encoder:
         return False
     shape = (config.num_heads, config.head_dim)
     return gains_by_exact_lengths(*shape, *lengths, config.common_window)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from weft.engine.base.arrays import Int32Array
+from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.pages import PageCopy
+from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
@@ -335,6 +336,8 @@ class LocalExecutor:
         Raises:
             ConfigError: There is not enough memory for it.
         """
+        if self._model.config.head != "tokens":
+            return
         if self.graphs is not None and self._inputs is not None:
             parts = (self._model, self.graphs, self._inputs, self._keeper)
             self._draws = DrawGraphs(*parts, tables, self._on_capture)
@@ -391,12 +394,19 @@ class LocalExecutor:
         ]
         rows = np.concatenate([int(arrays.cu_q_lens[at]) + np.array(own) for at, own in wanted])
         rows = rows.astype(np.int64)
+        types, bucket = self._token_types(step, arrays), None
+        if self.graphs is not None and not (step.scores or count):
+            bucket = self.graphs.bucket_of(arrays)
+            if bucket is not None and not self._model.config.is_encoder:
+                bucket = bucket if len(rows) <= bucket.columns.max_logits else None
         with torch.inference_mode():
-            batch = self._batch(arrays)
-            more = torch.from_numpy(rows).to(self.device)
-            batch.logits_rows = torch.cat([batch.logits_rows, more])
-            batch.token_types = self._token_types(step, arrays)
-            hidden = self._model.forward(batch, self._own_pool)
+            if self.graphs is not None and bucket is not None:
+                hidden = self.graphs.forward_pooled(arrays, rows, bucket, types)
+            else:
+                batch = self._batch(arrays)
+                batch.logits_rows = torch.cat([batch.logits_rows, self._sent(rows)])
+                batch.token_types = None if types is None else self._sent(types)
+                hidden = self._model.forward(batch, self._own_pool)
         slots = None if arrays.adapter_slots is None else arrays.adapter_slots[rows]
         hidden, scored, pooled = torch.split(hidden, [count, num_scored, len(rows) - num_scored])
 
@@ -415,8 +425,17 @@ class LocalExecutor:
             vectors = self._pooler.begin(step.pooled, pooled, logits_of) if step.pooled else None
         return hidden, scores, vectors
 
-    def _token_types(self, step: StepInput, arrays: StepArrays) -> torch.Tensor | None:
-        """See `Step.token_types`."""
+    def _sent(self, numbers: Int64Array) -> torch.Tensor:
+        """A copy on the device, which the host does not wait for."""
+        if self._inputs is None:
+            return torch.from_numpy(numbers)
+        (sent,) = self._inputs.send((numbers,))
+        return sent
+
+    def _token_types(self, step: StepInput, arrays: StepArrays) -> Int64Array | None:
+        """See `Step.token_types`; None also of models that do not tell texts of a pair apart."""
+        if not tells_texts_apart(self._model.config):
+            return None
         if not any(piece.pool.segment_start for piece in step.pooled):
             return None
         types = np.zeros(len(arrays.positions), np.int64)
@@ -424,7 +443,7 @@ class LocalExecutor:
             if first := piece.pool.segment_start:
                 begin, end = arrays.cu_q_lens[piece.request : piece.request + 2].tolist()
                 types[begin + first : end] = 1
-        return torch.from_numpy(types).to(self.device)
+        return types
 
     def _logits(self, hidden: torch.Tensor, arrays: StepArrays) -> torch.Tensor:
         token_slots = arrays.adapter_slots

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from weft.engine.base.arrays import Float32Array
-from weft.engine.base.device_copies import Fetched
-from weft.engine.base.tasks import TOKEN_OUTPUTS
+from weft.engine.base.device_copies import DeviceCopies, Fetched
+from weft.engine.base.tasks import TOKEN_OUTPUTS, Output
 from weft.engine.executor.step_input import PooledRows
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 
@@ -40,6 +40,7 @@ class Pooler:
         self._is_fixed = is_fixed
         self._shape = (max_requests, hidden_size)
         self._device = device
+        self._copies = DeviceCopies(device)
         self._sums: torch.Tensor | None = None
 
     def begin(
@@ -56,8 +57,12 @@ class Pooler:
             logits_of: Computes logits [n, vocab] float32 of n of these rows, and of the pieces that
                 they belong to.
         """
+        output = pieces[0].pool.output
+        if (pooled := self._of_whole_prompts(pieces, hidden)) is not None:
+            made = self._made(output, pieces, range(len(pieces)), pooled, hidden.dtype, logits_of)
+            return PooledStates.of_rows(pieces, made)
         found: list[tuple[PooledRows, torch.Tensor]] = []
-        whole: dict[str, list[int]] = {}
+        whole: dict[Output, list[int]] = {}
         vectors: list[torch.Tensor | None] = [None] * len(pieces)
         rows = torch.split(hidden, [len(piece.wanted) for piece in pieces])
         for number, (piece, own) in enumerate(zip(pieces, rows, strict=True)):
@@ -70,16 +75,49 @@ class Pooler:
                 whole.setdefault(piece.pool.output, []).append(number)
         for output, numbers in whole.items():
             pooled = torch.stack([_given(vectors[number]) for number in numbers])
-            made: Sequence[torch.Tensor] | torch.Tensor
-            if output == "embedding":
-                made = self._apply(self._heads.embedding, pooled)
-            elif output == "classes":
-                assert self._heads.classes is not None, "the model has no classification head"
-                made = self._apply(self._heads.classes, pooled)
-            else:
-                made = self._label_logits(pieces, numbers, pooled.to(hidden.dtype), logits_of)
+            made = self._made(output, pieces, numbers, pooled, hidden.dtype, logits_of)
             found += [(pieces[number], row) for number, row in zip(numbers, made, strict=True)]
         return PooledStates(found)
+
+    def _of_whole_prompts(
+        self, pieces: Sequence[PooledRows], hidden: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[P, hidden] float32 of P pieces, in a few operations; None: not all of them are whole
+        prompts of which one vector each is wanted.
+        """
+        pool = pieces[0].pool
+        for piece in pieces:
+            own, is_like = piece.pool, piece.is_last
+            is_like &= own.output == pool.output and own.output not in TOKEN_OUTPUTS
+            is_like &= own.pooling == "last" or piece.is_whole
+            if not is_like or own.pooling != pool.pooling:
+                return None
+        if pool.pooling != "mean":
+            return hidden.float()
+        if self._is_fixed:
+            return None
+        lengths = np.array([piece.num_tokens for piece in pieces])
+        (sent,) = self._copies.send((lengths,))
+        return torch.segment_reduce(hidden.float(), "mean", lengths=sent, axis=0, unsafe=True)
+
+    def _made(
+        self,
+        output: Output,
+        pieces: Sequence[PooledRows],
+        numbers: Sequence[int],
+        pooled: torch.Tensor,
+        dtype: torch.dtype,
+        logits_of: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
+        """What is wanted of prompts: of the pieces with these `numbers`, whose vectors are the rows
+        of `pooled`.
+        """
+        if output == "embedding":
+            return self._apply(self._heads.embedding, pooled)
+        if output == "classes":
+            assert self._heads.classes is not None, "the model has no classification head"
+            return self._apply(self._heads.classes, pooled)
+        return self._label_logits(pieces, numbers, pooled.to(dtype), logits_of)
 
     def _apply(self, layers: DenseLayers, rows: torch.Tensor) -> torch.Tensor:
         if not self._is_fixed:
@@ -132,13 +170,25 @@ class PooledStates:
 
     Args:
         found: Each piece that has some, and its vectors: [width], or [rows, width] of its tokens.
+        flat: All of them, one behind another; None: it is made of `found`.
     """
 
-    def __init__(self, found: Sequence[tuple[PooledRows, torch.Tensor]]) -> None:
+    def __init__(
+        self, found: Sequence[tuple[PooledRows, torch.Tensor]], flat: torch.Tensor | None = None
+    ) -> None:
         self._pieces = [piece for piece, _ in found]
         self._shapes = [vectors.shape for _, vectors in found]
-        flat = [vectors.reshape(-1) for _, vectors in found]
-        self._fetched = Fetched(torch.cat(flat)) if flat else None
+        if found and flat is None:
+            flat = torch.cat([vectors.reshape(-1) for _, vectors in found])
+        self._fetched = None if flat is None else Fetched(flat)
+
+    @classmethod
+    def of_rows(
+        cls, pieces: Sequence[PooledRows], rows: Sequence[torch.Tensor] | torch.Tensor
+    ) -> PooledStates:
+        """Those of pieces that have one vector each."""
+        flat = rows.reshape(-1) if isinstance(rows, torch.Tensor) else None
+        return cls(list(zip(pieces, rows, strict=True)), flat)
 
     def wait(self) -> list[tuple[PooledRows, Float32Array]]:
         """Waits for them: [n, width] of each prompt or piece, normalised and cut as wanted."""

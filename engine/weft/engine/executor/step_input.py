@@ -10,7 +10,7 @@ import numpy as np
 from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.base.state_rows import StateRows
-from weft.engine.base.tasks import Pool
+from weft.engine.base.tasks import TOKEN_OUTPUTS, Pool
 
 LATE = -1
 """Start position that only the device knows: the end of the step under way."""
@@ -56,8 +56,21 @@ class PooledRows(NamedTuple):
         return self.start + self.num_tokens == self.prompt_length
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the step has all of the prompt."""
+        return self.num_tokens == self.prompt_length
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first of these rows, all of the prompt, is the only one that is needed."""
+        is_of_prompt = self.pool.output not in TOKEN_OUTPUTS
+        return self.is_whole and is_of_prompt and self.pool.pooling == "first"
+
+    @property
     def wanted(self) -> range:
         """The rows that are needed, counted from the request's own first one."""
+        if self.is_first:
+            return range(self.lead, self.lead + 1)
         if self.pool.wants_all_rows:
             return range(self.lead, self.lead + self.num_tokens)
         end = self.lead + self.num_tokens

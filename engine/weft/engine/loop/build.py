@@ -18,7 +18,6 @@ from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.encoder_config import EncoderConfig
 from weft.engine.checkpoint.pooling import load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
@@ -388,8 +387,6 @@ def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> L
     """Creates the memory for adapters; None if none are served."""
     if not config.enable_lora:
         return None
-    if isinstance(models.loaded.config, EncoderConfig):
-        raise ConfigError("enable_lora: not supported for encoders", param="enable_lora")
     model = models.loaded.config
     if not model.has_equal_layers:
         raise ConfigError(
@@ -525,7 +522,7 @@ def _make_executor(
         max_tokens,
         device,
         max_step_tokens=_max_step_tokens(config, models),
-        cuda_graphs=config.cuda_graphs and not models.loaded.config.is_encoder,
+        cuda_graphs=config.cuda_graphs,
         lora=lora,
         states=models.drafted,
         max_drafts=max_drafts(config),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -240,14 +241,24 @@ class LLM:
             )
             for prompt, adapter in zip(prompts, adapters or [b""] * len(prompts), strict=True)
         ]
-        groups = self._finish(submits, len(submits))
+        # Prompts come a step at a time: taking them in takes long beside their steps.
+        groups = self._finish(submits, len(submits), self.engine.config.max_step_tokens)
         return [np.concatenate(samples[0].vectors) for samples in groups]
 
-    def _finish(self, submits: list[Submit], max_at_once: int) -> list[list[GeneratedSample]]:
-        """Runs submits to their end; cancels them if one fails."""
+    def _finish(
+        self, submits: list[Submit], max_at_once: int, tokens_each: float = math.inf
+    ) -> list[list[GeneratedSample]]:
+        """Runs submits to their end; cancels them if one fails.
+
+        Args:
+            submits: What to run.
+            max_at_once: Most submits under way.
+            tokens_each: A turn of the engine takes in no more submits once their prompts have so
+                many tokens.
+        """
         groups = {s.request_id: [GeneratedSample() for _ in range(s.sampling.n)] for s in submits}
         try:
-            self._run(submits, groups, max_at_once)
+            self._run(submits, groups, max_at_once, tokens_each)
         except BaseException:
             cancels = [Cancel(gateway=_SESSION, request_id=i, attempt=1) for i in groups]
             self.engine.turn(Inbox(cancels=cancels))
@@ -255,21 +266,27 @@ class LLM:
         return list(groups.values())
 
     def _run(
-        self, submits: list[Submit], groups: dict[str, list[GeneratedSample]], max_at_once: int
+        self,
+        submits: list[Submit],
+        groups: dict[str, list[GeneratedSample]],
+        max_at_once: int,
+        tokens_each: float,
     ) -> None:
         waiting = deque(submits)
         open_samples: dict[str, int] = {}
         max_waiting = self.engine.config.max_waiting_requests
         while waiting or open_samples:
             new: list[Submit] = []
+            num_tokens = 0
             num_open = sum(open_samples.values()) if waiting else 0
-            while waiting and len(open_samples) < max_at_once:
+            while waiting and len(open_samples) < max_at_once and num_tokens < tokens_each:
                 num_samples = waiting[0].sampling.n
                 if num_open and num_open + num_samples > max_waiting:
                     break
                 new.append(waiting.popleft())
                 open_samples[new[-1].request_id] = num_samples
                 num_open += num_samples
+                num_tokens += len(new[-1].prompt)
             self._woken.clear()
             outbox = self.engine.turn(Inbox(submits=new) if new else None)
             for batch in outbox.gateways:

@@ -10,6 +10,7 @@ from weft.engine.memory.layout import CacheLayout, PagedPlane
 from weft.engine.model.layers.encoder import Ragged
 from weft.engine.model.pooled_heads import DenseLayers
 from weft.engine.model.step import Step
+from weft.kernels.encoder_attention import Bounds
 from weft.kernels.lora import LoraStep
 
 
@@ -34,8 +35,8 @@ class Encoder(ABC):
 
     def forward(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs whole prompts: [L, hidden], final hidden states of `step.logits_rows`."""
-        bounds = step.groups[0].cu_q_lens.tolist()
-        hidden = self.encode(step, Ragged(bounds, step.positions))
+        bounds = Bounds.of(step.groups[0].cu_q_lens)
+        hidden = self.encode(step, Ragged(bounds, step.positions, step.lora))
         return hidden if step.wants_all else hidden.index_select(0, step.logits_rows)
 
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from weft.engine.model.state_step import StateStep
 from weft.kernels.attention import GroupStep
+from weft.kernels.encoder_attention import Bounds
 from weft.kernels.lora import LoraStep
 
 
@@ -33,10 +33,8 @@ class Step:
     """The step's adapters; None if no token uses one."""
     token_types: torch.Tensor | None = None
     """[T] int64: 0 in the first of a pair of texts, 1 in the second; None: there are no pairs."""
-    bounds: Sequence[int] = ()
-    """[R + 1]: request r has rows bounds[r] to bounds[r + 1]; of models whose tokens also attend to
-    later ones.
-    """
+    bounds: Bounds | None = None
+    """Where requests begin, of models whose tokens also attend to later ones; else None."""
     slots: torch.Tensor | None = None
     """[R] int64: each request's slot; for padding the one after the last. None where no model needs
     it.

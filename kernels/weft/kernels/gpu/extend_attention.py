@@ -289,7 +289,9 @@ def _extend_kernel(
                 keys = k_tiles.load([first_row + start, kv_head * DIM])
                 values = v_tiles.load([first_row + start, kv_head * DIM])
                 scores = capped(tl.dot(query, tl.trans(keys)), SOFTCAP)
-                largest, total, mixed = _mix(largest, total, mixed, scores, values, scale, IS_FUSED)
+                largest, total, mixed = mix_tile(
+                    largest, total, mixed, scores, values, scale, IS_FUSED
+                )
             else:
                 position = start + tl.arange(0, TILE)
                 at = position.to(tl.int64)[:, None]
@@ -433,13 +435,13 @@ def attend_tile(
             is_seen &= position[None, :] > last_seen[:, None] - WINDOW
         # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
         scores = tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
-    return _mix(  # type: ignore[no-any-return]
+    return mix_tile(  # type: ignore[no-any-return]
         largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
     )
 
 
 @triton.jit
-def _mix(
+def mix_tile(
     largest: tl.tensor,
     total: tl.tensor,
     mixed: tl.tensor,

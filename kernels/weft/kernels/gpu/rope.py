@@ -152,3 +152,52 @@ def _rope_and_cache_kernel(
         is_k = (is_q == 0) & (is_v == 0)
         tl.store(k_at + first[None, :], low, mask=mask & is_k[:, None])
         tl.store(k_at + second[None, :], high, mask=mask & is_k[:, None])
+
+
+def rotate_heads(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """`weft.kernels.rope.rotate_heads` for CUDA tensors."""
+    rows, heads, dim = x.shape
+    if x.stride(2) != 1 or x.stride(1) != dim or cos_sin.shape[1] != dim:
+        raise ValueError(f"x {tuple(x.shape)} does not fit turns {tuple(cos_sin.shape)}")
+    if rows:
+        _rotate_kernel[(rows, triton.cdiv(heads, _BLOCK_HEADS))](
+            x,
+            positions,
+            cos_sin,
+            x.stride(0),
+            HEADS=heads,
+            HALF=dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            BLOCK_HEADS=_BLOCK_HEADS,
+            num_warps=4,
+            **launch_options(x.device),
+        )
+
+
+@triton.jit
+def _rotate_kernel(
+    x: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    row_stride: int,
+    IS_DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, BLOCK_HALF)
+    in_half = column < HALF
+    turn = cos_sin + tl.load(positions + row) * (2 * HALF) + column
+    cos = tl.load(turn, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(turn + HALF, mask=in_half, other=0.0)[None, :]
+    at = x + row * row_stride + head[:, None] * (2 * HALF) + column[None, :]
+    mask = (head < HEADS)[:, None] & in_half[None, :]
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, (low * cos - high * sin).to(x.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, (high * cos + low * sin).to(x.dtype.element_ty), mask=mask)

@@ -43,7 +43,10 @@ _SAVED_PARTS = {
     "base_layer": "frozen",
     "original_module": "original",
 }
-_LAYER = re.compile(r"layers\.(?P<layer>\d{1,6})\.(?P<module>.+)")
+_LAYER = re.compile(
+    r"(?:(?:bert|roberta|new|gte|nomic_bert)\.)?(?:encoder\.)?layers?\."
+    r"(?P<layer>\d{1,6})\.(?P<module>.+)"
+)
 _EXPERT = re.compile(
     r"(?:mlp|block_sparse_moe)\.experts(?:\.(?P<expert>\d{1,6}))?(?:\.(?P<leaf>(?!\d)[^.]+))?"
 )
@@ -67,6 +70,29 @@ _MLP: Mapping[str, tuple[str, ...]] = {
 }
 _ROUTER: Mapping[str, tuple[str, ...]] = {"gate": (ROUTER,)}
 _RECURRENT: Mapping[str, tuple[str, ...]] = {kind: (kind,) for kind in RECURRENT_KINDS}
+# Of encoders, by block and leaf; of a gated block "gate" is what is activated.
+_ENCODERS: Mapping[str, tuple[str, ...]] = {
+    "attention.self.query": ("q",),
+    "attention.self.key": ("k",),
+    "attention.self.value": ("v",),
+    "attention.output.dense": ("o",),
+    "attention.qkv_proj": ("q", "k", "v"),
+    "attention.o_proj": ("o",),
+    "attn.Wqkv": ("q", "k", "v"),
+    "attn.Wo": ("o",),
+    "attn.out_proj": ("o",),
+    "intermediate.dense": ("up",),
+    "output.dense": ("down",),
+    "mlp.Wi": ("gate", "up"),
+    "mlp.Wo": ("down",),
+    "mlp.fc1": ("up",),
+    "mlp.fc2": ("down",),
+    "mlp.fc11": ("up",),
+    "mlp.fc12": ("gate",),
+    "mlp.gated_layers": ("gate", "up"),
+    "mlp.up_gate_proj": ("up", "gate"),
+    "mlp.wo": ("down",),
+}
 # Mixtral's letters: w1 and w3 are gate and up, w2 is down.
 _EXPERT_LEAVES: Mapping[str, tuple[str, ...]] = {
     **_MLP,
@@ -162,7 +188,8 @@ def parse_module(name: str) -> ModuleName:
         **dict.fromkeys(("linear_attn", "mamba", "conv"), _RECURRENT),
         "block_sparse_moe": _ROUTER,
     }.get(block, {})
-    return ModuleName(path, rest, layer, projections.get(leaf, ()))
+    kinds = projections.get(leaf) or _ENCODERS.get(module, ())
+    return ModuleName(path, rest, layer, kinds)
 
 
 def _expert_module(module: ModuleName, found: re.Match[str]) -> ModuleName:

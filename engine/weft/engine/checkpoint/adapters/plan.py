@@ -24,6 +24,7 @@ from weft.engine.checkpoint.adapters.names import (
 from weft.engine.checkpoint.adapters.peft_config import PeftConfig
 from weft.engine.checkpoint.adapters.projections import q_rows, recurrent_shapes
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 
 DENSE = "dense"
 EXPERTS = "experts"
@@ -81,7 +82,7 @@ class AdapterPlan:
     ties_vocabulary: bool
     """Whether a change of the embedding also applies to the LM head."""
     ignored: tuple[str, ...]
-    """Names of tensors that a lenient reading leaves out."""
+    """Names of tensors that a lenient reading leaves out, or on which no vector depends."""
     num_elements: int
     """Number of elements that reading keeps in memory."""
 
@@ -196,6 +197,9 @@ class _Planner:
             if parsed.part == "original" and parsed.module.kinds:
                 # If the vocabulary has grown, PEFT also saves the parameter that was replaced.
                 continue
+            if self._has_no_part(parsed.module.rest):
+                self._ignored.append(name)
+                continue
             if parsed.part in ("bias", "original", "other"):
                 self._leave_out("only LoRA matrices and saved embeddings are applied", name)
                 continue
@@ -203,6 +207,11 @@ class _Planner:
             if parsed.part in tensors:
                 raise self.error(f"tensors {tensors[parsed.part]} and {name} are the same one")
             tensors[parsed.part] = name
+
+    def _has_no_part(self, module: str) -> bool:
+        """Whether vectors of an encoder do not depend on a module, such as its unused pooler."""
+        config = self.config
+        return isinstance(config, EncoderConfig) and is_unused_of_encoder(module, config)
 
     def plan(self, module: ModuleName, tensors: dict[str, str]) -> None:
         """Plans a module's tensors, after checking them."""

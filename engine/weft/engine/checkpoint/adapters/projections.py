@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.adapters.names import ROUTER
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.encoder_config import EncoderConfig
 from weft.engine.checkpoint.recurrent_config import (
     GatedDeltaConfig,
     Mamba2Config,
@@ -87,7 +88,9 @@ def projections_of(model: ModelConfig, names: Sequence[str]) -> tuple[Projection
     Raises:
         ConfigError: The model has nothing of such a name.
     """
-    known = {**_dense(model), **_router(model), **_vocabulary(model), **_experts(model)}
+    known = _dense(model)
+    if not isinstance(model, EncoderConfig):
+        known |= {**_router(model), **_vocabulary(model), **_experts(model)}
     chosen = tuple(names) or tuple(_dense(model))
     unknown = [name for name in chosen if name not in known]
     if unknown or {EXPERTS, SHARED_EXPERTS} <= set(chosen):
@@ -154,6 +157,8 @@ def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     moe = model.moe
     if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
         is_gated = model.decoder is None or model.decoder.mlp.is_gated
+        if isinstance(model, EncoderConfig):
+            is_gated = model.is_gated
         if is_gated:
             shapes["gate"] = ("gate_up", hidden, inner, 0)
         shapes["up"] = ("gate_up", hidden, inner, inner if is_gated else 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from weft.engine.checkpoint.architectures import encoder_stem
@@ -99,8 +100,8 @@ class _Layer(NamedTuple):
     mlp_norm: LayerNorm
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
-        x = self.attention_norm(self.attention(x, batch, x))
-        return self.mlp_norm(self.mlp(x, x))
+        x = self.attention_norm.of_sum(self.attention(x, batch), x)
+        return self.mlp_norm.of_sum(self.mlp(x, batch), x)
 
 
 class BertModel(Encoder):
@@ -126,7 +127,8 @@ class BertModel(Encoder):
         cos_sin, slopes = _cos_sin(config, weights.device), _slopes(config, weights.device)
         layers = weights.at(names.layers)
         self._layers = [
-            _layer(config, names, layers.at(i), cos_sin, slopes) for i in range(config.num_layers)
+            _layer(config, names, i, layers.at(i), cos_sin, slopes)
+            for i in range(config.num_layers)
         ]
         self.classes = _classes(config, top, weights) if config.head == "classes" else None
 
@@ -137,7 +139,7 @@ class BertModel(Encoder):
             places = batch.positions + self._config.position_offset
             x += self._positions.index_select(0, places)
         if self._types is not None:
-            if step.token_types is None or len(self._types) == 1:
+            if step.token_types is None:
                 x += self._types[0]
             else:
                 x += self._types.index_select(0, step.token_types)
@@ -175,6 +177,7 @@ def _slopes(config: EncoderConfig, device: torch.device) -> torch.Tensor | None:
 def _layer(
     config: EncoderConfig,
     names: _Names,
+    number: int,
     weights: Weights,
     cos_sin: torch.Tensor | None,
     slopes: torch.Tensor | None,
@@ -186,6 +189,7 @@ def _layer(
         return LinearSpec(names=names, in_features=columns, rows=shares, bias=bias)
 
     attention = EncoderAttention(
+        layer=number,
         num_heads=config.num_heads,
         qkv=weights.linear(product(names.qkv, size, 3 * size, bias=config.qkv_bias)),
         out=weights.linear(product((names.o,), size, size, bias=config.o_bias)),
@@ -194,13 +198,18 @@ def _layer(
     )
     attention_norm = LayerNorm.read(weights, names.attention_norm, size, eps)
     width = 2 * inner if config.is_gated else inner
-    up = weights.linear(product(names.up, size, width, bias=config.mlp_bias))
+    spec = product(names.up, size, width, bias=config.mlp_bias)
+    if names.activates_last:
+        spec = replace(
+            spec, names=("gate", "up"), rows=(inner, inner), fused=names.up[0], is_reversed=True
+        )
+    up = weights.linear(spec)
     down = weights.linear(product((names.down,), inner, size, bias=config.down_bias))
     is_fixed, kind = weights.arena.is_fixed, config.activation
-    mlp: PlainMLP | GluMLP = PlainMLP(up=up, down=down, activation=kind, is_fixed=is_fixed)
+    shared: dict[str, Any] = {"layer": number, "up": up, "down": down}
+    mlp: PlainMLP | GluMLP = PlainMLP(**shared, activation=kind, is_fixed=is_fixed)
     if config.is_gated:
-        last = names.activates_last
-        mlp = GluMLP(up=up, down=down, activation=kind, activates_last=last, is_fixed=is_fixed)
+        mlp = GluMLP(**shared, activation=kind, is_fixed=is_fixed)
     return _Layer(
         attention, attention_norm, mlp, LayerNorm.read(weights, names.mlp_norm, size, eps)
     )

@@ -71,6 +71,7 @@ class BidirectionalAttention:
         own, spec = self._causal, self._causal.spec
         q, k, v = torch.split(query.q, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         reach = None if spec.window is None else spec.window - 1
+        assert step.bounds is not None
         mixed = encoder_attention(q, k, v, step.bounds, reach, scale=spec.scale)
         return Sum(mixed.flatten(1), own.o_proj, addition_to(step.lora, "o", own.layer))
 

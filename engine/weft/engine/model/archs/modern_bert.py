@@ -29,8 +29,8 @@ class _Layer(NamedTuple):
 
     def __call__(self, x: torch.Tensor, batch: Ragged) -> torch.Tensor:
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self.attention(normed, batch, x)
-        return self.mlp(self.mlp_norm(x), x)
+        x = self.attention(normed, batch).added_to(x)
+        return self.mlp(self.mlp_norm(x), batch).added_to(x)
 
 
 class ModernBertModel(Encoder):
@@ -69,6 +69,7 @@ def _layer(
     return _Layer(
         None if number == 0 else _norm(config, weights, "attn_norm"),
         EncoderAttention(
+            layer=number,
             num_heads=config.num_heads,
             qkv=attention.linear(_spec("Wqkv", size, 3 * size, bias=config.qkv_bias)),
             out=attention.linear(_spec("Wo", size, size, bias=config.o_bias)),
@@ -77,6 +78,7 @@ def _layer(
         ),
         _norm(config, weights, "mlp_norm"),
         GluMLP(
+            layer=number,
             up=mlp.linear(_spec("Wi", size, 2 * inner, bias=config.mlp_bias)),
             down=mlp.linear(_spec("Wo", inner, size, bias=config.mlp_bias)),
             activation=config.activation,

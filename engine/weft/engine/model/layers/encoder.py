@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,16 @@ from weft.engine.checkpoint.pooling import ActivationName
 from weft.engine.model.pooled_heads import ACTIVATIONS
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.encoder_attention import encoder_attention
+from weft.kernels.activation import Activation, activate
+from weft.kernels.encoder_attention import Bounds, encoder_attention
 from weft.kernels.linear import LinearWeight, linear
+from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.norm import add_layer_norm
+from weft.kernels.rope import rotate_heads
+from weft.kernels.stream import Sum
 
+_GATES: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+"""Activations that a GPU computes with the product behind them."""
 _GRAIN = 32_768
 """Least number of elements that torch gives to each thread."""
 
@@ -37,21 +45,35 @@ class LayerNorm:
         """[T, hidden] -> [T, hidden]."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
+    def of_sum(self, added: Sum, residual: torch.Tensor) -> torch.Tensor:
+        """[T, hidden]: the norm of `residual` with what is added to it.
+
+        A GPU adds in the norm, a CPU in the product.
+        """
+        if not residual.is_cuda:
+            return self(added.added_to(residual))
+        x = linear(added.x, added.w, lora=added.lora)
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """A batch of whole prompts."""
 
-    bounds: list[int]
-    """[R + 1]: prompt r has rows bounds[r] to bounds[r + 1]."""
+    bounds: Bounds
+    """Where prompts begin."""
     positions: torch.Tensor
     """[T] int64."""
+    lora: LoraStep | None = None
+    """The adapters of its tokens; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderAttention:
     """Attention of each token to all of its prompt, or to those near it."""
 
+    layer: int
+    """Number of the layer, for adapters."""
     num_heads: int
     qkv: LinearWeight
     out: LinearWeight
@@ -62,56 +84,59 @@ class EncoderAttention:
     slopes: torch.Tensor | None = None
     """[num_heads] float32: how much scores fall with each token of distance; None: they do not."""
 
-    def __call__(
-        self, x: torch.Tensor, batch: Ragged, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], with `residual` added."""
-        qkv = linear(x, self.qkv).view(len(x), 3, self.num_heads, -1)
-        q, k, v = qkv.unbind(1)
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
+        """[T, hidden] -> what the stream gets."""
+        qkv = linear(x, self.qkv, lora=addition_to(batch.lora, "qkv", self.layer))
+        qkv = qkv.view(len(x), 3, self.num_heads, -1)
         if self.cos_sin is not None:
-            cos, sin = self.cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            both = qkv.flatten(1, 2)[:, : 2 * self.num_heads]
+            rotate_heads(both, batch.positions, self.cos_sin)
+        q, k, v = qkv.unbind(1)
         mixed = encoder_attention(q, k, v, batch.bounds, self.reach, self.slopes)
-        return linear(mixed.view(len(x), -1), self.out, residual)
+        return Sum(mixed.view(len(x), -1), self.out, addition_to(batch.lora, "o", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMLP:
     """down(activation(up(x)))."""
 
+    layer: int
+    """Number of the layer, for adapters."""
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], with `residual` added."""
-        activated = _activated(self.activation, linear(x, self.up), is_fixed=self.is_fixed)
-        return linear(activated, self.down, residual)
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
+        """[T, hidden] -> what the stream gets."""
+        inner = linear(x, self.up, lora=addition_to(batch.lora, "gate_up", self.layer))
+        activated = _activated(self.activation, inner, is_fixed=self.is_fixed)
+        return Sum(activated, self.down, addition_to(batch.lora, "down", self.layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GluMLP:
-    """down(activation(a) * b), where one product computes a and b as its halves, in this order or
-    the other.
-    """
+    """down(activation(a) * b), where one product computes a and b as its halves."""
 
+    layer: int
+    """Number of the layer, for adapters."""
     up: LinearWeight
     down: LinearWeight
     activation: ActivationName
-    activates_last: bool = False
-    """Whether the second half is the activated one."""
     is_fixed: bool = False
     """Whether a token's bits do not depend on what else a step holds."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], with `residual` added."""
-        half, gate = linear(x, self.up).chunk(2, dim=-1)
-        if self.activates_last:
-            half, gate = gate, half
+    def __call__(self, x: torch.Tensor, batch: Ragged) -> Sum:
+        """[T, hidden] -> what the stream gets."""
+        both = linear(x, self.up, lora=addition_to(batch.lora, "gate_up", self.layer))
+        to_down = addition_to(batch.lora, "down", self.layer)
+        if both.is_cuda and self.activation in _GATES:
+            activated = activate(both, _GATES[self.activation], is_gated=True)
+            return Sum(activated, self.down, to_down)
+        half, gate = both.chunk(2, dim=-1)
         activated = _activated(self.activation, half, is_fixed=self.is_fixed)
-        return linear(activated * gate, self.down, residual)
+        return Sum(activated * gate, self.down, to_down)
 
 
 def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torch.Tensor:
@@ -128,9 +153,3 @@ def _activated(name: ActivationName, x: torch.Tensor, *, is_fixed: bool) -> torc
         return activate(x)
     blocks = torch.split(x.contiguous(), max(1, _GRAIN // x.shape[1]))
     return torch.cat([activate(block) for block in blocks])
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[T, H, D]: each head's halves, rotated by [T, 1, D / 2] each."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -68,7 +68,8 @@ class LinearSpec:
     """Submodule that has the rows of all projections, one after another, if the checkpoint stores
     them fused.
     """
-
+    is_reversed: bool = False
+    """Whether the fused rows are those of the last projection first."""
     is_gate: bool = False
     """Whether it is a router or a gate, which checkpoints may leave in floats without saying so."""
 
@@ -125,7 +126,9 @@ class LinearSpec:
     def _stacked(self, shard: Shard) -> list[slice]:
         """A shard of each projection's rows, where they follow one another."""
         shares = [self._rows(rows, shard) for rows in self.rows]
-        begins = accumulate(self.rows[:-1], initial=0)
+        begins = list(accumulate(self.rows[:-1], initial=0))
+        if self.is_reversed:
+            begins = [sum(self.rows[number + 1 :]) for number in range(len(self.rows))]
         return [
             slice(at + own.start, at + own.stop) for at, own in zip(begins, shares, strict=True)
         ]
@@ -136,6 +139,7 @@ class LinearSpec:
 
     def rows_of(self, whole: torch.Tensor, shard: Shard) -> torch.Tensor:
         """A shard of the rows, [all rows, ...], of each projection."""
+        assert not self.is_reversed, "no divided product is"
         parts = torch.split(whole, list(self.rows))
         return torch.cat([part[self._rows(part.shape[0], shard)] for part in parts])
 

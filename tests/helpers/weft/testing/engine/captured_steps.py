@@ -44,6 +44,7 @@ class RecordedSteps(StepGraphs):
             tree_rows=tree_rows,
         )
         self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
+        self._types = self.new_types(buckets, executor.pool.device)
         self.buckets = GraphBuckets(executor._model.config, buckets)
         self._engine = engine
         self.num_replays: dict[str, int] = {}

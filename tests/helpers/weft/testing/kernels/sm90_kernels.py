@@ -41,9 +41,11 @@ from weft.kernels.draft_head import (
 from weft.kernels.gpu import (
     copied_tiles,
     dependent_launch,
+    encoder_attention,
     fp8_linear,
     greedy,
     latent_attention,
+    layer_norm,
     page_digest,
     page_ops,
     recurrence,
@@ -71,6 +73,7 @@ from weft.kernels.quantised import (
     Fp8Experts,
     Fp8Matrix,
 )
+from weft.kernels.rope import rotate_heads
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
@@ -229,6 +232,18 @@ def compile_recurrences() -> None:
     recurrence.recurrence(q, q, v, gate, states, bounds, steps=gate, skips=gate[0])
     x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
     recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
+
+
+def compile_encoders() -> None:
+    """Attention in both directions and the norm behind it."""
+    cu_lens, slopes = torch.tensor([0, 40, 41], dtype=torch.int32), torch.zeros(8)
+    for dim, dtype in ((64, BF16), (96, BF16), (32, torch.float32)):
+        qkv = torch.zeros(41, 3, 8, dim, dtype=dtype).unbind(1)
+        for reach, own_slopes in ((None, None), (64, None), (None, slopes)):
+            encoder_attention.encoder_attention(*qkv, cu_lens, reach, own_slopes, 0.1)
+    x, weight = torch.zeros(3, 768, dtype=BF16), torch.zeros(768, dtype=BF16)
+    layer_norm.add_layer_norm(x, x, weight, weight, 1e-12)
+    rotate_heads(x.view(3, 12, 64), torch.zeros(3, dtype=torch.int64), torch.zeros(9, 64))
 
 
 def compile_fixed() -> None:
@@ -418,6 +433,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     return {
         "layers": partial(compile_layers, is_full),
         "experts": compile_experts,
+        "encoders": compile_encoders,
         "fixed": compile_fixed,
         "latents": compile_latents,
         "recurrences": compile_recurrences,

@@ -1,0 +1,227 @@
+"""Attention in both directions over a ragged batch on a GPU, without padding.
+
+A program holds a tile of one sequence's rows under one head and walks the rows that they see
+(FlashAttention-2, arXiv 2307.08691). Bounds are read from the device, so that launches can be
+captured for any lengths. Tiles are counted from a sequence's first row and have one size for a
+dtype and a head, so that a row's bits do not depend on what else a batch holds.
+
+On an H100, 32 sequences of 512 rows and 16 heads of 64 take 129 us, and 256 of 32 rows in a
+captured step take 92 us. In steps captured for twice as many sequences, FlashAttention-3 and what
+prepares it took 87 us for 16 of 512 rows and 159 us for 256 of 32. The two were not measured in one
+run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.extend_attention import mix_tile, request_of_tile
+
+
+class _Shape(NamedTuple):
+    """Rows of a program, and how it walks over those that they see."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def encoder_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_lens: torch.Tensor,
+    reach: int | None,
+    slopes: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """`weft.kernels.encoder_attention.encoder_attention` for CUDA tensors.
+
+    Args:
+        q: [T, H, D], heads contiguous, any stride between rows; so are k and v.
+        k: [T, Hkv, D].
+        v: [T, Hkv, D].
+        cu_lens: [R + 1] int32: sequence r has rows cu_lens[r] to cu_lens[r + 1]. Rows from the last
+            bound on are padding, whose results are undefined.
+        reach: Rows before and behind a row that it sees; None: all.
+        slopes: [H] float32 of ALiBi, or None.
+        scale: Factor on the scores.
+
+    Returns:
+        [T, H, D], contiguous.
+
+    Raises:
+        ValueError: Strides do not fit.
+    """
+    tokens, heads, dim = q.shape
+    if any(x.stride(2) != 1 or x.stride(1) != dim for x in (q, k, v)):
+        raise ValueError("heads of q, k and v must lie behind one another")
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    requests = len(cu_lens) - 1
+    if not tokens or not requests:
+        return out
+    shape = _launch_shape(q.dtype, dim)
+    # A bound: each sequence leaves at most one tile that is not full.
+    tiles = tokens // shape.rows + requests
+    _encoder_kernel[(heads, tiles)](
+        out,
+        q,
+        k,
+        v,
+        cu_lens,
+        slopes,
+        scale * math.log2(math.e),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        requests,
+        HEADS=heads,
+        GROUP=heads // k.shape[1],
+        ROWS=shape.rows,
+        TILE=shape.tile,
+        DIM=dim,
+        BLOCK_DIM=triton.next_power_of_2(dim),
+        REACH=-1 if reach is None else reach,
+        IS_FUSED=q.dtype.itemsize == 2,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **launch_options(q.device),
+    )
+    return out
+
+
+def _launch_shape(dtype: torch.dtype, dim: int) -> _Shape:
+    if dtype == torch.float32:
+        return _Shape(rows=32, tile=32, warps=4, stages=1)
+    if dim > 128:
+        return _Shape(rows=64, tile=64, warps=4, stages=2)
+    return _Shape(rows=128, tile=64, warps=8 if dim > 64 else 4, stages=3)
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _encoder_kernel(
+    out: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cu_lens: tl.tensor,
+    slopes: tl.tensor,
+    scale: float,
+    q_stride: int,
+    k_stride: int,
+    v_stride: int,
+    requests: int,
+    IS_DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    REACH: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    head = tl.program_id(0)
+    index = tl.program_id(1)
+    request = request_of_tile(index, cu_lens, requests, ROWS)
+    first_row = tl.load(cu_lens + request)
+    length = tl.load(cu_lens + request + 1) - first_row
+    begin = (index - first_row // ROWS - request) * ROWS
+    if begin >= length:
+        return
+
+    row = begin + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_DIM)
+    in_dim = (column < DIM)[None, :]
+    at = (first_row + row).to(tl.int64)
+    mask = (row < length)[:, None] & in_dim
+    query = tl.load(q + at[:, None] * q_stride + head * DIM + column[None, :], mask=mask, other=0.0)
+    slope = 0.0
+    if slopes is not None:
+        # Of scores that are not scaled yet; `scale` is one for exponents of 2.
+        slope = tl.load(slopes + head) * 1.4426950408889634 / scale
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+
+    seen = tl.arange(0, TILE)
+    k_at = k + first_row.to(tl.int64) * k_stride + head // GROUP * DIM + column[None, :]
+    v_at = v + first_row.to(tl.int64) * v_stride + head // GROUP * DIM + column[None, :]
+    low, full, high = 0, length // TILE * TILE, length
+    if REACH >= 0:
+        low = tl.maximum(begin - REACH, 0) // TILE * TILE
+        full = low
+        high = tl.minimum(begin + ROWS + REACH, length)
+    for start in range(low, full, TILE):
+        position = start + seen
+        to = position.to(tl.int64)[:, None]
+        largest, total, mixed = _add_tile(
+            largest, total, mixed, query, k_at + to * k_stride, v_at + to * v_stride,
+            row, position, length, scale, slope, in_dim,
+            slopes is not None, REACH, IS_FUSED, DIM == BLOCK_DIM, False,
+        )  # fmt: skip
+    for start in range(full, high, TILE):
+        position = start + seen
+        to = position.to(tl.int64)[:, None]
+        largest, total, mixed = _add_tile(
+            largest, total, mixed, query, k_at + to * k_stride, v_at + to * v_stride,
+            row, position, length, scale, slope, in_dim,
+            slopes is not None, REACH, IS_FUSED, DIM == BLOCK_DIM, True,
+        )  # fmt: skip
+    # Rows behind the sequence's last one may see nothing; they are not stored.
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    out_at = (at * HEADS + head)[:, None] * DIM + column[None, :]
+    tl.store(out + out_at, mixed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    query: tl.tensor,
+    k_at: tl.tensor,
+    v_at: tl.tensor,
+    row: tl.tensor,
+    position: tl.tensor,
+    length: tl.tensor,
+    scale: float,
+    slope: tl.tensor,
+    in_dim: tl.tensor,
+    HAS_SLOPES: tl.constexpr,
+    REACH: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Adds a tile of rows that are seen to a running softmax, of base 2."""
+    if IS_PARTIAL:
+        is_there = (position < length)[:, None] & in_dim
+        keys = tl.load(k_at, mask=is_there, other=0.0)
+        values = tl.load(v_at, mask=is_there, other=0.0)
+    elif IS_WIDE:
+        keys = tl.load(k_at)
+        values = tl.load(v_at)
+    else:
+        keys = tl.load(k_at, mask=in_dim, other=0.0)
+        values = tl.load(v_at, mask=in_dim, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if HAS_SLOPES:
+        scores -= slope * tl.abs(row[:, None] - position[None, :]).to(tl.float32)
+    if IS_PARTIAL:
+        is_seen = (position < length)[None, :]
+        if REACH >= 0:
+            distance = tl.abs(row[:, None] - position[None, :])
+            is_seen = is_seen & (distance <= REACH)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    return mix_tile(  # type: ignore[no-any-return]
+        largest, total, mixed, scores, values, scale, IS_FUSED, REACH >= 0
+    )
