@@ -7,6 +7,8 @@ parts, which a second launch merges by their sums of exponentials (Flash-Decodin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,18 @@ from weft.kernels.attention import GroupStep
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.latent_attention import LatentSpec
+
+
+class LatentLaunchShape(NamedTuple):
+    """What a program takes, and how it iterates over its positions."""
+
+    heads: int
+    positions: int
+    """Of an iteration."""
+    warps: int
+    stages: int
+    """Iterations whose loads are under way."""
+
 
 _MAX_PARTS = 32
 _MIN_PART = 128
@@ -32,10 +46,8 @@ def latent_attention(
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=device)
     if rows == 0:
         return out
-    at_once = min(64 if rows >= _MANY_ROWS else 16, max(16, triton.next_power_of_2(heads)))
-    if q.dtype == torch.float32:
-        at_once = 16
-    blocks = triton.cdiv(heads, at_once)
+    shape = launch_shape(q.dtype, rows, heads)
+    blocks = triton.cdiv(heads, shape.heads)
     wanted = triton.cdiv(2 * num_multiprocessors(device), rows * blocks)
     parts = max(1, min(_MAX_PARTS, wanted, triton.cdiv(step.max_kv_len, _MIN_PART)))
     rest = dim - width
@@ -51,9 +63,9 @@ def latent_attention(
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
-        HEADS=at_once, POSITIONS=16 if q.dtype == torch.float32 else 32, PARTS=parts,
+        HEADS=shape.heads, POSITIONS=shape.positions, PARTS=parts,
         REQUESTS=min(_REQUESTS_AT_ONCE, triton.next_power_of_2(requests)),
-        IS_EXACT=q.dtype == torch.float32, num_warps=8 if at_once > 16 else 4, num_stages=2,
+        IS_EXACT=q.dtype == torch.float32, num_warps=shape.warps, num_stages=shape.stages,
         **options,
     )  # fmt: skip
     if parts > 1:
@@ -62,6 +74,16 @@ def latent_attention(
             WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4, **options,
         )  # fmt: skip
     return out
+
+
+def launch_shape(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchShape:
+    """The launch shape for so many rows of so many heads."""
+    most = max(16, triton.next_power_of_2(heads))
+    if dtype == torch.float32:
+        return LatentLaunchShape(16, 16, warps=4, stages=2)
+    if rows >= _MANY_ROWS and most > 16:
+        return LatentLaunchShape(min(64, most), 32, warps=8, stages=2)
+    return LatentLaunchShape(16, 32, warps=4, stages=2)
 
 
 @triton.jit(do_not_specialize=["requests", "table_stride", "layer"])
