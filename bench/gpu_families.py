@@ -38,8 +38,11 @@ from model_shapes import MODELS, write_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.executor import graphs
 from weft.engine.loop.llm import LLM
+from weft.engine.model.layers.latent import LatentAttention
+from weft.engine.model.layers.rotary import Rotary
 from weft.engine.protocol.messages import Inbox
 from weft.engine.protocol.submits import Submit
 from weft.kernels.attention import GroupStep
@@ -48,6 +51,8 @@ from weft.kernels.latent_attention import (
     latent_attention,
     latent_attention_reference,
 )
+from weft.kernels.linear import LinearWeight, PlainForm
+from weft.kernels.norm import Norm
 
 HEADS, RANK, ROPE, NOPE, VALUE, PAGE = 128, 512, 64, 128, 128, 64
 DIM = RANK + ROPE
@@ -60,7 +65,7 @@ WINDOWS = {
 }
 """Layers, in the model's own proportion; bytes of the pools; most running requests."""
 BATCHES = (1, 64)
-NEW_TOKENS, PROMPT = 48, 960
+NEW_TOKENS, PROMPT = 48, 2048
 CONTEXT = 32_768
 NARROW = {
     "hidden_size": 64,
@@ -167,15 +172,52 @@ def noting(row: Row, what: str) -> Iterator[None]:
         row[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:160]}"
 
 
-def prompt_row(length: int, rates: Rates) -> Row:
-    """One prompt with nothing before it."""
-    step, spec = latent_step(length, 1, length), LatentSpec(HEADS, RANK, 0.07)
-    pool = torch.randn(-(-length // PAGE) + 1, 1, 1, 1, PAGE, DIM, device="cuda").bfloat16()
-    q = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    flop = length * (length + 1) * HEADS * (NOPE + ROPE + VALUE)
-    row: Row = {"what": "latent prompt", "rows": length}
-    own = captured_s(lambda _: latent_attention(q, pool, 0, spec, step), 1)
-    row |= {"us": 1e6 * own, "share": flop / own / rates.flop_per_s, "tflop_s": flop / own / 1e12}
+def latent_layer() -> LatentAttention:
+    """A layer of attention with random projections of heads; others are not used."""
+    sizes = LatentConfig(q_rank=1536, kv_rank=RANK, nope_dim=NOPE, rope_dim=ROPE, value_dim=VALUE)
+    to_keys, to_values = (
+        torch.randn(HEADS, *shape, device="cuda").bfloat16() / 16
+        for shape in ((NOPE, RANK), (RANK, VALUE))
+    )
+    other = LinearWeight(1, 1, torch.bfloat16, False, PlainForm(to_keys[0, :1, :1]), None)
+    norm = Norm(to_keys[0, 0], 1e-6)
+    rotary = Rotary(torch.zeros(1, ROPE, device="cuda"), ROPE // 2)
+    return LatentAttention(
+        sizes, 0, rotary, 0.07, down_proj=other, q_norm=norm, q_proj=other, kv_norm=norm,
+        absorbed=(to_keys, to_values), o_proj=other,
+    )  # fmt: skip
+
+
+def prompt_row(length: int, before: int, rates: Rates) -> Row:
+    """One prompt's rows, some positions behind its beginning: with the projections between latents
+    and heads, whose products are not counted.
+    """
+    layer, total = latent_layer(), before + length
+    step = latent_step(length, 1, total)._replace(is_cold=before == 0)
+    positions = torch.arange(before, total, device="cuda")
+    step = step._replace(
+        places=step.page_table[0].long()[positions // PAGE] * PAGE + positions % PAGE
+    )
+    pool = torch.randn(-(-total // PAGE) + 1, 1, 1, 1, PAGE, DIM, device="cuda").bfloat16()
+    q = torch.randn(length, HEADS, NOPE + ROPE, device="cuda", dtype=torch.bfloat16)
+    attended = length * before + length * (length + 1) / 2
+    flop = 2 * attended * HEADS * (NOPE + ROPE + VALUE)
+    row: Row = {"what": "latent prompt", "rows": length, "before": before}
+
+    def absorbed(_: int) -> torch.Tensor:
+        mixed = latent_attention(layer._absorb(q), pool, 0, layer.spec, step)
+        return layer._values(mixed)
+
+    found = {"absorbed": absorbed}
+    if layer._takes_heads(q, step):
+        found["heads"] = lambda _: layer._by_heads(q, step, pool)
+        difference = (found["heads"](0).float() - absorbed(0).float()).abs().max()
+        row["differs"] = float(difference / absorbed(0).float().abs().max())
+    for name, call in found.items():
+        seconds = captured_s(call, 1)
+        row |= {f"{name}_us": 1e6 * seconds, f"{name}_share": flop / seconds / rates.flop_per_s}
+    if before:
+        return row
     shape = (1, HEADS, length)
     heads = [
         torch.randn(*shape, dim, device="cuda", dtype=torch.bfloat16)
@@ -215,7 +257,7 @@ def engine_settings(model: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "dummy_weights": True,
         "num_pages": 64 * 40,
-        "max_context_tokens": 1024,
+        "max_context_tokens": 4096,
         "max_running_requests": max(BATCHES),
         "max_step_tokens": 2048,
         "prefill_chunk_tokens": 2048,
@@ -370,8 +412,8 @@ def rows_of(parts: list[str], models: list[str], rates: Rates) -> Iterator[Row]:
         for batch in (1, 64, 256):
             for context in (2048, 8192):
                 yield decode_row(batch, context, rates)
-        for length in (2048, 4096):
-            yield prompt_row(length, rates)
+        for length, before in ((2048, 0), (4096, 0), (4096, 4096)):
+            yield prompt_row(length, before, rates)
     if "engines" in parts:
         for model in models:
             yield from engine_rows(model, rates)

@@ -151,7 +151,8 @@ def extend_attention(
 
 def block_dim(dim: int) -> int:
     """Columns of a program that holds heads of `dim` elements: tensor cores take at least 16."""
-    return max(16, triton.next_power_of_2(dim))
+    power: int = triton.next_power_of_2(dim)
+    return max(16, power)
 
 
 def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) -> ExtendLaunchShape:

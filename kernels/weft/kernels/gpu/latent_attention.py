@@ -41,6 +41,26 @@ def latent_attention(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
 ) -> torch.Tensor:
     """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
+    return _attend(q, pool, layer, spec, step, None)
+
+
+def attention_before(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.latent_attention.attention_before` for CUDA tensors."""
+    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return _attend(q, pool, layer, spec, step, sums), sums
+
+
+def _attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    spec: LatentSpec,
+    step: GroupStep,
+    sums: torch.Tensor | None,
+) -> torch.Tensor:
+    """With `sums`, [T, H] float32, which are written, to the positions before the step alone."""
     rows, heads, dim = q.shape
     width, device = spec.value_dim, q.device
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=device)
@@ -51,7 +71,7 @@ def latent_attention(
     wanted = triton.cdiv(2 * num_multiprocessors(device), rows * blocks)
     parts = max(1, min(_MAX_PARTS, wanted, triton.cdiv(step.max_kv_len, _MIN_PART)))
     rest = dim - width
-    partial = lse = None
+    partial, lse = None, sums
     if parts > 1:
         partial = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=device)
         lse = torch.empty((rows, heads, parts), dtype=torch.float32, device=device)
@@ -64,13 +84,14 @@ def latent_attention(
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
         HEADS=shape.heads, POSITIONS=shape.positions, PARTS=parts,
+        IS_BEFORE=sums is not None,
         REQUESTS=min(_REQUESTS_AT_ONCE, triton.next_power_of_2(requests)),
         IS_EXACT=q.dtype == torch.float32, num_warps=shape.warps, num_stages=shape.stages,
         **options,
     )  # fmt: skip
     if parts > 1:
         _merge_latents_kernel[(rows, heads)](
-            out, partial, lse, heads, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts),
+            out, partial, lse, sums, heads, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts),
             WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4, **options,
         )  # fmt: skip
     return out
@@ -114,6 +135,7 @@ def _latent_kernel(
     HEADS: tl.constexpr,
     POSITIONS: tl.constexpr,
     PARTS: tl.constexpr,
+    IS_BEFORE: tl.constexpr,
     REQUESTS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
@@ -130,7 +152,7 @@ def _latent_kernel(
     request = tl.minimum(request, requests - 1)
     first_row = tl.load(cu_q_lens + request)
     root = tl.load(kv_lens + request) - (tl.load(cu_q_lens + request + 1) - first_row)
-    seen = root + (row - first_row) + 1
+    seen = root if IS_BEFORE else root + (row - first_row) + 1
     word = tl.full([], -1, tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + row)
@@ -192,12 +214,13 @@ def _latent_kernel(
     mask = is_head[:, None] & is_value[None, :]
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     of_row = row.to(tl.int64) * heads + head
+    of_part = of_row * PARTS + tl.program_id(2)
     if PARTS == 1:
         at = out + of_row[:, None] * WIDTH + column[None, :]
         tl.store(at, mixed.to(out.dtype.element_ty), mask=mask)
     else:
-        of_part = of_row * PARTS + tl.program_id(2)
         tl.store(partial + of_part[:, None] * WIDTH + column[None, :], mixed, mask=mask)
+    if lse is not None:
         sums = tl.where(total > 0.0, highest + tl.log(tl.where(total > 0.0, total, 1.0)), -1e38)
         tl.store(lse + of_part, sums, mask=is_head)
 
@@ -207,6 +230,7 @@ def _merge_latents_kernel(
     out: tl.tensor,
     partial: tl.tensor,
     lse: tl.tensor,
+    all_sums: tl.tensor,
     heads: int,
     IS_DEPENDENT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -221,9 +245,13 @@ def _merge_latents_kernel(
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, BLOCK_WIDTH)
     sums = tl.load(lse + at * PARTS + part, mask=part < PARTS, other=-1e38)
-    share = tl.exp(sums - tl.max(sums, axis=0))
+    highest = tl.max(sums, axis=0)
+    share = tl.exp(sums - highest)
     share = tl.where(part < PARTS, share, 0.0)
-    share = share / tl.sum(share, axis=0)
+    total_share = tl.sum(share, axis=0)
+    if all_sums is not None:
+        tl.store(all_sums + at, highest + tl.log(total_share))
+    share = share / total_share
     total = tl.zeros([BLOCK_WIDTH], tl.float32)
     mask = column < WIDTH
     for number in range(PARTS):
