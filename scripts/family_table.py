@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 COLUMNS = (
     "float32 tokens", "bfloat16 near-ties", "chunked prefill", "prefix hit", "P/D over NIXL",
-    "n-gram drafts", "LoRA", "FP8 layout",
+    "n-gram drafts", "LoRA", "FP8 layout", "on a GPU",
 )  # fmt: skip
 FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
 _RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}

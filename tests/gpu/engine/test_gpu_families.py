@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
 from weft.testing.models.every_family import EVERY_FAMILY, gaps_of, greedy_tokens, write_model
 from weft.testing.models.families import HYBRIDS
@@ -60,11 +62,15 @@ def answers(llm: LLM, given: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_float32_tokens(name: str, tmp_path: Path) -> None:
+def test_float32_tokens(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """By captured steps, prompts in chunks; once more with what is cached of them."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     reference = write_model(name, tmp_path / "model", seed)
+    record_property("architecture", ModelConfig.load(tmp_path / "model").architecture)
+    record_property("column", "on a GPU")
     given = prompts()
     expected = [greedy_tokens(reference, prompt, NUM_NEW) for prompt in given]
     with make_llm(tmp_path / "model") as llm:
