@@ -65,6 +65,21 @@ def latent_attention(
     return latent_attention_reference(q, pool, layer, spec, step)
 
 
+def planned(
+    step: GroupStep, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
+) -> GroupStep:
+    """A step for consecutive layers of equal constants in which all of so many rows attend."""
+    if not pool.is_cuda or step.latents is not None or step.max_q_len > 1:
+        return step
+    from weft.kernels.gpu import flash_mla
+
+    # As many rows as requests, none with two.
+    is_fit = rows == step.page_table.shape[0] and step.ancestors is None
+    if not is_fit or not flash_mla.takes(dtype, pool.shape[-1], spec, pool.shape[-2]):
+        return step
+    return step._replace(latents=flash_mla.plan_latents(step.kv_lens, spec.heads))
+
+
 def attention_before(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from weft.kernels.attention import GroupStep
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.flash_mla import flash_mla
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.latent_attention import LatentSpec
 
@@ -41,6 +42,8 @@ def latent_attention(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
 ) -> torch.Tensor:
     """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
+    if step.latents is not None:
+        return flash_mla(q, pool, layer, spec, step)
     return _attend(q, pool, layer, spec, step, None)
 
 

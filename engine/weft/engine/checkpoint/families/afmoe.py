@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.families.experts import counts
 from weft.engine.checkpoint.families.family import FULL, SLIDING, Family
-from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig, RouterConfig
+from weft.engine.checkpoint.moe_config import MoEConfig, MoENamesConfig, RouterConfig, counts
 from weft.engine.checkpoint.parts import (
     AttentionConfig,
     DecoderConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from weft.kernels.latent_attention import (
     latent_attention,
     merged,
     own_attention,
+    planned,
     read_latents,
     suits_own_attention,
     write_latents,
@@ -168,8 +170,15 @@ class LatentAttention:
         self.group, self.in_pool = group, in_pool
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`."""
-        return step
+        """See `Mixer.prepare`: the work of rows alone is divided once for all layers."""
+        group = step.groups[self.group]
+        latents = group.pool_of(pool)
+        made = planned(group, self.o_proj.dtype, self.spec, rows, latents)
+        if made is group:
+            return step
+        groups = list(step.groups)
+        groups[self.group] = made
+        return replace(step, groups=tuple(groups))
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Writes the latents and shared keys of all rows."""
@@ -197,6 +206,7 @@ class LatentAttention:
         """Attends to the latents and projects the result."""
         group = step.groups[self.group]
         latents = group.pool_of(pool)
+        group = planned(group, query.q.dtype, self.spec, len(query.q), latents)
         if self._takes_heads(query.q, group):
             values = self._by_heads(query.q, group, latents)
         else:
