@@ -50,6 +50,7 @@ from weft.kernels.latent_attention import (
     LatentSpec,
     latent_attention,
     latent_attention_reference,
+    planned,
 )
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.norm import Norm
@@ -84,6 +85,7 @@ Row = dict[str, Any]
 def captured_s(run: Callable[[int], object], launches: int = LAUNCHES) -> float:
     """Median seconds of one of several launches, numbered, in a captured graph."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for number in range(launches):
             run(number)
@@ -145,18 +147,14 @@ def decode_row(batch: int, context: int, rates: Rates) -> Row:
     if batch * context <= 1 << 19:
         row["error"] = largest_error(q, pool[:, :, :1], spec, step)
     with noting(row, "flash_mla"):
-        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
-
-        meta = get_mla_metadata()[0]
+        made = planned(step, q.dtype, spec, batch, pool)
+        if made.latents is None:
+            raise ImportError("FlashMLA is not installed")
 
         def flash(number: int) -> torch.Tensor:
-            out: torch.Tensor = flash_mla_with_kvcache(
-                q[:, None], pool[:, 0, number % layers].transpose(1, 2), step.page_table,
-                step.kv_lens, RANK, meta, softmax_scale=0.07, causal=True, use_legacy=True,
-            )[0]  # fmt: skip
-            return out
+            return latent_attention(q, pool, number % layers, spec, made)
 
-        same = latent_attention(q, pool, 0, spec, step).float() - flash(0)[:, 0].float()
+        same = latent_attention(q, pool, 0, spec, step).float() - flash(0).float()
         theirs = captured_s(flash)
         row |= {"flash_mla_us": 1e6 * theirs, "flash_mla_share": roof / theirs}
         row["flash_mla_differs"] = float(same.abs().max())

@@ -20,8 +20,10 @@ from weft.testing.models.float32_reference import BFLOAT16_ULPS
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.usefixtures("few_threads")]
 
 NUM_NEW = 12
-LENGTHS = (21, 70, 5)
-"""Of prompts: of several chunks, longer than windows and their pages, and within a page."""
+LENGTHS = (21, 70, 17)
+"""Of prompts: of several chunks, longer than windows and their pages, and longer than what LongRoPE
+calls the original length.
+"""
 NAMES = [name for name in EVERY_FAMILY if name not in HYBRIDS]
 OTHERS = ("gpt-oss", "deepseek-v3", "gemma3", "gemma4", "llama4", "mimo", "cohere2", "glm4-moe")
 """Families that between them have every part, for what is long."""

@@ -82,11 +82,11 @@ def _attend(
     requests, _ = step.page_table.shape
     _latent_kernel[(rows, blocks, parts)](
         out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
-        requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0),
+        requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0), parts,
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
-        HEADS=shape.heads, POSITIONS=shape.positions, PARTS=parts,
+        HEADS=shape.heads, POSITIONS=shape.positions, IS_SPLIT=parts > 1,
         IS_BEFORE=sums is not None,
         REQUESTS=min(_REQUESTS_AT_ONCE, triton.next_power_of_2(requests)),
         IS_EXACT=q.dtype == torch.float32, num_warps=shape.warps, num_stages=shape.stages,
@@ -94,7 +94,7 @@ def _attend(
     )  # fmt: skip
     if parts > 1:
         _merge_latents_kernel[(rows, heads)](
-            out, partial, lse, sums, heads, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts),
+            out, partial, lse, sums, heads, parts, BLOCK_PARTS=triton.next_power_of_2(parts),
             WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4, **options,
         )  # fmt: skip
     return out
@@ -106,11 +106,11 @@ def launch_shape(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchShape
     if dtype == torch.float32:
         return LatentLaunchShape(16, 16, warps=4, stages=2)
     if rows >= _MANY_ROWS and most > 16:
-        return LatentLaunchShape(min(64, most), 32, warps=8, stages=2)
+        return LatentLaunchShape(min(64, most), 64, warps=8, stages=2)
     return LatentLaunchShape(16, 32, warps=4, stages=2)
 
 
-@triton.jit(do_not_specialize=["requests", "table_stride", "layer"])
+@triton.jit(do_not_specialize=["requests", "table_stride", "layer", "parts"])
 def _latent_kernel(
     out: tl.tensor,
     partial: tl.tensor,
@@ -127,6 +127,7 @@ def _latent_kernel(
     layer: int,
     scale: float,
     page_stride: int,
+    parts: int,
     IS_DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -137,12 +138,12 @@ def _latent_kernel(
     BLOCK_REST: tl.constexpr,
     HEADS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     IS_BEFORE: tl.constexpr,
     REQUESTS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """One row, HEADS of its heads, one of PARTS parts of the positions that it sees."""
+    """One row, HEADS of its heads, one of the parts of the positions that it sees."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0)
@@ -159,7 +160,7 @@ def _latent_kernel(
     word = tl.full([], -1, tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + row)
-    part_size = tl.cdiv(tl.cdiv(seen, PARTS), POSITIONS) * POSITIONS
+    part_size = tl.cdiv(tl.cdiv(seen, parts), POSITIONS) * POSITIONS
     begin = tl.program_id(2) * part_size
     end = tl.minimum(seen, begin + part_size)
 
@@ -217,8 +218,8 @@ def _latent_kernel(
     mask = is_head[:, None] & is_value[None, :]
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     of_row = row.to(tl.int64) * heads + head
-    of_part = of_row * PARTS + tl.program_id(2)
-    if PARTS == 1:
+    of_part = of_row * parts + tl.program_id(2)
+    if not IS_SPLIT:
         at = out + of_row[:, None] * WIDTH + column[None, :]
         tl.store(at, mixed.to(out.dtype.element_ty), mask=mask)
     else:
@@ -228,15 +229,15 @@ def _latent_kernel(
         tl.store(lse + of_part, sums, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _merge_latents_kernel(
     out: tl.tensor,
     partial: tl.tensor,
     lse: tl.tensor,
     all_sums: tl.tensor,
     heads: int,
+    parts: int,
     IS_DEPENDENT: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -247,18 +248,16 @@ def _merge_latents_kernel(
     at = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, BLOCK_WIDTH)
-    sums = tl.load(lse + at * PARTS + part, mask=part < PARTS, other=-1e38)
+    sums = tl.load(lse + at * parts + part, mask=part < parts, other=-1e38)
     highest = tl.max(sums, axis=0)
     share = tl.exp(sums - highest)
-    share = tl.where(part < PARTS, share, 0.0)
+    share = tl.where(part < parts, share, 0.0)
     total_share = tl.sum(share, axis=0)
     if all_sums is not None:
         tl.store(all_sums + at, highest + tl.log(total_share))
     share = share / total_share
-    total = tl.zeros([BLOCK_WIDTH], tl.float32)
     mask = column < WIDTH
-    for number in range(PARTS):
-        of_part = tl.sum(tl.where(part == number, share, 0.0), axis=0)
-        given = tl.load(partial + (at * PARTS + number) * WIDTH + column, mask=mask, other=0.0)
-        total += of_part * given
+    of_parts = partial + (at * parts + part)[:, None] * WIDTH + column[None, :]
+    given = tl.load(of_parts, mask=(part < parts)[:, None] & mask[None, :], other=0.0)
+    total = tl.sum(given * share[:, None], axis=0)
     tl.store(out + at * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)
