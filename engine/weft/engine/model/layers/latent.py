@@ -207,7 +207,8 @@ class LatentAttention:
         group = step.groups[self.group]
         latents = group.pool_of(pool)
         group = planned(group, query.q.dtype, self.spec, len(query.q), latents)
-        if self._takes_heads(query.q, group):
+        # Adapters may bring values that are not finite, which would spread to other requests.
+        if step.lora is None and self._takes_heads(query.q, group):
             values = self._by_heads(query.q, group, latents)
         else:
             mixed = latent_attention(self._absorb(query.q), latents, self.in_pool, self.spec, group)
