@@ -349,8 +349,8 @@ def most_at_once(model: str, mode: str) -> Row:
         }
         with LLM(path, **settings) as llm:
             engine = llm.engine
-            prompts = random_prompts(1024, max_requests, CONTEXT - 100)
-            stop = StopCriteria(max_tokens=64, ignore_eos=True)
+            prompts = random_prompts(1024, max_requests, CONTEXT - 600)
+            stop = StopCriteria(max_tokens=500, ignore_eos=True)
             submits = [
                 Submit(
                     gateway=1, request_id=str(n), attempt=1, prompt=prompt,
@@ -375,6 +375,7 @@ def most_at_once(model: str, mode: str) -> Row:
         "pages": mode,
         "requests": most,
         "finished": done,
+        "room": (counts[0].total - 1) // -(-CONTEXT // 16),
         "total_pages": [each.total for each in counts],
         "page_bytes": groups,
     }

@@ -127,7 +127,8 @@ def page(results: Sequence[Path]) -> str:
     table = cells(results)
     parts = (
         "# Architectures",
-        "Made by `scripts/family_table.py` from a run of tests/engine/models/test_family_table.py.",
+        "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py and "
+        "tests/gpu/engine/test_gpu_families.py.",
         "## Features",
         "\n".join(feature_lines(table)),
         others(table),

@@ -24,7 +24,7 @@ LENGTHS = (21, 70, 17)
 """Of prompts: of several chunks, longer than windows and their pages, and longer than what LongRoPE
 calls the original length.
 """
-NAMES = [name for name in EVERY_FAMILY if name not in HYBRIDS]
+NAMES = [name for name in EVERY_FAMILY if name not in (*HYBRIDS, "qwen3_5-images")]
 OTHERS = ("gpt-oss", "deepseek-v3", "gemma3", "gemma4", "llama4", "mimo", "cohere2", "glm4-moe")
 """Families that between them have every part, for what is long."""
 

@@ -33,7 +33,7 @@ class LatentLaunchShape(NamedTuple):
 _MAX_PARTS = 32
 _MIN_PART = 128
 """Positions of a part at least."""
-_MANY_ROWS = 64
+_MANY_ROWS = 8
 """Rows from which on a program takes more heads: what it loads of the pool is read once for all."""
 _REQUESTS_AT_ONCE = 256
 
