@@ -110,6 +110,46 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "eos_token_id": 200002,
     },
+    "gemma-3-12b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+        "sliding_window": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "vocab_size": 262208,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "eos_token_id": 1,
+    },
+    "mistral-7b": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "sliding_window": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    },
     "glm-4.5-air-12-layers": {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
@@ -176,7 +216,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Of large models as many layers as fit one card."""
 
 
-def write_config(folder: Path, name: str) -> Path:
-    """A model's directory without weights; returns `folder`."""
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+def write_config(folder: Path, name: str, **changed: Any) -> Path:
+    """A model's directory without weights, with some fields changed; returns `folder`."""
+    (folder / "config.json").write_text(json.dumps({**MODELS[name], **changed}))
     return folder

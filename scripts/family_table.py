@@ -1,7 +1,8 @@
 """Writes docs/reference/architectures.md: what was shown of every architecture, and its files.
 
 pytest --full tests/engine/models/test_family_table.py --junitxml=results.xml
-python scripts/family_table.py results.xml
+pytest tests/gpu/engine/test_gpu_families.py --junitxml=gpu.xml
+python scripts/family_table.py results.xml gpu.xml
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
 COLUMNS = (
     "float32 tokens", "bfloat16 near-ties", "chunked prefill", "prefix hit", "P/D over NIXL",
-    "n-gram drafts", "LoRA", "FP8 layout",
+    "n-gram drafts", "LoRA", "FP8 layout", "on a GPU",
 )  # fmt: skip
 FOLDERS = ("checkpoint/families", "model/archs", "model/layers")
 _RANK = {"failed": 3, "refused": 2, "yes": 1, "-": 0}
@@ -127,7 +128,8 @@ def page(results: Sequence[Path]) -> str:
     table = cells(results)
     parts = (
         "# Architectures",
-        "Made by `scripts/family_table.py` from a run of tests/engine/models/test_family_table.py.",
+        "Made by `scripts/family_table.py` from runs of tests/engine/models/test_family_table.py "
+        "and tests/gpu/engine/test_gpu_families.py.",
         "## Features",
         "\n".join(feature_lines(table)),
         others(table),

@@ -13,6 +13,7 @@ from weft.kernels.pool import has_dense_pages
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
+    from weft.kernels.gpu.flash_mla import LatentPlan
 
 MAX_TREE_ROWS = 32
 """Most rows of a request whose rows form a tree, including those of earlier steps; a sliding window
@@ -87,6 +88,9 @@ class GroupStep(NamedTuple):
     """
     prompts: PromptRows | None = None
     """In a settled step, the rows that FlashAttention-3 computes."""
+    latents: LatentPlan | None = None
+    """Of requests of one row with latents in pages: how FlashMLA computes them; None: it does not.
+    """
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool that the step runs on.

@@ -1,7 +1,14 @@
-"""Attention over paged latents: one vector of each position is key and value of all heads."""
+"""Attention over paged latents: one vector of each position is key and value of all heads.
+
+`latent_attention` computes with the latents themselves, which suits few rows. Of a prompt's many
+rows it is less work to compute the heads' keys and values of their own positions, as
+`own_attention` takes them, and to merge the result with `attention_before`, to the positions before
+the step (`merged`).
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,6 +17,8 @@ from weft.kernels.pool import has_dense_pages
 
 _MAX_SCORES = 1 << 24
 """Scores that are held at once."""
+_NOTHING = -1e38
+"""The logarithm of the sum of no weight."""
 
 
 class LatentSpec(NamedTuple):
@@ -56,21 +65,119 @@ def latent_attention(
     return latent_attention_reference(q, pool, layer, spec, step)
 
 
-def latent_attention_reference(
+def planned(
+    step: GroupStep, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
+) -> GroupStep:
+    """A step for consecutive layers of equal constants in which all of so many rows attend."""
+    if not pool.is_cuda or step.latents is not None or step.max_q_len > 1:
+        return step
+    from weft.kernels.gpu import flash_mla
+
+    # As many rows as requests, none with two.
+    is_fit = rows == step.page_table.shape[0] and step.ancestors is None
+    if not is_fit or not flash_mla.takes(dtype, pool.shape[-1], spec, pool.shape[-2]):
+        return step
+    return step._replace(latents=flash_mla.plan_latents(step.kv_lens, spec.heads))
+
+
+def attention_before(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`latent_attention` to the positions before the step alone, without trees.
+
+    Returns:
+        [T, H, V], and [T, H] float32: the logarithm of each softmax's sum; of a request without
+        earlier positions zeros and a very negative number.
+    """
+    _check(q, pool, layer, spec, step)
+    if step.ancestors is not None:
+        raise ValueError("rows of trees attend to each other in the pool")
+    if q.is_cuda:
+        from weft.kernels.gpu import latent_attention as gpu
+
+        return gpu.attention_before(q, pool, layer, spec, step)
+    sums = torch.full(q.shape[:2], _NOTHING, dtype=torch.float32)
+    return latent_attention_reference(q, pool, layer, spec, step, sums), sums
+
+
+def suits_own_attention(dtype: torch.dtype, dim: int, value_dim: int, rows: int) -> bool:
+    """Whether `own_attention` is fast for a step of so many rows: where FlashAttention-3 is."""
+    from weft.kernels.gpu import flash_attention
+
+    return flash_attention.takes_own_rows(dtype, dim, value_dim, rows)
+
+
+def own_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention among the rows of each request.
+
+    Args:
+        q: [T, H, D].
+        k: [T, H, D].
+        v: [T, H, V].
+        cu_q_lens: [R + 1] int32: request r has the rows cu_q_lens[r] to cu_q_lens[r + 1].
+        scale: Factor on the scores.
+
+    Returns:
+        [T, H, V], dtype of `q`, and [T, H] float32: the logarithm of each softmax's sum.
+    """
+    if q.is_cuda:
+        from weft.kernels.gpu import flash_attention
+
+        return flash_attention.own_attention(q, k, v, cu_q_lens, scale)
+    return own_attention_reference(q, k, v, cu_q_lens, scale)
+
+
+def own_attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`own_attention` in eager torch, any device."""
+    out, sums = v.new_zeros(v.shape), q.new_zeros(q.shape[:2], dtype=torch.float32)
+    for first, end in pairwise(cu_q_lens.tolist()):
+        scores = torch.einsum("thd,shd->hts", q[first:end].float(), k[first:end].float()) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(hidden, float("-inf"))
+        sums[first:end] = scores.logsumexp(dim=-1).t()
+        out[first:end] = torch.einsum("hts,shv->thv", scores.softmax(-1), v[first:end].float())
+    return out, sums
+
+
+def merged(
+    values: torch.Tensor, sums: torch.Tensor, others: torch.Tensor, other_sums: torch.Tensor
 ) -> torch.Tensor:
-    """`latent_attention` in eager torch: gathers each request's pages, any device."""
-    page_size, out = pool.shape[-2], q.new_empty((*q.shape[:2], spec.value_dim))
+    """Attention to two sets of positions, [T, H, V], from that to each of them, with the logarithms
+    of the softmaxes' sums, [T, H] float32.
+    """
+    share = torch.sigmoid(other_sums - sums).to(values.dtype)
+    return torch.lerp(values, others, share.unsqueeze(2))
+
+
+def latent_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    spec: LatentSpec,
+    step: GroupStep,
+    sums_before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`latent_attention` in eager torch: gathers each request's pages, any device.
+
+    With `sums_before`, [T, H] float32, it is `attention_before`, which writes them.
+    """
+    page_size, out = pool.shape[-2], q.new_zeros((*q.shape[:2], spec.value_dim))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = step.cu_q_lens.tolist()
     for request, kv_len in enumerate(step.kv_lens.tolist()):
         first, end = starts[request], starts[request + 1]
-        if first == end:
+        if sums_before is not None:
+            kv_len -= end - first
+        if first == end or kv_len == 0:
             continue
         pages = step.page_table[request, : -(-kv_len // page_size)].long()
         keys = pool[pages, 0, layer, 0].flatten(0, 1)[:kv_len].to(wide)
         keys[: spec.first_position] = 0.0  # Nobody may have written these.
-        root = kv_len - (end - first)
+        root = kv_len if sums_before is not None else kv_len - (end - first)
         at_once = max(1, _MAX_SCORES // (spec.heads * max(1, kv_len)))
         for begin in range(first, end, at_once):
             rows = slice(begin, min(begin + at_once, end))
@@ -80,6 +187,8 @@ def latent_attention_reference(
             seen[:, : spec.first_position] = False
             scores = torch.matmul(q[rows].to(wide), keys.t()) * spec.scale
             scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
+            if sums_before is not None:
+                sums_before[rows] = scores.logsumexp(dim=-1).clamp(min=_NOTHING)
             scores.masked_fill_(~seen.any(dim=1)[:, None, None], 0.0)
             shares = scores.softmax(dim=-1).masked_fill_(~seen.unsqueeze(1), 0.0)
             mixed = torch.matmul(shares, keys[:, : spec.value_dim])
@@ -111,6 +220,12 @@ def _check(
         raise IndexError(f"layer {layer} of a pool with {pool.shape[2]}")
     if step.ancestors is not None:
         check_ancestors(step.ancestors, tokens, None, step.max_q_len)
+
+
+def read_latents(pool: torch.Tensor, layer: int, places: torch.Tensor) -> torch.Tensor:
+    """[T, D]: rows' vectors, which `write_latents` has written with these arguments."""
+    page_size = pool.shape[-2]
+    return pool[:, 0, layer, 0][places // page_size, places % page_size]
 
 
 def write_latents(

@@ -11,13 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weft.engine.model.loader import load_model
-from weft.testing.models.families import FAMILIES, SIZES, make_family
+from weft.testing.models.families import FAMILIES, HYBRIDS, SIZES, make_family
 from weft.testing.models.paging import PagedDriver, PagedRequest
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 BY_DEFAULT = ("gemma4", "step3")
-FIXED_HEADS = ("mistral4", "gemma4-keys", "gemma4-experts", "stablelm", "gemma4")
+FIXED_HEADS = (
+    *("mistral4", "gemma4-keys", "gemma4-experts", "stablelm", "gemma4", "kimi_linear"),
+    "kimi_k25",
+)
 """Families whose other sizes go with the number of K and V heads."""
 
 
@@ -64,7 +67,8 @@ def check(name: str, fields: dict[str, Any], seed: int, cuts: list[int]) -> None
             expected = reference(torch.tensor([tokens]), use_cache=False).logits[0]
         made = torch.cat(rows)
         error = float((made - expected).abs().max() / expected.abs().max())
-        assert error < 5e-5, error
+        # Transformers computes states in chunks, by sums in another order.
+        assert error < (5e-4 if name in HYBRIDS else 5e-5), error
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,8 @@ def test_random_configurations(name: str, pytestconfig: pytest.Config) -> None:
         overrides(name), st.integers(0, 2**31), st.lists(st.integers(1, 40), min_size=1, max_size=5)
     )
     def run(fields: dict[str, Any], seed: int, cuts: list[int]) -> None:
-        check(name, fields, seed, cuts)
+        # LongRoPE's factors of longer contexts are those that are served.
+        rest = FAMILIES[name][1].get("original_max_position_embeddings", 0) - sum(cuts)
+        check(name, fields, seed, [*cuts, 1 + rest] if rest >= 0 else cuts)
 
     run()

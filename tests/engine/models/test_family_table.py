@@ -16,27 +16,20 @@ from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
-from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.every_family import (
+    EVERY_FAMILY,
+    gaps_of,
+    greedy_tokens,
+    load_reference,
+    write_model,
+)
 from weft.testing.models.float32_reference import BFLOAT16_ULPS
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.lora_reference import PeftModels
-from weft.testing.models.moe_families import MOE_FAMILIES
-from weft.testing.models.reference_models import make_reference
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("single_thread")]
 
 PAGE, NUM_NEW = 8, 16
-BASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "mistral": ("mistral", {"sliding_window": 20}),
-    "qwen2": ("qwen2", {"head_dim": None}),
-    "qwen3": ("qwen3", {}),
-    "qwen3-moe": (
-        "qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
-    ),
-}  # fmt: skip
-OF_REFERENCES = BASES | MOE_FAMILIES
-NAMES = [*OF_REFERENCES, *FAMILIES]
 Record = Callable[[str, object], None]
 
 
@@ -55,44 +48,17 @@ class Case(NamedTuple):
         return ModelConfig.load(self.path)
 
 
-def written(name: str, path: Path, seed: int) -> Any:
-    """Writes a model; the same in transformers."""
-    if name in OF_REFERENCES:
-        kind, overrides = OF_REFERENCES[name]
-        return make_reference(kind, path, seed, **overrides)
-    return loaded(make_family(name, path, seed))
-
-
-def loaded(path: Path) -> Any:
-    """A model directory in transformers."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(path)
-    build: Any = transformers.AutoModelForCausalLM
-    if hasattr(config, "vision_config"):
-        build = transformers.AutoModelForImageTextToText
-    return build.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@torch.inference_mode()
-def greedy(reference: Any, prompt: list[int]) -> list[int]:
-    tokens = torch.tensor([prompt])
-    for _ in range(NUM_NEW):
-        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
-        tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(params=NAMES, scope="module")
+@pytest.fixture(params=EVERY_FAMILY, scope="module")
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> Case:
     path = tmp_path_factory.mktemp(request.param) / "model"
     # Longer than what LongRoPE calls the original length: its other factors are served.
-    reference = written(request.param, path, seed)
+    reference = write_model(request.param, path, seed)
     prompts = [[random.randrange(3, 250) for _ in range(count)] for count in (18, 21, 90)]
     prompts.append(prompts[1][:PAGE] * 3)
-    return Case(path, reference, prompts, [greedy(reference, prompt) for prompt in prompts])
+    tokens = [greedy_tokens(reference, prompt, NUM_NEW) for prompt in prompts]
+    return Case(path, reference, prompts, tokens)
 
 
 @contextmanager
@@ -127,15 +93,9 @@ def test_bfloat16_near_ties(case: Case, record_property: Record) -> None:
     """Each token is the choice of float32 with rounded weights, or within a near-tie of it."""
     with cell(case, "bfloat16 near-ties", record_property):
         rounded = copy.deepcopy(case.reference).to(torch.bfloat16).float()
-        gaps = []
+        gaps: list[float] = []
         for prompt, tokens in zip(case.prompts, answers(case, dtype="bfloat16"), strict=True):
-            ids = torch.tensor([prompt + tokens[:-1]])
-            with torch.inference_mode():
-                logits = rounded(ids, use_cache=False).logits[0, len(prompt) - 1 :]
-            best = logits.max(dim=-1).values
-            chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-            ulp = 2.0 ** (torch.floor(torch.log2(logits.abs().amax(dim=-1))) - 7)
-            gaps += ((best - chosen) / ulp).tolist()
+            gaps += gaps_of(rounded, prompt, tokens)
         far = sum(gap > BFLOAT16_ULPS for gap in gaps)
         # Where two experts are nearly alike, rounding decides which one is asked.
         assert far <= (0.1 * len(gaps) if case.config.moe is not None else 0), sorted(gaps)[-5:]
@@ -212,6 +172,6 @@ def test_quantised_layout(case: Case, record_property: Record, tmp_path: Path) -
         if not (case.path / "model.safetensors").exists():
             pytest.fail("the model is in several files")
         path, floats = fp8_copy(case.path, tmp_path / "fp8", "channel")
-        reference = loaded(floats)
-        expected = [greedy(reference, prompt) for prompt in case.prompts]
+        reference = load_reference(floats)
+        expected = [greedy_tokens(reference, prompt, NUM_NEW) for prompt in case.prompts]
         assert answers(case, path) == expected

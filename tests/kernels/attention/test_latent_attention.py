@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from weft.kernels.attention import GroupStep
-from weft.kernels.latent_attention import LatentSpec, latent_attention, write_latents
+from weft.kernels.latent_attention import (
+    LatentSpec,
+    attention_before,
+    latent_attention,
+    merged,
+    own_attention,
+    read_latents,
+    write_latents,
+)
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import fresh_seed
 
@@ -105,7 +113,52 @@ def test_the_kernel(
             torch.testing.assert_close(out.double(), expected, rtol=16 * eps, atol=16 * eps)
 
 
-def test_vectors_are_written_to_their_places_() -> None:
+def check_parts(
+    before: tuple[torch.Tensor, torch.Tensor],
+    given: tuple[torch.Tensor, torch.Tensor, LatentSpec, GroupStep],
+) -> None:
+    """Attention to what is before a step, merged with that among its rows, is attention to all."""
+    q, pool, spec, step = given
+    own = torch.cat(
+        [
+            pool[step.page_table[request, : -(-kv // PAGE)].long(), 0, LAYER, 0].flatten(0, 1)[
+                kv - q_len : kv
+            ]
+            for request, (q_len, kv) in enumerate(LENGTHS)
+        ]
+    )
+    keys = own.unsqueeze(1).expand(-1, spec.heads, -1)
+    values = keys[..., : spec.value_dim]
+    found = own_attention(q, keys, values, step.cu_q_lens, spec.scale)
+    out = merged(*found, *before)
+    torch.testing.assert_close(out.double(), exact(q, pool, spec, step), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_before_a_step_and_its_own_rows_are_merged() -> None:
+    fresh_seed()
+    given = make(torch.float32, 5, 24, 8, has_trees=False, first=0)
+    q, pool, spec, step = given
+    before = attention_before(q, pool, LAYER, spec, step)
+    assert not before[0][0].any()
+    check_parts(before, given)
+    trees = step._replace(ancestors=torch.full((len(q),), -1))
+    with pytest.raises(ValueError, match="trees"):
+        attention_before(q, pool, LAYER, spec, trees)
+
+
+@pytest.mark.needs("triton-interpreter")
+def test_the_kernel_of_what_is_before_a_step(tmp_path: Path) -> None:
+    fresh_seed()
+    given = make(torch.float32, 5, 24, 8, has_trees=False, first=0)
+    q, pool, spec, step = given
+    with kernel_module("latent_attention", tmp_path) as module:
+        for most in (1, 3):
+            module._MAX_PARTS, module._MIN_PART = most, 16
+            module.num_multiprocessors = lambda _: 1000
+            check_parts(module.attention_before(q, pool, LAYER, spec, step), given)
+
+
+def test_vectors_are_written_to_their_places() -> None:
     fresh_seed()
     pool = torch.zeros(4, 1, 2, 1, PAGE, 12)
     places = torch.tensor(random.sample(range(PAGE, 4 * PAGE), 7))
@@ -113,5 +166,6 @@ def test_vectors_are_written_to_their_places_() -> None:
     write_latents(latents, pool, LAYER, places)
     flat = pool[:, 0, LAYER, 0].flatten(0, 1)
     assert torch.equal(flat[places], latents)
+    assert torch.equal(read_latents(pool, LAYER, places), latents)
     assert int((flat != 0).any(dim=1).sum()) == 7
     assert not pool[:, 0, 0].any()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 from weft.engine.checkpoint.latent_config import LatentConfig
+from weft.engine.model.layers import latent
 from weft.engine.model.layers.latent import LatentAttention
 from weft.engine.model.layers.layer import Layer
 from weft.engine.model.layers.mlp import GatedMLP
 from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.stack import Run, run_all
+from weft.kernels.latent_attention import own_attention_reference
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.moe import ExpertWeights, RouterForm, SparseMlpWeight
 from weft.kernels.norm import Norm
@@ -104,3 +107,40 @@ def test_layers_of_latent_attention(lengths: list[tuple[int, int]]) -> None:
     out, peer = (run(torch.float32, on_gpu=on_gpu) for on_gpu in (True, False))
     exact = run(torch.float64, on_gpu=False)
     assert_as_exact(out, peer, exact, slack=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_cold"),
+    [([(1, 30), (12, 20), (9, 9)], False), ([(1, 30), (12, 12), (9, 9), (1, 1)], True)],
+)
+def test_prompts_by_heads(
+    lengths: list[tuple[int, int]], is_cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own rows by keys and values of their heads: the same, on a CPU and by the GPU's kernels."""
+    fresh_seed()
+    monkeypatch.setattr(latent, "own_attention", own_attention_reference)
+    weights, rows = Weights(), sum(q for q, _ in lengths)
+    pool = torch.randn(len(lengths) * 4, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim)
+    hidden = torch.randn(rows, HIDDEN)
+
+    def run(dtype: torch.dtype, *, by_heads: bool, on_gpu: bool) -> torch.Tensor:
+        monkeypatch.setattr(latent, "suits_own_attention", lambda *_: by_heads)
+        kv, given = pool.to(dtype, copy=True), hidden.to(dtype, copy=True)
+        layers = [weights.layer(index, dtype, is_stacked=on_gpu) for index in range(2)]
+        step = make_step(lengths, kv)
+        # A request of padding, which has no rows.
+        group = step.groups[0]
+        more = group._replace(
+            page_table=torch.cat([group.page_table, group.page_table[:1]]),
+            cu_q_lens=torch.cat([group.cu_q_lens, group.cu_q_lens[-1:]]),
+            kv_lens=torch.cat([group.kv_lens, group.kv_lens[:1]]),
+            is_cold=is_cold,
+        )
+        with as_on_gpu() if on_gpu else contextlib.nullcontext():
+            return run_all([Run(layers)], given, replace(step, groups=(more,)), kv)
+
+    exact = run(torch.float64, by_heads=False, on_gpu=False)
+    peer = run(torch.float32, by_heads=False, on_gpu=True)
+    for on_gpu in (False, True):
+        out = run(torch.float32, by_heads=True, on_gpu=on_gpu)
+        assert_as_exact(out, peer, exact, slack=1e-4)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from weft.engine.memory.layout import CacheLayout, PagedPlane, StatePart, StatePlane
+from weft.engine.memory.layout import CacheLayout, PagedPlane, PageGroup, StatePart, StatePlane
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.parallel.shards import layout_of_rank
 from weft.gateway.fleet.worker import _layout
 from weft.kernels.pool import PlaneInPage
 from weft.v1 import kv_pb2, worker_pb2
@@ -179,3 +180,18 @@ def test_states_of_recurrent_layers_are_named_behind_the_pages() -> None:
         ),
     ]
     assert _layout(worker_pb2.GetInfoResponse(planes=planes, page_size=16)) == layout.describe()
+
+
+def test_a_rank_has_its_heads_of_every_group_and_all_else() -> None:
+    def layout(heads: int) -> CacheLayout:
+        planes = [
+            PagedPlane(name=name, layers=2, heads=heads, dim=16, dtype="float32")
+            for name in ("target", "window-24")
+        ]
+        groups = PageGroup((planes[0],)), PageGroup((planes[1],), 24)
+        state = (StatePart("state", (4, 8), "float32"),)
+        return CacheLayout(16, groups, StatePlane(name="s", layers=1, parts=state, ring=state))
+
+    assert layout_of_rank(layout(6), 1) == layout(6)
+    assert layout_of_rank(layout(6), 3) == layout(2)
+    assert layout_of_rank(layout(2), 8) == layout(1)

@@ -25,6 +25,7 @@ _BUILT_IN = {
     "Qwen3MoeForCausalLM": ("weft.engine.model.archs.qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 _FAMILIES = {
+    "AfmoeForCausalLM": ("afmoe", "read_afmoe"),
     "ArceeForCausalLM": ("llamas", "read_arcee"),
     "BambaForCausalLM": ("mamba", "read_bamba"),
     "Cohere2ForCausalLM": ("cohere", "read_cohere2"),

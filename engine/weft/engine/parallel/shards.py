@@ -107,13 +107,12 @@ def kv_heads_of(heads: int, rank: int, size: int) -> slice:
 
 def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
     """The layout of the pages of one of `size` ranks, which holds its KV heads of every plane."""
-    groups = tuple(
-        PageGroup(
-            tuple(replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes)
-        )
-        for group in layout.groups
-    )
-    return replace(layout, groups=groups)
+
+    def of_rank(group: PageGroup) -> PageGroup:
+        planes = (replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes)
+        return replace(group, planes=tuple(planes))
+
+    return replace(layout, groups=tuple(map(of_rank, layout.groups)))
 
 
 def describe_shards(config: ModelConfig, pids: Sequence[int], device: torch.device) -> str:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.extend_attention import block_dim
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
 
@@ -159,7 +160,7 @@ def decode_attention(
         BLOCK_ROWS=block_rows,
         BLOCK_GROUP=block_group,
         DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_DIM=block_dim(dim),
         PAGE_SIZE=page_size,
         PAGE_STRIDE=pool.stride(0),
         TILE=tile,
@@ -192,7 +193,7 @@ def decode_attention(
             ROWS=max_rows,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             DIM=dim,
-            BLOCK_DIM=triton.next_power_of_2(dim),
+            BLOCK_DIM=block_dim(dim),
             TILE=tile,
             FIRST_POSITION=first_position,
             WINDOW=window or 0,

@@ -133,7 +133,7 @@ def extend_attention(
         GROUP=heads // kv_heads,
         ROWS=shape.rows,
         DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_DIM=block_dim(dim),
         PAGE_SIZE=page_size,
         PAGE_STRIDE=pool.stride(0),
         TILE=shape.tile,
@@ -149,6 +149,12 @@ def extend_attention(
     )
 
 
+def block_dim(dim: int) -> int:
+    """Columns of a program that holds heads of `dim` elements: tensor cores take at least 16."""
+    power: int = triton.next_power_of_2(dim)
+    return max(16, power)
+
+
 def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) -> ExtendLaunchShape:
     """The launch shape for a head of `dim` elements of `dtype` and at most `rows` rows per request.
 
@@ -156,6 +162,8 @@ def launch_shape(dtype: torch.dtype, dim: int, rows: int, *, is_copied: bool) ->
     """
     if dtype == torch.float32:
         return ExtendLaunchShape(rows=32, tile=32, warps=4, stages=1)
+    if dim > 256:
+        return ExtendLaunchShape(rows=64, tile=32, warps=8, stages=2)
     if dim > 128:
         return ExtendLaunchShape(rows=64, tile=64, warps=4, stages=2)
     if is_copied or rows < 1024:

@@ -18,6 +18,7 @@ import triton.language as tl
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.extend_attention import (
     attend_tile,
+    block_dim,
     k_of_pages,
     launch_shape,
     request_of_tile,
@@ -104,7 +105,7 @@ def fixed_attention(
         GROUP=group,
         ROWS=shape.rows,
         DIM=dim,
-        BLOCK_DIM=triton.next_power_of_2(dim),
+        BLOCK_DIM=block_dim(dim),
         PAGE_SIZE=page_size,
         PAGE_STRIDE=pool.stride(0),
         TILE=shape.tile,
@@ -126,7 +127,7 @@ def fixed_attention(
             in_powers_of_two,
             segments,
             DIM=dim,
-            BLOCK_DIM=triton.next_power_of_2(dim),
+            BLOCK_DIM=block_dim(dim),
             num_warps=1,
             **launch_options(q.device),
         )

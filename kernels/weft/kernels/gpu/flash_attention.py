@@ -88,6 +88,39 @@ def flash_attention(
     )
 
 
+def takes_own_rows(dtype: torch.dtype, dim: int, value_dim: int, tokens: int) -> bool:
+    """Whether `own_attention` is there for heads of so many elements, and pays for so many rows."""
+    is_fit = dim == value_dim or (128 < dim <= 192 and 96 < value_dim <= 128)
+    return is_fit and takes(dtype, dim, tokens)
+
+
+def own_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q_lens: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.latent_attention.own_attention` for CUDA tensors; padding has finite results.
+
+    Rows of K and V are finite, with any stride between rows and between heads.
+    """
+    namespace = _namespace()
+    assert namespace is not None
+    rows = q.shape[0]
+    bounds = torch.cat([cu_q_lens, cu_q_lens.new_full((1,), rows)])
+    out, sums, *_ = getattr(torch.ops, namespace).fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        # Bounds, which only choose how it is launched.
+        max_seqlen_q=rows,
+        max_seqlen_k=rows,
+        softmax_scale=scale,
+        is_causal=True,
+        num_splits=1,
+    )
+    return out, sums.transpose(0, 1)
+
+
 @functools.cache
 def _namespace() -> str | None:
     """Where the operation is registered; None: nowhere, or not for this GPU."""

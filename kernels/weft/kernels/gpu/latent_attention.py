@@ -7,18 +7,33 @@ parts, which a second launch merges by their sums of exponentials (Flash-Decodin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from weft.kernels.attention import GroupStep
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.flash_mla import flash_mla
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.latent_attention import LatentSpec
+
+
+class LatentLaunchShape(NamedTuple):
+    """What a program takes, and how it iterates over its positions."""
+
+    heads: int
+    positions: int
+    """Of an iteration."""
+    warps: int
+    stages: int
+    """Iterations whose loads are under way."""
+
 
 _MAX_PARTS = 32
 _MIN_PART = 128
 """Positions of a part at least."""
-_MANY_ROWS = 64
+_MANY_ROWS = 8
 """Rows from which on a program takes more heads: what it loads of the pool is read once for all."""
 _REQUESTS_AT_ONCE = 256
 
@@ -27,19 +42,39 @@ def latent_attention(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
 ) -> torch.Tensor:
     """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
+    if step.latents is not None:
+        return flash_mla(q, pool, layer, spec, step)
+    return _attend(q, pool, layer, spec, step, None)
+
+
+def attention_before(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.latent_attention.attention_before` for CUDA tensors."""
+    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return _attend(q, pool, layer, spec, step, sums), sums
+
+
+def _attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    spec: LatentSpec,
+    step: GroupStep,
+    sums: torch.Tensor | None,
+) -> torch.Tensor:
+    """With `sums`, [T, H] float32, which are written, to the positions before the step alone."""
     rows, heads, dim = q.shape
     width, device = spec.value_dim, q.device
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=device)
     if rows == 0:
         return out
-    at_once = min(64 if rows >= _MANY_ROWS else 16, max(16, triton.next_power_of_2(heads)))
-    if q.dtype == torch.float32:
-        at_once = 16
-    blocks = triton.cdiv(heads, at_once)
+    shape = launch_shape(q.dtype, rows, heads)
+    blocks = triton.cdiv(heads, shape.heads)
     wanted = triton.cdiv(2 * num_multiprocessors(device), rows * blocks)
     parts = max(1, min(_MAX_PARTS, wanted, triton.cdiv(step.max_kv_len, _MIN_PART)))
     rest = dim - width
-    partial = lse = None
+    partial, lse = None, sums
     if parts > 1:
         partial = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=device)
         lse = torch.empty((rows, heads, parts), dtype=torch.float32, device=device)
@@ -47,24 +82,35 @@ def latent_attention(
     requests, _ = step.page_table.shape
     _latent_kernel[(rows, blocks, parts)](
         out, partial, lse, q, pool, step.page_table, step.cu_q_lens, step.kv_lens, step.ancestors,
-        requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0),
+        requests, step.page_table.stride(0), heads, layer, spec.scale, pool.stride(0), parts,
         FIRST=spec.first_position, PAGE_SIZE=pool.shape[-2], WIDTH=width, REST=rest, DIM=dim,
         BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
         BLOCK_REST=max(16, triton.next_power_of_2(rest)),
-        HEADS=at_once, POSITIONS=16 if q.dtype == torch.float32 else 32, PARTS=parts,
+        HEADS=shape.heads, POSITIONS=shape.positions, IS_SPLIT=parts > 1,
+        IS_BEFORE=sums is not None,
         REQUESTS=min(_REQUESTS_AT_ONCE, triton.next_power_of_2(requests)),
-        IS_EXACT=q.dtype == torch.float32, num_warps=8 if at_once > 16 else 4, num_stages=2,
+        IS_EXACT=q.dtype == torch.float32, num_warps=shape.warps, num_stages=shape.stages,
         **options,
     )  # fmt: skip
     if parts > 1:
         _merge_latents_kernel[(rows, heads)](
-            out, partial, lse, heads, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts),
+            out, partial, lse, sums, heads, parts, BLOCK_PARTS=triton.next_power_of_2(parts),
             WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), num_warps=4, **options,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["requests", "table_stride", "layer"])
+def launch_shape(dtype: torch.dtype, rows: int, heads: int) -> LatentLaunchShape:
+    """The launch shape for so many rows of so many heads."""
+    most = max(16, triton.next_power_of_2(heads))
+    if dtype == torch.float32:
+        return LatentLaunchShape(16, 16, warps=4, stages=2)
+    if rows >= _MANY_ROWS and most > 16:
+        return LatentLaunchShape(min(64, most), 64, warps=8, stages=2)
+    return LatentLaunchShape(16, 32, warps=4, stages=2)
+
+
+@triton.jit(do_not_specialize=["requests", "table_stride", "layer", "parts"])
 def _latent_kernel(
     out: tl.tensor,
     partial: tl.tensor,
@@ -81,6 +127,7 @@ def _latent_kernel(
     layer: int,
     scale: float,
     page_stride: int,
+    parts: int,
     IS_DEPENDENT: tl.constexpr,
     FIRST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -91,11 +138,12 @@ def _latent_kernel(
     BLOCK_REST: tl.constexpr,
     HEADS: tl.constexpr,
     POSITIONS: tl.constexpr,
-    PARTS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_BEFORE: tl.constexpr,
     REQUESTS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
-    """One row, HEADS of its heads, one of PARTS parts of the positions that it sees."""
+    """One row, HEADS of its heads, one of the parts of the positions that it sees."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0)
@@ -108,11 +156,11 @@ def _latent_kernel(
     request = tl.minimum(request, requests - 1)
     first_row = tl.load(cu_q_lens + request)
     root = tl.load(kv_lens + request) - (tl.load(cu_q_lens + request + 1) - first_row)
-    seen = root + (row - first_row) + 1
+    seen = root if IS_BEFORE else root + (row - first_row) + 1
     word = tl.full([], -1, tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + row)
-    part_size = tl.cdiv(tl.cdiv(seen, PARTS), POSITIONS) * POSITIONS
+    part_size = tl.cdiv(tl.cdiv(seen, parts), POSITIONS) * POSITIONS
     begin = tl.program_id(2) * part_size
     end = tl.minimum(seen, begin + part_size)
 
@@ -170,24 +218,26 @@ def _latent_kernel(
     mask = is_head[:, None] & is_value[None, :]
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     of_row = row.to(tl.int64) * heads + head
-    if PARTS == 1:
+    of_part = of_row * parts + tl.program_id(2)
+    if not IS_SPLIT:
         at = out + of_row[:, None] * WIDTH + column[None, :]
         tl.store(at, mixed.to(out.dtype.element_ty), mask=mask)
     else:
-        of_part = of_row * PARTS + tl.program_id(2)
         tl.store(partial + of_part[:, None] * WIDTH + column[None, :], mixed, mask=mask)
+    if lse is not None:
         sums = tl.where(total > 0.0, highest + tl.log(tl.where(total > 0.0, total, 1.0)), -1e38)
         tl.store(lse + of_part, sums, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _merge_latents_kernel(
     out: tl.tensor,
     partial: tl.tensor,
     lse: tl.tensor,
+    all_sums: tl.tensor,
     heads: int,
+    parts: int,
     IS_DEPENDENT: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -198,14 +248,16 @@ def _merge_latents_kernel(
     at = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, BLOCK_WIDTH)
-    sums = tl.load(lse + at * PARTS + part, mask=part < PARTS, other=-1e38)
-    share = tl.exp(sums - tl.max(sums, axis=0))
-    share = tl.where(part < PARTS, share, 0.0)
-    share = share / tl.sum(share, axis=0)
-    total = tl.zeros([BLOCK_WIDTH], tl.float32)
+    sums = tl.load(lse + at * parts + part, mask=part < parts, other=-1e38)
+    highest = tl.max(sums, axis=0)
+    share = tl.exp(sums - highest)
+    share = tl.where(part < parts, share, 0.0)
+    total_share = tl.sum(share, axis=0)
+    if all_sums is not None:
+        tl.store(all_sums + at, highest + tl.log(total_share))
+    share = share / total_share
     mask = column < WIDTH
-    for number in range(PARTS):
-        of_part = tl.sum(tl.where(part == number, share, 0.0), axis=0)
-        given = tl.load(partial + (at * PARTS + number) * WIDTH + column, mask=mask, other=0.0)
-        total += of_part * given
+    of_parts = partial + (at * parts + part)[:, None] * WIDTH + column[None, :]
+    given = tl.load(of_parts, mask=(part < parts)[:, None] & mask[None, :], other=0.0)
+    total = tl.sum(given * share[:, None], axis=0)
     tl.store(out + at * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)

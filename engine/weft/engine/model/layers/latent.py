@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,18 @@ from weft.engine.model.layers.rotary import Rotary
 from weft.engine.model.step import Step
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.latent_attention import LatentSpec, latent_attention, write_latents
+from weft.kernels.attention import GroupStep
+from weft.kernels.latent_attention import (
+    LatentSpec,
+    attention_before,
+    latent_attention,
+    merged,
+    own_attention,
+    planned,
+    read_latents,
+    suits_own_attention,
+    write_latents,
+)
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
@@ -39,8 +51,8 @@ class _Absorbed(NamedTuple):
 class LatentAttention:
     """Attention of one layer to one latent a position: a `Mixer`.
 
-    The projection of latents to keys is multiplied into the queries, so that the layer never
-    computes the heads' keys and values.
+    The projection of latents to keys is multiplied into the queries, so that the layer computes no
+    heads' keys and values, but of prompts' own rows where that is less work.
     """
 
     def __init__(
@@ -158,8 +170,15 @@ class LatentAttention:
         self.group, self.in_pool = group, in_pool
 
     def prepare(self, step: Step, rows: int, pool: torch.Tensor) -> Step:
-        """See `Mixer.prepare`."""
-        return step
+        """See `Mixer.prepare`: the work of rows alone is divided once for all layers."""
+        group = step.groups[self.group]
+        latents = group.pool_of(pool)
+        made = planned(group, self.o_proj.dtype, self.spec, rows, latents)
+        if made is group:
+            return step
+        groups = list(step.groups)
+        groups[self.group] = made
+        return replace(step, groups=tuple(groups))
 
     def write(self, x: Normed, step: Step, pool: torch.Tensor) -> Query:
         """Writes the latents and shared keys of all rows."""
@@ -178,8 +197,7 @@ class LatentAttention:
             low = linear(self.q_norm(low.contiguous()), self.q_proj)
         of_heads = low.reshape(len(low), heads, -1)
         own, turned = torch.split(of_heads, [sizes.nope_dim, sizes.rope_dim], dim=2)
-        absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
-        q = torch.cat((absorbed, rotated(turned, turns, adjacent)), dim=2)
+        q = torch.cat((own, rotated(turned, turns, adjacent)), dim=2)
         if self.q_scales is not None:
             q = (q * self.q_scales[step.positions][:, None, None]).to(q.dtype)
         return Query(q)
@@ -187,10 +205,70 @@ class LatentAttention:
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:
         """Attends to the latents and projects the result."""
         group = step.groups[self.group]
-        mixed = latent_attention(query.q, group.pool_of(pool), self.in_pool, self.spec, group)
-        values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
+        latents = group.pool_of(pool)
+        group = planned(group, query.q.dtype, self.spec, len(query.q), latents)
+        # Adapters may bring values that are not finite, which would spread to other requests.
+        if step.lora is None and self._takes_heads(query.q, group):
+            values = self._by_heads(query.q, group, latents)
+        else:
+            mixed = latent_attention(self._absorb(query.q), latents, self.in_pool, self.spec, group)
+            values = self._values(mixed)
         lora = addition_to(step.lora, "o", self.layer)
-        return Sum(values.transpose(0, 1).flatten(1).contiguous(), self.o_proj, lora)
+        return Sum(values.flatten(1), self.o_proj, lora)
+
+    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """[T, H, nope + rope] -> [T, H, rank + rope]: queries of latents."""
+        own, turned = torch.split(q, [self.config.nope_dim, self.config.rope_dim], dim=2)
+        absorbed = torch.bmm(own.transpose(0, 1), self._absorbed.to_keys).transpose(0, 1)
+        return torch.cat((absorbed, turned), dim=2)
+
+    def _values(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[T, H, rank] -> [T, H, value], contiguous."""
+        values = torch.bmm(mixed.transpose(0, 1), self._absorbed.to_values)
+        return values.transpose(0, 1).contiguous()
+
+    def _takes_heads(self, q: torch.Tensor, group: GroupStep) -> bool:
+        """Whether the heads' own keys and values of the step's rows are computed."""
+        if group.max_q_len <= 1 or group.ancestors is not None or self.spec.first_position:
+            return False
+        rows, _, dim = q.shape
+        is_fixed = self.down_proj.is_fixed
+        return not is_fixed and suits_own_attention(q.dtype, dim, self.config.value_dim, rows)
+
+    def _by_heads(self, q: torch.Tensor, group: GroupStep, latents: torch.Tensor) -> torch.Tensor:
+        """[T, H, value]: attention to the step's rows by heads, to what is before by latents."""
+        k, v = self._own_heads(read_latents(latents, self.in_pool, group.places))
+        values, sums = own_attention(q, k, v, group.cu_q_lens, self.spec.scale)
+        if not group.is_cold:
+            before, sums_before = attention_before(
+                self._absorb(q), latents, self.in_pool, self.spec, group
+            )
+            return merged(values, sums, self._values(before), sums_before)
+        # Requests of one row may have something before it.
+        count, rows = group.cu_q_lens.diff(), group.cu_q_lens[1:].long() - 1
+        single = group._replace(
+            cu_q_lens=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            kv_lens=torch.where(count == 1, group.kv_lens, 1),
+            max_q_len=1,
+        )
+        before, sums_before = attention_before(
+            self._absorb(q.index_select(0, rows)), latents, self.in_pool, self.spec, single
+        )
+        own = values.index_select(0, rows)
+        both = merged(own, sums.index_select(0, rows), self._values(before), sums_before)
+        # Requests of padding, without rows, name another's row: they add zeros to it.
+        return values.index_add_(0, rows, both - own)
+
+    def _own_heads(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, rank + rope] -> keys [T, H, nope + rope] and values [T, H, value]."""
+        sizes, (to_keys, to_values) = self.config, self._absorbed
+        latent, key = torch.split(vectors, [sizes.kv_rank, sizes.rope_dim], dim=1)
+        heads, (rows, rank) = to_keys.shape[0], latent.shape
+        of_all = latent.expand(heads, rows, rank)
+        k = vectors.new_empty((rows, heads, sizes.nope_dim + sizes.rope_dim))
+        torch.bmm(of_all, to_keys.transpose(1, 2), out=k[..., : sizes.nope_dim].transpose(0, 1))
+        k[..., sizes.nope_dim :] = key.unsqueeze(1)
+        return k, torch.bmm(of_all, to_values).transpose(0, 1)
 
     def folds(self, rows: int, lora: LoraStep | None) -> bool:
         """See `Mixer.folds`."""

@@ -220,6 +220,7 @@ def compile_latents() -> None:
         for words in (None, torch.full((sum(q_lens),), -1)):
             step = group._replace(ancestors=words)
             latent_attention.latent_attention(q, pool, 0, LatentSpec(heads, 512, 0.1), step)
+        latent_attention.attention_before(q, pool, 0, LatentSpec(heads, 512, 0.1), group)
 
 
 def compile_recurrences() -> None:

@@ -96,6 +96,11 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone_moe",
         {**MOE, "sliding_window": 20, "num_hidden_layers": 4, "routed_scaling_factor": 1.5},
     ),
+    "afmoe": (
+        "afmoe",
+        {**MOE, "sliding_window": 20, "global_attn_every_n_layers": 2, "num_hidden_layers": 4,
+         "route_scale": 1.7, "mup_enabled": True},
+    ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
 """Model types, and overrides for `make_reference`."""

@@ -1,0 +1,67 @@
+"""Small random models of every architecture, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.reference_models import make_reference
+
+_BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "qwen2": ("qwen2", {"head_dim": None}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": (
+        "qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
+    ),
+}  # fmt: skip
+_OF_REFERENCES = _BASES | MOE_FAMILIES
+EVERY_FAMILY = (*_OF_REFERENCES, *FAMILIES)
+"""Names for `write_model`."""
+
+
+def write_model(name: str, path: Path, seed: int) -> Any:
+    """Writes a model directory; returns the same in transformers, float32."""
+    if name in _OF_REFERENCES:
+        kind, overrides = _OF_REFERENCES[name]
+        return make_reference(kind, path, seed, **overrides)
+    return load_reference(make_family(name, path, seed))
+
+
+def load_reference(path: Path) -> Any:
+    """A model directory in transformers, float32."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    build: Any = transformers.AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        build = transformers.AutoModelForImageTextToText
+    return build.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def greedy_tokens(reference: Any, prompt: list[int], count: int) -> list[int]:
+    """The `count` tokens with which a model of transformers goes on, computed without a cache."""
+    tokens = torch.tensor([prompt])
+    for _ in range(count):
+        best = reference(tokens, use_cache=False).logits[0, -1].argmax().view(1, 1)
+        tokens = torch.cat([tokens, best], dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def gaps_of(reference: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    """How far each token's logit is below the reference's best one, in bfloat16 steps of the
+    largest logit.
+    """
+    ids = torch.tensor([prompt + tokens[:-1]])
+    logits = reference(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    best = logits.max(dim=-1).values
+    chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    ulp = 2.0 ** (torch.floor(torch.log2(logits.abs().amax(dim=-1))) - 7)
+    gaps: list[float] = ((best - chosen) / ulp).tolist()
+    return gaps
