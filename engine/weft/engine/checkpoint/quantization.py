@@ -32,8 +32,8 @@ AskedFormat = Literal["auto", "int8", "int4", "fp8"]
 AT_LOAD = tuple(name for name in get_args(AskedFormat) if name != "auto")
 """Formats that can be made at load from weights in floats."""
 ASKED_HELP = (
-    "number format of the products' weights; auto = what the checkpoint has; int8 and int4 (on "
-    "CPUs) and fp8 (for GPUs) = made at load from floats"
+    "number format of the products' weights; auto = what the checkpoint has; int4, int8 (on CPUs) "
+    "and fp8 (for GPUs) = made at load from floats"
 )
 """Describes such a setting."""
 GGUF = "gguf"
@@ -107,8 +107,8 @@ def resolve_quantization(
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
         chosen = Quantization(format=asked, source="load", ignore=(ROUTERS,))  # type: ignore[arg-type]
-    is_int = chosen is not None and chosen.format in ("int8", "int4")
-    if chosen is not None and is_int and device.partition(":")[0] != "cpu":
+    is_for_cpus = chosen is not None and chosen.format == "int8"
+    if chosen is not None and is_for_cpus and device.partition(":")[0] != "cpu":
         raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen
 

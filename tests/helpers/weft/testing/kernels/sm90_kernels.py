@@ -63,6 +63,7 @@ from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
 from weft.kernels.norm import Norm
+from weft.kernels.packed_groups import PackedExperts, pack_groups
 from weft.kernels.quantised import (
     FP8,
     FP8_GROUP,
@@ -75,6 +76,7 @@ from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
+from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.layer_cases import step_of
 from weft.testing.kernels.lora_cases import Shared, make_expert_lora, make_lora, segments_of
 from weft.testing.kernels.lora_layers import Sizes, make_layers
@@ -271,6 +273,27 @@ def compile_fp8(is_full: bool) -> None:
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 
 
+def compile_groups(is_full: bool) -> None:
+    """Products with weights of 4 bits in groups, of few rows, of more, and of experts."""
+    kinds: list[tuple[int, Kind]] = [(128, "plain"), (32, "e2m1")]
+    for group, kind in [*kinds, (128, "offsets"), (32, "offsets")] if is_full else kinds:
+        gate_up, down = (
+            pack_groups(draw_groups(rows, columns, group, kind))
+            for rows, columns in ((3072, 1024), (1024, 1536))
+        )
+        pair = LinearWeight(3072, 1024, BF16, True, gate_up, None)
+        last = LinearWeight(1024, 1536, BF16, False, down, None)
+        for rows in (1, 16, 20, 100, 900) if is_full else (1, 100, 900):
+            x = torch.zeros(rows, 1024, dtype=BF16)
+            gate_up_silu(x, pair)
+            linear(torch.zeros(rows, 1536, dtype=BF16), last, residual=x)
+        stacked = [PackedExperts.empty(8, one) for one in (gate_up, down)]
+        packed = ExpertWeights(1024, 1536, BF16, (), (), (stacked[0], stacked[1]), None)
+        for rows in (1, 20, 900) if is_full else (1, 900):
+            x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
+            moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
+
+
 def compile_adapters(is_full: bool) -> None:
     """Layers with adapters: rows that decode, and prompts; those of small layers and of large.
 
@@ -422,6 +445,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "latents": compile_latents,
         "recurrences": compile_recurrences,
         "fp8": partial(compile_fp8, is_full),
+        "groups": partial(compile_groups, is_full),
         "adapters": partial(compile_adapters, is_full),
         "adapters of experts": compile_expert_adapters,
         "drafts": compile_drafts,
