@@ -601,8 +601,9 @@ def gpu_form(weight: PackableMatrix, dtype: torch.dtype) -> PackedGroups | Plain
     """
     if not isinstance(weight, IntGroups | Int8Channels) or not weight.data.is_cuda:
         return None
-    is_packed = isinstance(weight, IntGroups) and weight.bits == 4 and dtype.itemsize == 2
-    return pack_groups(weight) if is_packed else PlainForm(weight.dequantised(dtype))
+    if isinstance(weight, IntGroups) and weight.bits == 4 and dtype.itemsize == 2:
+        return pack_groups(weight)
+    return PlainForm(weight.dequantised(dtype))
 
 
 def onednn_has_bfloat16() -> bool:

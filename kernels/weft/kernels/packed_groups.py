@@ -62,8 +62,9 @@ class PackedGroups:
 
     def dequantised_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same of some of the rows ([L] int64)."""
-        kinds = (None if kind is None else kind[:, rows] for kind in self._kinds())
-        return _unpacked(self, self.data[rows], *kinds).dequantised(dtype)
+        scales, offsets = self._kinds()
+        own = None if offsets is None else offsets[:, rows]
+        return _unpacked(self, self.data[rows], scales[:, rows], own).dequantised(dtype)
 
     def _kinds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         offsets = None if self.offsets is None else self.offsets[:, : self.rows]

@@ -170,10 +170,12 @@ def moe(
             added to the rounded sum, as by a norm that follows.
     """
     if _is_direct(x.shape[0], w13) and not is_fixed:
+        assert not isinstance(w13, PackedExperts)
+        assert not isinstance(w2, PackedExperts)
         return direct_moe(x, ids, shares, w13, w2, residual, lora, more)
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
-    tiles = _tiles(*ids.shape, w2, lora)
+    tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )
