@@ -215,6 +215,7 @@ def _extend_kernel(
 
     MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
     OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
+    TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
     kv_head = head // GROUP
     row = begin + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
@@ -249,7 +250,7 @@ def _extend_kernel(
             largest, total, mixed = attend_tile(
                 largest, total, mixed, query, k_at, k_at + OF_ROWS,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, OF_ROWS // 4,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
             )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
@@ -260,7 +261,7 @@ def _extend_kernel(
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + OF_ROWS,
             position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
-            scale_at=scale_at, TO_V=OF_ROWS // 4,
+            scale_at=scale_at, TO_V=TO_V,
         )  # fmt: skip
     for start in range(tail, end, TILE):
         position = start + tl.arange(0, TILE)
@@ -271,7 +272,7 @@ def _extend_kernel(
         largest, total, mixed = attend_tile(
             largest, total, mixed, query, k_at, k_at + OF_ROWS,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-            first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, OF_ROWS // 4,
+            first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
@@ -378,7 +379,8 @@ def k_of_pages(
     DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where K of positions is, V being one page's rows behind it; in FP8 also where scales are."""
+    """Where K of positions is, V being one page's rows behind it; in FP8 also where scales are,
+    else nothing of use."""
     MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
@@ -386,7 +388,7 @@ def k_of_pages(
         page = tl.load(table + position // PAGE_SIZE)
     in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
     at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
-    scale_at = None
+    scale_at = page
     if MORE > 0:
         scale_at = scales_at(
             pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
@@ -438,7 +440,7 @@ def attend_tile(
     else:
         keys = tl.load(k_at, mask=in_dim, other=0)
         values = tl.load(v_at, mask=in_dim, other=0)
-    if scale_at is not None:
+    if TO_V > 0:
         exists = is_there if IS_PARTIAL else None
         keys = dequantised(keys, scale_at, exists, query.dtype)
         values = dequantised(values, scale_at + TO_V, exists, query.dtype)
