@@ -1,6 +1,6 @@
 """Products with weights of 4 bits on a GPU, and whole models.
 
-    python bench/gpu_quantised.py [--parts compile kernels engine] [--sweep] [--models ...]
+    python bench/gpu_quantised.py [--parts compile kernels kv engine] [--sweep] [--models ...]
 
 Kernels are timed in captured graphs over weights that rotate beyond the L2 cache. The roof is the
 time to read the weight once at the copy rate of the same run, or to multiply. Whole models decode
@@ -29,6 +29,8 @@ from gpu_fp8 import BF16, PRODUCTS, ROTATING_BYTES, ROWS, Found, Product, noted,
 from gpu_roof import Rates, decode_work, measure_rates
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
+from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
+from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.groups_linear import in_floats
 from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, product_shape
@@ -241,6 +243,7 @@ def bench_model(
     number_format: str,
     batches: Sequence[int],
     layers: int,
+    kv_dtype: str,
 ) -> None:
     """Decode and prefill of one model in one format; empty: bfloat16."""
     from gpu_engine import bench_decode, run_batch
@@ -262,6 +265,7 @@ def bench_model(
         settings: dict[str, Any] = {
             "device": "cuda",
             "dtype": "bfloat16",
+            "kv_dtype": kv_dtype,
             "dummy_weights": True,
             "num_pages": 50 * max(batches) + 1100,
             "max_context_tokens": 5120,
@@ -271,7 +275,8 @@ def bench_model(
             "prefix_cache": False,
             "inter_token_target_s": 1.0,
         }
-        row: dict[str, Any] = {"model": model, "format": number_format, "decode": {}}
+        row: dict[str, Any] = {"model": model, "format": number_format, "kv": kv_dtype}
+        row["decode"] = {}
         with LLM(folder, **settings) as llm:
             row["ready_s"] = time.perf_counter() - began
             row["memory_gb"] = torch.cuda.memory_allocated() / 1e9
@@ -311,6 +316,41 @@ def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
     return (feeds + attention) * (16 - BITS[number_format]) / 8
 
 
+def time_kv(found: Results, rates: Rates) -> None:
+    """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in FP8."""
+    heads, kv_heads, dim, page_size, layers = 32, 8, 128, 16, 2
+    for requests, length in ((64, 8192), (256, 1024), (1, 65536), (1, 8192)):
+        per = length // page_size
+        table = torch.randperm(requests * per, device="cuda").view(requests, per).int()
+        cu = torch.arange(requests + 1, device="cuda").int()
+        lens = torch.full((requests,), length, device="cuda").int()
+        q = torch.randn(requests, heads, dim, device="cuda", dtype=BF16)
+        step = GroupStep(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
+        spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
+        row: dict[str, Any] = {"attention": [requests, length]}
+        for name in ("bfloat16", "fp8"):
+            with noted(found, f"attention {requests} x {length} {name}"):
+                shape = (requests * per, kv_heads, layers, 2, page_size)
+                if name == "fp8":
+                    width = dim + SCALE_BYTES
+                    pool = torch.randint(
+                        0, 48, (*shape, width), dtype=torch.uint8, device="cuda"
+                    )  # fmt: skip
+                else:
+                    pool = torch.randn((*shape, dim), device="cuda", dtype=BF16)
+                calls = [
+                    lambda p=pool, n=n, s=step: paged_attention(q, p, n, spec, s)
+                    for n in range(layers)
+                ]
+                row[f"{name}_us"] = us = time_us(calls)
+                row[f"{name}_share"] = 1e6 * pool.nbytes / layers / rates.bytes_per_s / us
+                del pool, calls
+            release()
+        found.models.append(row)
+        ratio = row.get("bfloat16_us", 0.0) / row.get("fp8_us", float("inf"))
+        print(json.dumps(row), f"{ratio:.2f}x", flush=True)
+
+
 def write_json(
     folder: Path, setup: dict[str, Any], rates: Rates, found: Results, name: str
 ) -> None:
@@ -330,7 +370,7 @@ def write_json(
 def main() -> None:
     """Runs the parts, and prints a table for each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    every = ("compile", "kernels", "engine")
+    every = ("compile", "kernels", "kv", "engine")
     parser.add_argument("--parts", nargs="+", choices=every, default=list(every))
     parser.add_argument("--sweep", action="store_true", help="time launch shapes beside the chosen")
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
@@ -345,7 +385,7 @@ def main() -> None:
     if "compile" in arguments.parts:
         compile_all(arguments.sweep, arguments.processes)
         print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
-    if not {"kernels", "engine"} & set(arguments.parts):
+    if not {"kernels", "kv", "engine"} & set(arguments.parts):
         return
     setup, found, rates = describe_gpu(arguments.commit), Results(), measure_rates()
     print(f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, "
@@ -358,11 +398,17 @@ def main() -> None:
         print(f"kernels: {time.perf_counter() - began:.0f} s", flush=True)
         if arguments.out:
             write_json(arguments.out, setup, rates, found, arguments.name)
+    if "kv" in arguments.parts:
+        with noted(found, "kv"):
+            time_kv(found, rates)
+        if arguments.out:
+            write_json(arguments.out, setup, rates, found, arguments.name)
     for each in arguments.models if "engine" in arguments.parts else ():
-        model, _, number_format = each.partition(":")
+        model, number_format, *kv = each.split(":")
         with noted(found, f"engine {each}"):
             bench_model(
-                found, rates, model, number_format, arguments.batches, arguments.layers
+                found, rates, model, number_format, arguments.batches, arguments.layers,
+                kv[0] if kv else "auto",
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()

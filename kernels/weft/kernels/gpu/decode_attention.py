@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
 from weft.kernels.fp8_kv import is_fp8
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.dependent_launch import (
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
 from weft.kernels.gpu.kv_entries import SCALE_BYTES, dequantised, scales_at
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
@@ -148,6 +153,7 @@ def decode_attention(
         earlier_rows,
         IS_SETTLED=is_settled,
         IS_EARLY=is_early,
+        IS_NATIVE=is_dependent(q.device),
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
@@ -304,6 +310,7 @@ def _decode_kernel(
     IS_DEPENDENT: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
@@ -424,8 +431,10 @@ def _decode_kernel(
             beside: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
             keys = tl.load(k_at, mask=kv_mask, other=0)
             values = tl.load(k_at + beside, mask=kv_mask, other=0)
-            keys = dequantised(keys, scale_at, is_seen, query.dtype)
-            values = dequantised(values, scale_at + beside // 4, is_seen, query.dtype)
+            keys = dequantised(keys, scale_at, is_seen, query.dtype, IS_NATIVE)
+            values = dequantised(
+                values, scale_at + beside // 4, is_seen, query.dtype, IS_NATIVE, True
+            )
         else:
             k_at = _k_at(
                 pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM

@@ -13,7 +13,7 @@ from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts
 GROUP = tl.constexpr(FP8_GROUP)
 """Elements of K that share a scale where scales lie in blocks."""
 
-_FOUR_TO_BFLOAT16 = tl.constexpr(
+FOUR_TO_BFLOAT16 = tl.constexpr(
     """
     {
     .reg .b32 lower, upper, sign, power;
@@ -79,7 +79,7 @@ def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.
     """
     if IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
-            _FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+            FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
         wide = tile.to(like)
