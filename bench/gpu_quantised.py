@@ -339,7 +339,7 @@ def time_kv(found: Results, rates: Rates) -> None:
                 else:
                     pool = torch.randn((*shape, dim), device="cuda", dtype=BF16)
                 calls = [
-                    lambda p=pool, n=n, s=step: paged_attention(q, p, n, spec, s)
+                    lambda p=pool, n=n, given=(spec, step), q=q: paged_attention(q, p, n, *given)
                     for n in range(layers)
                 ]
                 row[f"{name}_us"] = us = time_us(calls)
