@@ -21,6 +21,8 @@ from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels, Quantis
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
 _MIN_BLOCK_ROWS = 16
+_INT8_UNIT = 16
+"""Of rows and columns of int8 weights that tensor cores multiply."""
 _FP8_CAPABILITY = (9, 0)
 """Compute capability of GPUs whose FP8 kernels were measured."""
 
@@ -196,6 +198,10 @@ def linear(
             from weft.kernels.gpu import groups_linear
 
             return groups_linear.linear(x, w, residual, out_dtype, lora)
+        case Int8Channels(data) if data.is_cuda:
+            from weft.kernels.gpu import int8_linear
+
+            return int8_linear.linear(x, w, residual, out_dtype, lora)
     out = _linear_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
@@ -235,6 +241,10 @@ def gate_up_silu(
             from weft.kernels.gpu import groups_linear
 
             return groups_linear.gate_up_silu(x, w, lora)
+        case Int8Channels(data) if data.is_cuda:
+            from weft.kernels.gpu import int8_linear
+
+            return int8_linear.gate_up_silu(x, w, lora)
     both = _linear_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
@@ -595,14 +605,20 @@ def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
     return not is_cut and has_fp8(weight.data.device, dtype)
 
 
-def gpu_form(weight: PackableMatrix, dtype: torch.dtype) -> PackedGroups | PlainForm | None:
-    """How integers lie on a GPU: 4 bits packed where layers compute in 16-bit floats, else as
-    floats; None: the weight is not of integers, or on a CPU.
+def gpu_form(
+    weight: PackableMatrix, dtype: torch.dtype
+) -> PackedGroups | Int8Channels | PlainForm | None:
+    """How integers lie on a GPU: where layers compute in 16-bit floats 4 bits packed, and int8 as
+    it is if tensor cores take its shape; else as floats. None: the weight is not of integers, or on
+    a CPU.
     """
     if not isinstance(weight, IntGroups | Int8Channels) or not weight.data.is_cuda:
         return None
     if isinstance(weight, IntGroups) and weight.bits == 4 and dtype.itemsize == 2:
         return pack_groups(weight)
+    is_even = not any(size % _INT8_UNIT for size in weight.shape)
+    if isinstance(weight, Int8Channels) and dtype.itemsize == 2 and is_even:
+        return weight
     return PlainForm(weight.dequantised(dtype))
 
 

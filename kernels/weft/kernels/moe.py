@@ -13,7 +13,6 @@ from weft.kernels.activation import SILU, Gating
 from weft.kernels.linear import (
     LinearWeight,
     PackableMatrix,
-    PlainForm,
     gate_up_silu,
     gpu_form,
     linear,
@@ -216,9 +215,7 @@ def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
     if isinstance(matrix, Fp8Channels | Fp8Blocks) and stays_fp8(matrix, dtype):
         return matrix
     form = gpu_form(matrix, dtype)
-    if form is None:
-        return matrix.dequantised(dtype)
-    return form.data if isinstance(form, PlainForm) else form
+    return form if isinstance(form, PackedGroups) else matrix.dequantised(dtype)
 
 
 def _room(count: int, first: _Stackable) -> StackedWeight:

@@ -196,7 +196,7 @@ def load_parts(
                 "make yet; take tp = 1, or --task generate",
                 param="tp",
             )
-        if resolve_quantization(config.quantization, model.quantization, config.device) is not None:
+        if resolve_quantization(config.quantization, model.quantization) is not None:
             raise ConfigError(
                 f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",
                 param="tp",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.memory.layout import CacheLayout, PageGroup
+from weft.engine.memory.layout import CacheLayout
 
 DIVIDED = frozenset(
     {
@@ -76,8 +76,11 @@ def kv_heads_of(heads: int, rank: int, size: int) -> slice:
 def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
     """The layout of the pages of one of `size` ranks, which holds its KV heads of every plane."""
     groups = tuple(
-        PageGroup(
-            tuple(replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes)
+        replace(
+            group,
+            planes=tuple(
+                replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes
+            ),
         )
         for group in layout.groups
     )
