@@ -39,20 +39,25 @@ from weft.kernels.packed_groups import PackedGroups
 Format = Literal["int4", "mxfp4"]
 SWEEP: dict[int, tuple[GroupsShape, ...]] = {
     1: (
-        GroupsShape(8, 16, 4, 4, 4), GroupsShape(8, 16, 8, 8, 3), GroupsShape(8, 32, 4, 4, 4),
-        GroupsShape(8, 16, 8, 8, 2), GroupsShape(8, 16, 4, 4, 6),
+        GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 8, 8, 4), GroupsShape(8, 16, 4, 4, 6, 2),
+        GroupsShape(8, 16, 4, 4, 6, 4), GroupsShape(8, 32, 4, 4, 5, 4),
+        GroupsShape(8, 32, 8, 8, 4, 2), GroupsShape(8, 16, 8, 8, 4, 2),
     ),
     16: (
-        GroupsShape(16, 32, 4, 4, 4), GroupsShape(16, 16, 8, 8, 3), GroupsShape(16, 64, 4, 4, 3),
-        GroupsShape(16, 64, 0, 4, 4), GroupsShape(16, 16, 4, 4, 4),
+        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 16, 8, 8, 4), GroupsShape(16, 32, 4, 4, 4, 4),
+        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 32, 8, 8, 3, 2),
+        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
     ),
     64: (
-        GroupsShape(64, 128, 0, 8, 4), GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 128, 0, 4, 4),
-        GroupsShape(64, 64, 0, 4, 6),
+        GroupsShape(64, 64, 0, 4, 6), GroupsShape(64, 64, 0, 4, 6, 2),
+        GroupsShape(64, 64, 0, 4, 6, 4), GroupsShape(64, 128, 0, 8, 4, 2),
+        GroupsShape(64, 128, 0, 8, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8),
+        GroupsShape(64, 64, 0, 4, 4, 8), GroupsShape(32, 64, 0, 4, 6, 4),
     ),
     256: (
-        GroupsShape(64, 128, 0, 8, 4), GroupsShape(128, 128, 0, 8, 3),
-        GroupsShape(128, 64, 0, 4, 4), GroupsShape(256, 64, 0, 8, 3),
+        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 64, 0, 4, 4, 2),
+        GroupsShape(128, 128, 0, 8, 3, 2), GroupsShape(128, 128, 0, 8, 3, 4),
+        GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 64, 0, 4, 6, 2),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""

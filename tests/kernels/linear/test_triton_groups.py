@@ -19,7 +19,12 @@ KINDS: list[tuple[int, Kind]] = [
     (32, "plain"), (32, "offsets"), (64, "offsets"), (128, "wide"), (128, "offsets"),
     (256, "plain"), (32, "e2m1"),
 ]  # fmt: skip
-SHAPES = [GroupsShape(8, 16, 2, 2, 2), GroupsShape(16, 64, 0, 4, 2)]
+SHAPES = [
+    GroupsShape(8, 16, 2, 2, 2),
+    GroupsShape(16, 64, 0, 4, 2),
+    GroupsShape(32, 64, 0, 4, 2, splits=2),
+    GroupsShape(16, 16, 2, 2, 2, splits=2),
+]
 
 
 def with_poison(matrix: PackedGroups) -> PackedGroups:

@@ -38,8 +38,12 @@ class GroupsShape(NamedTuple):
     warps: int
     stages: int
     """Parts of K that are being loaded."""
+    splits: int = 1
+    """Programs that share K; a further launch sums their parts. Not for experts."""
 
 
+_SUMMED = 1024
+"""Columns whose parts a program sums."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
 
@@ -109,14 +113,18 @@ def multiply_groups(
         given |= {"experts": weight.shape[0], "TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
         if experts.is_raw:
             columns //= 2
-    _groups_kernel[(triton.cdiv(columns, shape.columns), many)](
-        out,
+    is_split = shape.splits > 1
+    parts, target = (shape.splits, x.shape[0], first.rows), out
+    if is_split:
+        target = torch.empty(parts, dtype=torch.float32, device=x.device)
+    _groups_kernel[(triton.cdiv(columns, shape.columns), many, shape.splits)](
+        target,
         x,
         weight.data,
         weight.scales,
         weight.offsets,
-        bias,
-        residual,
+        None if is_split else bias,
+        None if is_split else residual,
         rows=x.shape[0],
         columns=columns,
         width=weight.scales.shape[-1],
@@ -130,11 +138,26 @@ def multiply_groups(
         COLUMNS=shape.columns,
         SLICES=shape.slices,
         STAGES=shape.stages,
+        SPLITS=shape.splits,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
         **(options or launch_options(x.device)),
     )
+    if is_split:
+        _sum_kernel[(x.shape[0], triton.cdiv(columns, _SUMMED))](
+            out,
+            target,
+            bias,
+            residual,
+            columns,
+            target.stride(0),
+            IS_GATED=is_gated,
+            SPLITS=shape.splits,
+            TILE=_SUMMED,
+            num_warps=4,
+            **launch_options(x.device),
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -173,7 +196,9 @@ def _groups_kernel(
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
+    """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -200,15 +225,19 @@ def _groups_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     last = tl.minimum(column, columns - 1)
+    STEP: tl.constexpr = SLICES if SLICES > 0 else 1
+    OWN: tl.constexpr = (BLOCKS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
+    begin = tl.program_id(2) * OWN
+    end = tl.minimum(begin + OWN, BLOCKS)
     if SLICES > 0:
         product, up = _sliced(
-            x + row // TOP_K * K, exists, data, scales, offsets, last, columns, width, K, IS_GATED,
-            HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES,
+            x + row // TOP_K * K, exists, data, scales, offsets, last, columns, width, begin, end,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES,
         )  # fmt: skip
     else:
         product, up = _tiled(
-            x + row // TOP_K * K, exists, data, scales, offsets, last, columns, width, K, IS_GATED,
-            HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES,
+            x + row // TOP_K * K, exists, data, scales, offsets, last, columns, width, begin, end,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES,
         )  # fmt: skip
     in_out = column < columns
     mask = in_out[:, None] & exists[None, :]
@@ -217,7 +246,12 @@ def _groups_kernel(
         if IS_GATED:
             up += tl.load(bias + of_expert + columns + last).to(tl.float32)[:, None]
     at = row[None, :] * columns + column[:, None]
-    if IS_RAW:
+    if SPLITS > 1:
+        stride = weight_rows.to(tl.int64)
+        at = (tl.program_id(2) * rows + row)[None, :] * stride + column[:, None]
+        if IS_GATED:
+            tl.store(out + at + columns, up, mask=mask)
+    elif IS_RAW:
         at = row[None, :] * (2 * columns) + column[:, None]
         tl.store(out + at + columns, up.to(out.dtype.element_ty), mask=mask)
     elif IS_GATED:
@@ -243,6 +277,8 @@ def _sliced(
     column: tl.tensor,
     columns: int,
     width: int,
+    first_block: int,
+    end: int,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -266,14 +302,14 @@ def _sliced(
     is_row = exists[None, :, None]
     product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
     up = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
-    at_scale = (slice_ * PER_BLOCK)[:, None] * width + column[None, :]
+    at_scale = ((first_block + slice_) * PER_BLOCK)[:, None] * width + column[None, :]
     step = SLICES * PER_BLOCK * width
-    is_block = (slice_ < BLOCKS)[:, None]
+    is_block = (first_block + slice_ < BLOCKS)[:, None]
     given = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
     given_up = given
     if IS_GATED:
         given_up = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
-    for first in tl.range(0, BLOCKS, SLICES, num_stages=STAGES):
+    for first in tl.range(first_block, end, SLICES, num_stages=STAGES):
         block = first + slice_
         at = (block * HALF)[:, None, None]
         low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
@@ -311,6 +347,8 @@ def _tiled(
     column: tl.tensor,
     columns: int,
     width: int,
+    first_block: int,
+    end: int,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -331,12 +369,12 @@ def _tiled(
     row_at = row_at[:, None] + part
     product = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    at_scale = column
+    at_scale = first_block * PER_BLOCK * width + column
     given = _given(scales, offsets, at_scale, True, width, UNIT, HALF)
     given_up = given
     if IS_GATED:
         given_up = _given(scales, offsets, at_scale + columns, True, width, UNIT, HALF)
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
+    for block in tl.range(first_block, end, num_stages=STAGES):
         at = block * HALF
         low, high = _rows(row_at, 2 * at, part, exists[:, None], K, HALF, IS_WHOLE)
         low, high = tl.trans(low), tl.trans(high)
@@ -455,6 +493,45 @@ def _wide(scale: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
 def _moved(offset: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """What belongs to each number besides, since it is 8 less than it is stored."""
     return tl.expand_dims(offset.to(tl.float32) + 8.0 * scale.to(tl.float32), -1)
+
+
+@triton.jit
+def _sum_kernel(
+    out: tl.tensor,
+    parts: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    columns: int,
+    stride: int,
+    IS_DEPENDENT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Sums the parts of a row's product, in their order, and finishes it."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    at = row * (columns * 2 if IS_GATED else columns) + column
+    total = tl.zeros([TILE], tl.float32)
+    up = tl.zeros([TILE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = parts + tl.cast(split, tl.int64) * stride + at
+        total += tl.load(part, mask=mask, other=0.0)
+        if IS_GATED:
+            up += tl.load(part + columns, mask=mask, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up += tl.load(bias + columns + column, mask=mask, other=0.0).to(tl.float32)
+    if IS_GATED:
+        total = total / (1.0 + tl.exp(-total)) * up
+    at = row * columns + column
+    if residual is not None:
+        total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -115,17 +115,18 @@ def _round_kernel(
     wait_for_last(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
+    length = tl.where(row < rows, K, 0)
     most = tl.zeros([TILE], tl.float32)
     for start in range(0, K, TILE):
         at = start + part
-        values = tl.load(x + row * K + at, mask=(at < K) & (row < rows), other=0.0)
+        values = tl.load(x + row * K + at, mask=at < length, other=0.0)
         most = tl.maximum(most, tl.abs(values.to(tl.float32)))
     largest = tl.max(most, axis=0)
     tl.store(scales + row, largest / _MOST)
     inverse = tl.where(largest > 1e-30, _MOST / largest, 0.0)
     for start in range(0, K, TILE):
         at = start + part
-        values = tl.load(x + row * K + at, mask=(at < K) & (row < rows), other=0.0)
+        values = tl.load(x + row * K + at, mask=at < length, other=0.0)
         # Halves away from 0, as a conversion to integers cuts off.
         scaled = values.to(tl.float32) * inverse
         rounded = scaled + tl.where(scaled < 0, -0.5, 0.5)
