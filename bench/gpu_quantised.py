@@ -124,11 +124,16 @@ def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: GroupsS
     multiply_groups(out, x, w, shape, is_gated=product.is_gated)
 
 
-def shapes_of(product: Product, rows: int, is_sweep: bool) -> list[GroupsShape]:
+def shapes_of(
+    product: Product, rows: int, number_format: Format, is_sweep: bool
+) -> list[GroupsShape]:
     """The chosen shape, and those that are timed beside it."""
     if rows not in SWEEP:
         return []
-    chosen = product_shape(rows, is_gated=product.is_gated, is_fixed=False)
+    half = 64 if number_format == "int4" else 32
+    chosen = product_shape(
+        rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
+    )  # fmt: skip
     return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 
@@ -138,7 +143,7 @@ def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:
     return [
         (product, rows, number_format, shape)
         for product, rows, number_format in itertools.product(PRODUCTS[1:], SWEEP, formats)
-        for shape in shapes_of(product, rows, is_sweep)
+        for shape in shapes_of(product, rows, number_format, is_sweep)
     ]
 
 
@@ -181,7 +186,7 @@ def time_kernels(found: Results, rates: Rates, is_sweep: bool) -> None:
         for number_format in ("int4", "mxfp4"):
             weights = [draw(product, number_format) for _ in range(2 * ROTATING_BYTES // size + 1)]
             for rows, x in xs.items():
-                for place, shape in enumerate(shapes_of(product, rows, is_sweep)):
+                for place, shape in enumerate(shapes_of(product, rows, number_format, is_sweep)):
                     with noted(found, f"{product.name} {rows} {number_format} {shape}"):
                         calls = [
                             lambda w=w, x=x, s=shape, p=product: run_shape(x, w, p, s)

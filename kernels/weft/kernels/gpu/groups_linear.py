@@ -63,7 +63,7 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     if lora is not None or not _is_own(x.shape[0], w):
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
-    shape = product_shape(x.shape[0], is_gated=True, is_fixed=w.is_fixed)
+    shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=w.is_fixed)
     multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
     return out
 
@@ -83,7 +83,7 @@ def _product(
     rows, columns = x.shape[0], w.out_features
     if _is_own(rows, w):
         out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-        shape = product_shape(rows, is_gated=False, is_fixed=w.is_fixed)
+        shape = product_shape(rows, columns, matrix.half, is_gated=False, is_fixed=w.is_fixed)
         multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual)
         return out
     wide = in_floats(matrix, x.dtype).t()

@@ -44,18 +44,37 @@ class GroupsShape(NamedTuple):
 
 _SUMMED = 1024
 """Columns whose parts a program sums."""
+_FEW_COLUMNS = 8192
+"""Columns up to which few programs would have a tile each."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
 
 
-def product_shape(rows: int, *, is_gated: bool, is_fixed: bool) -> GroupsShape:
-    """The launch shape of a product."""
+def product_shape(
+    rows: int, columns: int, half: int, *, is_gated: bool, is_fixed: bool, can_split: bool = True
+) -> GroupsShape:
+    """The launch shape of a product (measured on an H100, K of 4,096 and 14,336).
+
+    Args:
+        rows: Rows, of experts those of a block.
+        columns: Of the result.
+        half: Half the columns of a block of the weight.
+        is_gated: Gate and up are made one.
+        is_fixed: Each sum is one chain over K, the same for any number of rows.
+        can_split: Whether programs may share K.
+    """
+    is_short = half < 64
     if rows <= MAX_SLICED_ROWS and not is_fixed:
-        few = 8 if rows <= 8 else 16
-        return GroupsShape(few, 16 if is_gated or few == 8 else 32, 4, 4, 4)
-    if rows <= 32:
-        return GroupsShape(max(16, triton.next_power_of_2(rows)), 64, 0, 4, 4)
-    return GroupsShape(64, 64 if is_gated else 128, 0, 4 if is_gated else 8, 4)
+        if rows <= 8:
+            return GroupsShape(8, 16, *((8, 8, 4) if is_short else (4, 4, 4 if is_gated else 6)))
+        if is_gated:
+            return GroupsShape(16, 64, 4, 4, 3)
+        return GroupsShape(16, 16, 8, 8, 3) if is_short else GroupsShape(16, 32, 4, 4, 4)
+    splits = 4 if can_split and not is_fixed and columns <= _FEW_COLUMNS and rows <= 64 else 1
+    if rows <= 64 or is_gated or is_short:
+        few = min(64, max(16, triton.next_power_of_2(rows)))
+        return GroupsShape(few, 64, 0, 4, 4 if is_gated else 6, splits)
+    return GroupsShape(128, 64, 0, 4, 4, splits)
 
 
 class Experts(NamedTuple):
@@ -68,6 +87,8 @@ class Experts(NamedTuple):
     top_k: int
     """Pairs of each row of the input."""
     more: ExpertParts
+    is_one: bool = False
+    """Whether no block has more than one pair."""
     is_raw: bool = False
     """Gate and up are written as they are, side by side; without biases."""
 
@@ -113,6 +134,9 @@ def multiply_groups(
         given |= {"experts": weight.shape[0], "TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
         if experts.is_raw:
             columns //= 2
+    # Of short blocks a thread would load less than the least that is loaded ahead.
+    is_one = shape.slices > 0 and first.half == 64
+    is_one = is_one and (x.shape[0] == 1 if experts is None else experts.is_one)
     is_split = shape.splits > 1
     parts, target = (shape.splits, x.shape[0], first.rows), out
     if is_split:
@@ -139,6 +163,7 @@ def multiply_groups(
         SLICES=shape.slices,
         STAGES=shape.stages,
         SPLITS=shape.splits,
+        IS_ONE=is_one,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -197,8 +222,12 @@ def _groups_kernel(
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
+    IS_ONE: tl.constexpr,
 ) -> None:
-    """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
+    """Parts of a split product are written as they are, [SPLITS, M, N] float32.
+
+    One: a block has no more than one row, which is loaded once for all those of its tile.
+    """
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -225,18 +254,21 @@ def _groups_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     last = tl.minimum(column, columns - 1)
+    row_at = x + row // TOP_K * K
+    if IS_ONE:
+        row_at = x + tl.max(tl.where(exists, row, 0), axis=0) // TOP_K * K
     STEP: tl.constexpr = SLICES if SLICES > 0 else 1
     OWN: tl.constexpr = (BLOCKS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = tl.program_id(2) * OWN
     end = tl.minimum(begin + OWN, BLOCKS)
     if SLICES > 0:
         product, up = _sliced(
-            x + row // TOP_K * K, exists, data, scales, offsets, last, columns, width, begin, end,
-            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES,
+            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES, IS_ONE,
         )  # fmt: skip
     else:
         product, up = _tiled(
-            x + row // TOP_K * K, exists, data, scales, offsets, last, columns, width, begin, end,
+            row_at, exists, data, scales, offsets, last, columns, width, begin, end,
             K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES,
         )  # fmt: skip
     in_out = column < columns
@@ -289,6 +321,7 @@ def _sliced(
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_ONE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """[COLUMNS, ROWS] of one projection, and of the second of a gated pair."""
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -298,8 +331,12 @@ def _sliced(
     part = tl.arange(0, HALF)
     begin = data + column.to(tl.int64)[None, :, None] * (BLOCKS * HALF) + part[None, None, :]
     begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
-    row_at = row_at[None, :, None] + part[None, None, :]
-    is_row = exists[None, :, None]
+    if IS_ONE:
+        row_at = row_at + part[None, None, :]
+        is_row = (slice_ >= 0)[:, None, None]
+    else:
+        row_at = row_at[None, :, None] + part[None, None, :]
+        is_row = exists[None, :, None]
     product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
     up = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
     at_scale = ((first_block + slice_) * PER_BLOCK)[:, None] * width + column[None, :]
@@ -313,6 +350,9 @@ def _sliced(
         block = first + slice_
         at = (block * HALF)[:, None, None]
         low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
+        if IS_ONE:
+            low = tl.broadcast_to(low, [SLICES, ROWS, HALF])
+            high = tl.broadcast_to(high, [SLICES, ROWS, HALF])
         low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
         tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
         # Scales, which the compiler does not load ahead, are those of the next blocks.

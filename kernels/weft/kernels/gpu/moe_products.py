@@ -63,8 +63,13 @@ def multiply_sorted(
         more: Biases, and how gate and up become one.
     """
     if isinstance(weight, PackedExperts):
-        shape = product_shape(tiles.rows, is_gated=is_gated, is_fixed=is_fixed)
-        given = Experts(blocks, shares if not is_gated else None, top_k, more, is_raw)
+        shape = product_shape(
+            tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
+            can_split=False,
+        )  # fmt: skip
+        given = Experts(
+            blocks, None if is_gated else shares, top_k, more, shares.shape[0] == 1, is_raw
+        )
         bias = more.gate_up_bias if is_gated else more.down_bias
         multiply_groups(
             out, x, weight, shape, bias=bias, residual=added, is_gated=is_gated, experts=given,
