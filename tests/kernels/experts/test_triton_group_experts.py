@@ -28,10 +28,19 @@ def stack(
 
 
 # Rows, hidden, inner, experts, experts a row.
-@pytest.mark.parametrize("shape", [(1, 160, 64, 4, 2), (40, 64, 160, 3, 2)])
+FEW, MANY = (1, 160, 64, 4, 2), (40, 64, 160, 3, 2)
+
+
 @pytest.mark.parametrize(
-    ("group", "kind", "has_adapters"),
-    [(32, "e2m1", False), (128, "offsets", False), (32, "plain", True)],
+    ("shape", "group", "kind", "has_adapters"),
+    [
+        (FEW, 128, "offsets", False),
+        (MANY, 32, "e2m1", False),
+        pytest.param(FEW, 32, "e2m1", False, marks=pytest.mark.full),
+        pytest.param(MANY, 128, "offsets", False, marks=pytest.mark.full),
+        pytest.param(FEW, 32, "plain", True, marks=pytest.mark.full),
+        pytest.param(MANY, 32, "plain", True, marks=pytest.mark.full),
+    ],
 )
 def test_sums_of_experts(
     shape: tuple[int, int, int, int, int],

@@ -279,7 +279,7 @@ def _groups_kernel(
             up += tl.load(bias + of_expert + columns + last).to(tl.float32)[:, None]
     at = row[None, :] * columns + column[:, None]
     if SPLITS > 1:
-        stride = weight_rows.to(tl.int64)
+        stride = tl.cast(weight_rows, tl.int64)
         at = (tl.program_id(2) * rows + row)[None, :] * stride + column[:, None]
         if IS_GATED:
             tl.store(out + at + columns, up, mask=mask)
