@@ -52,7 +52,8 @@ SWEEP: dict[int, tuple[GroupsShape, ...]] = {
         GroupsShape(64, 64, 0, 4, 6), GroupsShape(64, 64, 0, 4, 6, 2),
         GroupsShape(64, 64, 0, 4, 6, 4), GroupsShape(64, 128, 0, 8, 4, 2),
         GroupsShape(64, 128, 0, 8, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8),
-        GroupsShape(64, 64, 0, 4, 4, 8), GroupsShape(32, 64, 0, 4, 6, 4),
+        GroupsShape(64, 64, 0, 4, 3, 4), GroupsShape(64, 64, 0, 4, 3, 8),
+        GroupsShape(32, 64, 0, 4, 4, 4), GroupsShape(64, 64, 0, 4, 2, 4),
     ),
     256: (
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 64, 0, 4, 4, 2),
