@@ -63,18 +63,23 @@ def product_shape(
         is_fixed: Each sum is one chain over K, the same for any number of rows.
         can_split: Whether programs may share K.
     """
-    is_short = half < 64
+    is_short, splits = half < 64, can_split and not is_fixed and columns <= _FEW_COLUMNS
     if rows <= MAX_SLICED_ROWS and not is_fixed:
-        if rows <= 8:
-            return GroupsShape(8, 16, *((8, 8, 4) if is_short else (4, 4, 4 if is_gated else 6)))
+        few = 8 if rows <= 8 else 16
         if is_gated:
-            return GroupsShape(16, 64, 4, 4, 3)
-        return GroupsShape(16, 16, 8, 8, 3) if is_short else GroupsShape(16, 32, 4, 4, 4)
-    splits = 4 if can_split and not is_fixed and columns <= _FEW_COLUMNS and rows <= 64 else 1
+            few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
+            return GroupsShape(few, *few_shape)
+        if is_short:
+            return GroupsShape(few, 16, 4, 4, 6, 4) if splits else GroupsShape(few, 16, 8, 8, 4)
+        if few == 8:
+            return GroupsShape(8, 16, 4, 4, 6)
+        return GroupsShape(16, 32, 4, 4, *((4, 2) if splits else (5, 1)))
+    if rows <= 64 and splits and not is_gated:
+        return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
     if rows <= 64 or is_gated or is_short:
         few = min(64, max(16, triton.next_power_of_2(rows)))
-        return GroupsShape(few, 64, 0, 4, 4 if is_gated else 6, splits)
-    return GroupsShape(128, 64, 0, 4, 4, splits)
+        return GroupsShape(few, 64, 0, 4, 4 if is_gated else 6)
+    return GroupsShape(128, 64, 0, 4, 4)
 
 
 class Experts(NamedTuple):
@@ -87,8 +92,6 @@ class Experts(NamedTuple):
     top_k: int
     """Pairs of each row of the input."""
     more: ExpertParts
-    is_one: bool = False
-    """Whether no block has more than one pair."""
     is_raw: bool = False
     """Gate and up are written as they are, side by side; without biases."""
 
@@ -134,9 +137,6 @@ def multiply_groups(
         given |= {"experts": weight.shape[0], "TOP_K": experts.top_k, "IS_RAW": experts.is_raw}
         if experts.is_raw:
             columns //= 2
-    # Of short blocks a thread would load less than the least that is loaded ahead.
-    is_one = shape.slices > 0 and first.half == 64
-    is_one = is_one and (x.shape[0] == 1 if experts is None else experts.is_one)
     is_split = shape.splits > 1
     parts, target = (shape.splits, x.shape[0], first.rows), out
     if is_split:
@@ -163,7 +163,6 @@ def multiply_groups(
         SLICES=shape.slices,
         STAGES=shape.stages,
         SPLITS=shape.splits,
-        IS_ONE=is_one,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -222,12 +221,8 @@ def _groups_kernel(
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
-    IS_ONE: tl.constexpr,
 ) -> None:
-    """Parts of a split product are written as they are, [SPLITS, M, N] float32.
-
-    One: a block has no more than one row, which is loaded once for all those of its tile.
-    """
+    """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
     wait_for_last(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -255,8 +250,6 @@ def _groups_kernel(
     # Columns that do not exist read those of the last: cheaper than a mask on each load.
     last = tl.minimum(column, columns - 1)
     row_at = x + row // TOP_K * K
-    if IS_ONE:
-        row_at = x + tl.max(tl.where(exists, row, 0), axis=0) // TOP_K * K
     STEP: tl.constexpr = SLICES if SLICES > 0 else 1
     OWN: tl.constexpr = (BLOCKS + STEP * SPLITS - 1) // (STEP * SPLITS) * STEP
     begin = tl.program_id(2) * OWN
@@ -264,7 +257,7 @@ def _groups_kernel(
     if SLICES > 0:
         product, up = _sliced(
             row_at, exists, data, scales, offsets, last, columns, width, begin, end,
-            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES, IS_ONE,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, SLICES, STAGES,
         )  # fmt: skip
     else:
         product, up = _tiled(
@@ -321,7 +314,6 @@ def _sliced(
     COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
-    IS_ONE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """[COLUMNS, ROWS] of one projection, and of the second of a gated pair."""
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -331,12 +323,8 @@ def _sliced(
     part = tl.arange(0, HALF)
     begin = data + column.to(tl.int64)[None, :, None] * (BLOCKS * HALF) + part[None, None, :]
     begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * HALF)
-    if IS_ONE:
-        row_at = row_at + part[None, None, :]
-        is_row = (slice_ >= 0)[:, None, None]
-    else:
-        row_at = row_at[None, :, None] + part[None, None, :]
-        is_row = exists[None, :, None]
+    row_at = row_at[None, :, None] + part[None, None, :]
+    is_row = exists[None, :, None]
     product = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
     up = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
     at_scale = ((first_block + slice_) * PER_BLOCK)[:, None] * width + column[None, :]
@@ -350,9 +338,6 @@ def _sliced(
         block = first + slice_
         at = (block * HALF)[:, None, None]
         low, high = _rows(row_at, 2 * at, part[None, None, :], is_row, K, HALF, IS_WHOLE)
-        if IS_ONE:
-            low = tl.broadcast_to(low, [SLICES, ROWS, HALF])
-            high = tl.broadcast_to(high, [SLICES, ROWS, HALF])
         low, high = tl.permute(low, (0, 2, 1)), tl.permute(high, (0, 2, 1))
         tile = _bytes(begin + at, (block < BLOCKS)[:, None, None], IS_WHOLE)
         # Scales, which the compiler does not load ahead, are those of the next blocks.

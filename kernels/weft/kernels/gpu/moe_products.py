@@ -67,9 +67,7 @@ def multiply_sorted(
             tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
             can_split=False,
         )  # fmt: skip
-        given = Experts(
-            blocks, None if is_gated else shares, top_k, more, shares.shape[0] == 1, is_raw
-        )
+        given = Experts(blocks, None if is_gated else shares, top_k, more, is_raw)
         bias = more.gate_up_bias if is_gated else more.down_bias
         multiply_groups(
             out, x, weight, shape, bias=bias, residual=added, is_gated=is_gated, experts=given,

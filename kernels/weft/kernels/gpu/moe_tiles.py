@@ -61,8 +61,9 @@ def packed_tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
     """Tiles for weights of 4 bits in groups, of which only `rows` counts. Not plain: with adapters,
     whose kernels take no fewer than 16 pairs.
     """
-    average = triton.next_power_of_2(triton.cdiv(pairs, experts))
-    rows = min(64, max(8 if is_plain else 16, average))
+    # Twice the average: an expert of two blocks has its weights read twice.
+    rows = triton.next_power_of_2(2 * triton.cdiv(pairs, experts))
+    rows = min(64, max(8 if is_plain else 16, rows))
     return Tiles(rows, *default_tiles(pairs, experts)[1:])
 
 
