@@ -168,7 +168,7 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     folder = demo.demo_dir() if is_demo else _verified_folder(out, model)
     expected = demo.manifest_digests() if is_demo else {}
     config = ModelConfig.load(folder)
-    chosen = resolve_quantization(quantization, config.quantization, "cpu")
+    chosen = resolve_quantization(quantization, config.quantization)
     resolved = resolve_dtype(dtype, quantization=chosen)
     weights = weight_files(folder)
     others = {folder / name for name in expected} - set(weights)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
+from weft.kernels.fp8_kv import dequantised, head_dim, holds, is_fp8
 from weft.kernels.pool import has_dense_pages
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], contiguous.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, dtype of
-            `q`.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in FP8, or
+            dtype of `q`.
         layer: Layer of the pool to read.
         spec: The layer's constants.
         step: Where the rows' K and V are; `places` is not used.
@@ -153,7 +154,7 @@ def paged_attention(
         check_ancestors(ancestors, q.shape[0], spec.window, step.max_q_len, earlier_rows)
         if ancestors is not None and ancestors.device != q.device:
             raise ValueError(f"ancestors on {ancestors.device}, q on {q.device}")
-    native = cpu.native_cpu_for(q)
+    native = None if is_fp8(pool) else cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
         return paged_attention_reference(q, pool, layer, spec, step, earlier_rows=earlier_rows)
@@ -316,7 +317,8 @@ def paged_attention_reference(
         first_page = seen // page_size
         pages = step.page_table[request, first_page : -(-kv_len // page_size)].long()
         # [pages, Hkv, 2, P, D] -> [2, Hkv, seen, D]
-        kv = pool[pages, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)
+        kept = dequantised(pool[pages, :, layer], q.dtype)
+        kv = kept.permute(2, 1, 0, 3, 4).flatten(2, 3)
         before = first_page * page_size
         kv = kv[:, :, seen - before : kv_len - before]
         positions = torch.arange(seen, kv_len, device=q.device)
@@ -429,7 +431,7 @@ def check_attention(
 ) -> None:
     """Raises ValueError unless shapes and dtypes are as `paged_attention` says."""
     _, heads, dim = q_shape
-    if dim != pool.shape[-1] or heads % pool.shape[1] or pool.dtype != dtype:
+    if dim != head_dim(pool) or heads % pool.shape[1] or not holds(pool, dtype):
         raise ValueError(
             f"q {tuple(q_shape)} {dtype} does not fit a pool {tuple(pool.shape)} {pool.dtype}"
         )

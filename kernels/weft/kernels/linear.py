@@ -15,11 +15,14 @@ from weft.kernels.int_groups import IntGroups
 from weft.kernels.lora import LoraAddition, add_lora, check_addition, describe_lora
 from weft.kernels.memory import WeightArena
 from weft.kernels.norm import rms_norm
+from weft.kernels.packed_groups import PackedGroups, pack_groups
 from weft.kernels.quantised import Fp8Blocks, Fp8Channels, Int8Channels, QuantisedMatrix
 
 _PANEL_ROWS = 32
 """`PANEL` of csrc/tile.h."""
 _MIN_BLOCK_ROWS = 16
+_INT8_UNIT = 16
+"""Of rows and columns of int8 weights that tensor cores multiply."""
 _FP8_CAPABILITY = (9, 0)
 """Compute capability of GPUs whose FP8 kernels were measured."""
 
@@ -60,7 +63,7 @@ class NativeForm:
 PackableMatrix: TypeAlias = torch.Tensor | QuantisedMatrix | IntGroups
 """What is packed: floats, or a quantised matrix of any kind."""
 
-Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix | IntGroups
+Form: TypeAlias = PlainForm | OneDnnForm | NativeForm | QuantisedMatrix | IntGroups | PackedGroups
 """How a weight lies in memory. A `QuantisedMatrix` itself serves devices without an operation for
 its kind: each product converts it to floats.
 """
@@ -191,6 +194,14 @@ def linear(
             from weft.kernels.gpu import fp8_linear
 
             return fp8_linear.linear(x, w, residual, out_dtype, lora)
+        case PackedGroups():
+            from weft.kernels.gpu import groups_linear
+
+            return groups_linear.linear(x, w, residual, out_dtype, lora)
+        case Int8Channels(data) if data.is_cuda:
+            from weft.kernels.gpu import int8_linear
+
+            return int8_linear.linear(x, w, residual, out_dtype, lora)
     out = _linear_torch(x, w, residual, out_dtype)
     if lora is not None:
         add_lora(out, x, lora)
@@ -226,6 +237,14 @@ def gate_up_silu(
             from weft.kernels.gpu import fp8_linear
 
             return fp8_linear.gate_up_silu(x, w, lora)
+        case PackedGroups():
+            from weft.kernels.gpu import groups_linear
+
+            return groups_linear.gate_up_silu(x, w, lora)
+        case Int8Channels(data) if data.is_cuda:
+            from weft.kernels.gpu import int8_linear
+
+            return int8_linear.gate_up_silu(x, w, lora)
     both = _linear_torch(x, w)
     if lora is not None:
         add_lora(both, x, lora)
@@ -305,7 +324,7 @@ def weight_rows(w: LinearWeight, rows: torch.Tensor) -> torch.Tensor:
             return data.index_select(0, rows)
         case Int8Channels(data, scales):
             return Int8Channels(data[rows], scales[rows]).dequantised(w.dtype)
-        case Fp8Channels() | Fp8Blocks() | IntGroups() as matrix:
+        case Fp8Channels() | Fp8Blocks() | IntGroups() | PackedGroups() as matrix:
             return matrix.dequantised_rows(rows, w.dtype)
     raise AssertionError(w.form)
 
@@ -370,6 +389,9 @@ def _pack(
     is_fixed = arena is not None and arena.is_fixed
     if isinstance(weight, Fp8Channels | Fp8Blocks) and not stays_fp8(weight, dtype):
         weight = weight.dequantised(dtype)
+    form = gpu_form(weight, dtype)
+    if form is not None:
+        return LinearWeight(n, k, dtype, gated, form, bias, is_fixed, gating)
     native = cpu.native_cpu() if packing_copies(dtype, data.device) else None
     if native is not None:
         return _pack_native(
@@ -581,6 +603,23 @@ def stays_fp8(weight: Fp8Channels | Fp8Blocks, dtype: torch.dtype) -> bool:
     """
     is_cut = isinstance(weight, Fp8Blocks) and weight.rows < _MIN_BLOCK_ROWS
     return not is_cut and has_fp8(weight.data.device, dtype)
+
+
+def gpu_form(
+    weight: PackableMatrix, dtype: torch.dtype
+) -> PackedGroups | Int8Channels | PlainForm | None:
+    """How integers lie on a GPU: where layers compute in 16-bit floats 4 bits packed, and int8 as
+    it is if tensor cores take its shape; else as floats. None: the weight is not of integers, or on
+    a CPU.
+    """
+    if not isinstance(weight, IntGroups | Int8Channels) or not weight.data.is_cuda:
+        return None
+    if isinstance(weight, IntGroups) and weight.bits == 4 and dtype.itemsize == 2:
+        return pack_groups(weight)
+    is_even = not any(size % _INT8_UNIT for size in weight.shape)
+    if isinstance(weight, Int8Channels) and dtype.itemsize == 2 and is_even:
+        return weight
+    return PlainForm(weight.dequantised(dtype))
 
 
 def onednn_has_bfloat16() -> bool:

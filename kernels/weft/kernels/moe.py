@@ -14,6 +14,7 @@ from weft.kernels.linear import (
     LinearWeight,
     PackableMatrix,
     gate_up_silu,
+    gpu_form,
     linear,
     pack_gate_up,
     pack_linear,
@@ -29,6 +30,7 @@ from weft.kernels.lora import (
     sort_tokens,
 )
 from weft.kernels.memory import WeightArena
+from weft.kernels.packed_groups import PackedExperts, PackedGroups
 from weft.kernels.quantised import (
     Fp8Blocks,
     Fp8Channels,
@@ -86,7 +88,7 @@ SOFTMAX = RouterForm()
 it is the softmax over the chosen ones as well."""
 
 
-StackedWeight: TypeAlias = torch.Tensor | Fp8Experts
+StackedWeight: TypeAlias = torch.Tensor | Fp8Experts | PackedExperts
 """Matrices of all experts, [E, N, K]."""
 
 
@@ -159,7 +161,7 @@ def pack_experts(
     """
     w13: list[LinearWeight] = []
     w2: list[LinearWeight] = []
-    stacked: tuple[StackedWeight, StackedWeight] | None = None
+    stacked: list[StackedWeight] = []
     shape: tuple[int, int] | None = None
     num_packed = 0
     for gate_up, down in experts:
@@ -174,9 +176,10 @@ def pack_experts(
             )
         if down.data.is_cuda:
             pair = _on_gpu(gate_up, dtype), _on_gpu(down, dtype)
-            stacked = stacked or (_room(count, pair[0]), _room(count, pair[1]))
-            for stack, matrix in zip(stacked, pair, strict=True):
-                _put(stack, num_packed, matrix)
+            stacked = stacked or [_room(count, matrix) for matrix in pair]
+            stacked = [
+                _put(stack, num_packed, matrix) for stack, matrix in zip(stacked, pair, strict=True)
+            ]
         else:
             own = (None, None) if biases is None else (biases[0][num_packed], biases[1][num_packed])
             w13.append(pack_gate_up(gate_up, own[0], arena, dtype, gating))
@@ -193,39 +196,48 @@ def pack_experts(
         dtype,
         tuple(w13),
         tuple(w2),
-        stacked,
+        (stacked[0], stacked[1]) if stacked else None,
         native,
         is_fixed,
         gating,
-        None if stacked is None else biases,
+        biases if stacked else None,
     )
 
 
-def _on_gpu(
-    matrix: PackableMatrix, dtype: torch.dtype | None
-) -> torch.Tensor | Fp8Channels | Fp8Blocks:
+_Stackable: TypeAlias = torch.Tensor | Fp8Channels | Fp8Blocks | PackedGroups
+
+
+def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
     """The form in which an expert's matrix is stacked on a GPU."""
     if isinstance(matrix, torch.Tensor):
         return matrix
     assert dtype is not None
     if isinstance(matrix, Fp8Channels | Fp8Blocks) and stays_fp8(matrix, dtype):
         return matrix
-    return matrix.dequantised(dtype)
+    form = gpu_form(matrix, dtype)
+    return form if isinstance(form, PackedGroups) else matrix.dequantised(dtype)
 
 
-def _room(count: int, first: torch.Tensor | Fp8Channels | Fp8Blocks) -> StackedWeight:
+def _room(count: int, first: _Stackable) -> StackedWeight:
     if isinstance(first, torch.Tensor):
         return first.new_empty((count, *first.shape))
+    if isinstance(first, PackedGroups):
+        return PackedExperts.empty(count, first)
     return Fp8Experts.empty(count, first)
 
 
-def _put(stack: StackedWeight, index: int, matrix: torch.Tensor | Fp8Channels | Fp8Blocks) -> None:
-    if isinstance(stack, Fp8Experts) and not isinstance(matrix, torch.Tensor):
-        stack.put(index, matrix)
-    elif isinstance(stack, torch.Tensor) and isinstance(matrix, torch.Tensor):
-        stack[index].copy_(matrix)
-    else:
-        raise ValueError(f"expert {index} is in FP8 where others are in floats, or the reverse")
+def _put(stack: StackedWeight, index: int, matrix: _Stackable) -> StackedWeight:
+    """Copies an expert's matrix to its place; returns the stack, or a wider copy of it."""
+    match stack, matrix:
+        case PackedExperts(), PackedGroups():
+            return stack.put(index, matrix)
+        case Fp8Experts(), Fp8Channels() | Fp8Blocks():
+            stack.put(index, matrix)
+        case torch.Tensor(), torch.Tensor():
+            stack[index].copy_(matrix)
+        case _:
+            raise ValueError(f"expert {index} is of another format than the others")
+    return stack
 
 
 def _addresses(weights: list[LinearWeight]) -> ctypes.Array[ctypes.c_void_p]:

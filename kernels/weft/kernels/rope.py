@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from weft.kernels import cpu
+from weft.kernels.fp8_kv import head_dim, holds, is_fp8, parts_of, quantised
 from weft.kernels.norm import rms_norm_reference
 from weft.kernels.pool import has_dense_pages
 
@@ -40,8 +41,8 @@ def rope_and_cache(
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
         positions: [T] int64, rows of `cos_sin`.
         cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, dtype of
-            `qkv`; written.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in FP8, or
+            dtype of `qkv`; written.
         layer: Layer of the pool to write.
         slots: [T] int64: page * page_size + offset, all different.
         num_heads: Hq; 0: there is no q, K and V are stored.
@@ -67,8 +68,8 @@ def rope_and_cache(
 
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
         return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent, is_settled=True)
-    native = cpu.native_cpu_for(qkv)
-    dim = pool.shape[-1]
+    native = None if is_fp8(pool) else cpu.native_cpu_for(qkv)
+    dim = head_dim(pool)
     if (native is None and not qkv.is_cuda) or dim % 2:
         return rope_and_cache_reference(
             qkv,
@@ -142,7 +143,7 @@ def rope_and_cache_reference(
     num_adjacent: int = 0,
 ) -> torch.Tensor:
     """`rope_and_cache` in eager torch, any device."""
-    dim, page_size = pool.shape[-1], pool.shape[-2]
+    dim, page_size = head_dim(pool), pool.shape[-2]
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, dim)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None:
@@ -151,8 +152,14 @@ def rope_and_cache_reference(
         k = rms_norm_reference(k, k_norm, eps)
     turns = cos_sin[positions]
     pages, offsets = slots // page_size, slots % page_size
-    pool[pages, :, layer, 0, offsets] = rotated(k, turns, num_adjacent)
-    pool[pages, :, layer, 1, offsets] = v
+    for part, vectors in enumerate((rotated(k, turns, num_adjacent), v)):
+        if is_fp8(pool):
+            numbers, scales = parts_of(pool)
+            rounded, own = quantised(vectors)
+            numbers.view(torch.uint8)[pages, :, layer, part, offsets] = rounded.view(torch.uint8)
+            scales[pages, :, layer, part, offsets] = own
+        else:
+            pool[pages, :, layer, part, offsets] = vectors
     return rotated(q, turns, num_adjacent)
 
 
@@ -209,8 +216,9 @@ def check_rope(
     `heads` are those of q and of K.
     """
     rows, width = qkv_shape
-    dim = pool.shape[-1]
-    if width != (heads[0] + 2 * heads[1]) * dim or pool.shape[1] != heads[1] or pool.dtype != dtype:
+    dim = head_dim(pool)
+    fits = width == (heads[0] + 2 * heads[1]) * dim and pool.shape[1] == heads[1]
+    if not fits or not holds(pool, dtype):
         raise ValueError(
             f"qkv {tuple(qkv_shape)} {dtype} does not fit {heads[0]} + 2 * {heads[1]} heads and "
             f"a pool {tuple(pool.shape)} {pool.dtype}"

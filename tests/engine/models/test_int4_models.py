@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from weft.engine.base.errors import ConfigError, ModelError
+from weft.engine.base.errors import ModelError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.engine.model.loader import load_model
@@ -153,11 +153,6 @@ def test_what_is_not_supported_is_refused_by_name(
     (path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
     with pytest.raises(ModelError, match=rf"quantization_config: .*{problem}"):
         load_model(path, "float32")
-
-
-def test_int4_is_for_cpus(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="int4 weights are supported on CPUs only, not on cuda:1"):
-        load_model(model_dir, "bfloat16", "cuda:1", quantization="int4")
 
 
 def test_an_engine_serves_int4(model_dir: Path, tmp_path: Path) -> None:

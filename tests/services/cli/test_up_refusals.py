@@ -37,13 +37,6 @@ def test_float16_needs_a_gpu(tmp_path: Path, device: tuple[str, ...]) -> None:
     assert "float16 is not supported on a CPU; use bfloat16 or float32" in told
 
 
-def test_int8_weights_need_cpus(tmp_path: Path) -> None:
-    model = make_tiny("llama", tmp_path / "model", 1)
-    flags = ("--quantization", "int8", "--device", "cpu,cuda:0")
-    told = refused(tmp_path, "--model", str(model), *flags)
-    assert "int8 weights are supported on CPUs only, not on cuda:0" in told
-
-
 def test_a_model_without_a_class_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "deepseek"
     folder.mkdir()

@@ -165,8 +165,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
         with progress_bar(console, "converting the demo model") as progress:
             path = resolve_model(model, progress)
         config = ModelConfig.load(path)
-        for device in settings.device or ["cpu"]:
-            resolve_quantization(settings.quantization, config.quantization, device)
+        resolve_quantization(settings.quantization, config.quantization)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         task = load_pooling(path, settings.task).task
         models.append(ModelFolder(given or default_name(model, path), path, task))

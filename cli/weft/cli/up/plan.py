@@ -237,6 +237,7 @@ def _worker(
                 "dtype": settings.dtype,
                 "tp": settings.tp if settings.tp > 1 else None,
                 "quantization": settings.quantization,
+                "kv-dtype": settings.kv_dtype if settings.kv_dtype != "auto" else None,
                 "task": settings.task,
                 "transport": settings.transport,
                 "kv-memory-bytes": settings.kv_memory_bytes,

@@ -68,6 +68,11 @@ class UpSettings(Settings):
         "yes and no; auto = what their files are for",
     )
     quantization: AskedFormat = Field("auto", description=ASKED_HELP)
+    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto",
+        description="number format of K and V in pages; auto = that of the activations; fp8_e4m3 "
+        "= half of their bytes, on GPUs",
+    )
     device: list[str] = Field(
         [],
         max_length=64,

@@ -124,6 +124,9 @@ class EngineConfig:
     quantization: str = "auto"
     """Number format of the weights of linear layers. auto: the checkpoint's format. Otherwise a
     format into which the loader quantises a checkpoint of floats, such as int8."""
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Number format of K and V in pages. auto: that of the activations. fp8_e4m3: half of their
+    bytes, with a scale for each position and head; on GPUs."""
     device: str = "cpu"
     """A torch device. With tp > 1 either rank 0's device, after which the other ranks take the
     next GPUs, or one device for each rank, separated by commas."""
@@ -374,6 +377,7 @@ class EngineConfig:
                 self.page_digests or not self.has_store,
                 "on beside a KV store, which takes no unchecked pages",
             ),
+            *self._relations_of_kv(),
             ("lease_s", self.lease_s > self.renew_interval_s, "> renew_interval_s"),
             (
                 "drafter",
@@ -399,6 +403,21 @@ class EngineConfig:
                 "max_step_tokens",
                 chains or self.max_step_tokens >= self._tree_rows,
                 f">= {self._tree_rows} with draft_width > 1",
+            ),
+        ]
+
+    def _relations_of_kv(self) -> list[tuple[str, bool, str]]:
+        """Constraints of pages in FP8, in the form of `_relations`."""
+        if self.kv_dtype == "auto":
+            return []
+        return [
+            ("kv_dtype", self.is_on_gpu, "auto on CPUs, whose kernels read floats"),
+            ("kv_dtype", self.tp == 1, "auto with tp > 1"),
+            ("kv_dtype", not self.deterministic, "auto with deterministic: no kernel"),
+            (
+                "kv_dtype",
+                self.drafter in ("none", "ngram"),
+                f"auto with drafter = {self.drafter}, whose KV lies in the same pages",
             ),
         ]
 

@@ -32,8 +32,8 @@ AskedFormat = Literal["auto", "int8", "int4", "fp8"]
 AT_LOAD = tuple(name for name in get_args(AskedFormat) if name != "auto")
 """Formats that can be made at load from weights in floats."""
 ASKED_HELP = (
-    "number format of the products' weights; auto = what the checkpoint has; int8 and int4 (on "
-    "CPUs) and fp8 (for GPUs) = made at load from floats"
+    "number format of the products' weights; auto = what the checkpoint has; int8, int4 and "
+    "fp8 (for GPUs) = made at load from floats"
 )
 """Describes such a setting."""
 GGUF = "gguf"
@@ -83,21 +83,18 @@ class Quantization:
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def resolve_quantization(
-    asked: str, found: Quantization | None, device: str
-) -> Quantization | None:
+def resolve_quantization(asked: str, found: Quantization | None) -> Quantization | None:
     """What to load a model with.
 
     Args:
         asked: auto (what the checkpoint has), or one of `AT_LOAD`.
         found: What the checkpoint has; None: floats.
-        device: A torch device such as cpu or cuda:1.
 
     Returns:
         None: products stay in floats.
 
     Raises:
-        ConfigError: There is no such format, or not for this checkpoint or device.
+        ConfigError: There is no such format, or not for this checkpoint.
     """
     if asked not in ("auto", *AT_LOAD):
         raise _refused(f"{asked!r} is none of auto, {', '.join(AT_LOAD)}")
@@ -107,9 +104,6 @@ def resolve_quantization(
         raise _refused(f"the checkpoint is {found.format} already; leave quantization at auto")
     else:
         chosen = Quantization(format=asked, source="load", ignore=(ROUTERS,))  # type: ignore[arg-type]
-    is_int = chosen is not None and chosen.format in ("int8", "int4")
-    if chosen is not None and is_int and device.partition(":")[0] != "cpu":
-        raise _refused(f"{chosen.format} weights are supported on CPUs only, not on {device}")
     return chosen
 
 

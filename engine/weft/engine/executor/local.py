@@ -28,7 +28,7 @@ from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.layout import CacheLayout, num_ring_rows
+from weft.engine.memory.layout import FP8, CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
@@ -37,6 +37,7 @@ from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
+from weft.kernels.fp8_kv import is_fp8, rows_dtype
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
@@ -171,7 +172,7 @@ class LocalExecutor:
                 has_lora = lora is not None
                 buckets = step_buckets(
                     model.config,
-                    self.pool.dtype,
+                    rows_dtype(self.pool),
                     max_requests,
                     max_step_tokens,
                     has_lora=has_lora,
@@ -474,7 +475,10 @@ class LocalExecutor:
     def poison(self, pages: Sequence[int], group: int = 0) -> None:
         """Fills free pages of a group with NaN, so that reading one is noticed."""
         if pages:
-            self._pools[group].index_fill_(0, page_index(pages, self.device), float("nan"))
+            pool = self._pools[group]
+            # FP8 numbers and scales whose bits are all set are none.
+            nothing = 255 if is_fp8(pool) else float("nan")
+            pool.index_fill_(0, page_index(pages, self.device), nothing)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
         """The same for blocks of recurrent layers."""
@@ -588,7 +592,8 @@ def _new_pool(
 ) -> torch.Tensor:
     """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
     shape, of_group = layout.pool_shape(num_pages, group), layout.groups[group]
-    dtype: torch.dtype = getattr(torch, of_group.plane.dtype)
+    name = of_group.plane.dtype
+    dtype: torch.dtype = torch.uint8 if name == FP8 else getattr(torch, name)
     try:
         if device.type == "cpu":
             return huge_zeros(shape, dtype)

@@ -18,6 +18,7 @@ from weft.engine.memory.layout import CacheLayout, PageGroup, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.model.interface import Model
+from weft.kernels.fp8_kv import rows_dtype
 
 MIN_PAGES = 4
 """Fewest pages: the null page and a minimum to run with."""
@@ -277,7 +278,7 @@ def measure_needs(
         has_lora = lora is not None
         buckets = step_buckets(
             model.config,
-            executor.pool.dtype,
+            rows_dtype(executor.pool),
             max_requests,
             max_step_tokens,
             has_lora=has_lora,

@@ -65,7 +65,7 @@ from weft.engine.loop.recurrent import (
 )
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.layout import CacheLayout
+from weft.engine.memory.layout import CacheLayout, in_fp8
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
@@ -195,7 +195,7 @@ def load_parts(
                 "make yet; take tp = 1, or --task generate",
                 param="tp",
             )
-        if resolve_quantization(config.quantization, model.quantization, config.device) is not None:
+        if resolve_quantization(config.quantization, model.quantization) is not None:
             raise ConfigError(
                 f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",
                 param="tp",
@@ -373,12 +373,13 @@ def _load_models(
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
+    layout = loaded.model.kv_layout(config.page_size)
     most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
         loaded,
         drafted,
         load_draft_model(config, loaded, progress),
-        loaded.model.kv_layout(config.page_size),
+        layout if config.kv_dtype == "auto" else in_fp8(layout),
         min(config.max_context_tokens or most, most),
     )
 

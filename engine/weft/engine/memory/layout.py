@@ -22,7 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+from weft.engine.base.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
+FP8 = "fp8_e4m3"
+"""Vectors in FP8, each with a scale (`weft.kernels.fp8_kv`)."""
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +43,45 @@ class PagedPlane:
     dim: int
     """Elements per head of each part."""
     dtype: str
-    """float32, float16 or bfloat16."""
+    """float32, float16, bfloat16 or fp8_e4m3."""
     parts: tuple[str, ...] = ("k", "v")
     """Number of vectors per position and head: K and V, or one vector that serves as both."""
     draft: str = ""
     """Hexadecimal digest of the draft head whose KV is the last layer; empty: there is none."""
 
     @property
+    def kept(self) -> int:
+        """Elements that a vector takes, its scale included."""
+        return self.dim + (_SCALE_BYTES if self.dtype == FP8 else 0)
+
+    @property
     def width(self) -> int:
         """Elements of a position, all layers."""
-        return self.heads * self.layers * len(self.parts) * self.dim
+        return self.heads * self.layers * len(self.parts) * self.kept
+
+
+def in_fp8(layout: CacheLayout) -> CacheLayout:
+    """The same layout with vectors in FP8.
+
+    Raises:
+        ConfigError: It has something for which there is no kernel; the message names it.
+    """
+    planes = [plane for group in layout.groups for plane in group.planes]
+    for is_there, what in (
+        (layout.states is not None, "recurrent layers"),
+        (any(plane.parts != ("k", "v") for plane in planes), "latent attention"),
+        (len(planes) > len(layout.groups), "layers whose heads differ"),
+        (any(plane.draft for plane in planes), "a draft head"),
+        (any(DTYPE_BYTES[plane.dtype] != 2 for plane in planes), "activations in float32"),
+        (any(plane.dim % 16 for plane in planes), "heads of no multiple of 16 elements"),
+    ):
+        if is_there:
+            raise ConfigError(f"kv_dtype: {FP8} is not supported with {what}", param="kv_dtype")
+    groups = tuple(
+        replace(group, planes=tuple(replace(plane, dtype=FP8) for plane in group.planes))
+        for group in layout.groups
+    )
+    return replace(layout, groups=groups)
 
 
 def window_plane(reach: int) -> str:
@@ -80,13 +114,13 @@ class PageGroup:
         return sum(plane.layers for plane in self.planes)
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """Shape of a page: (heads, layers, parts, page_size, dim) of the plane, or the elements of
-        several planes.
+        """Shape of a page: (heads, layers, parts, page_size, elements of a vector) of the plane, or
+        the elements of several planes.
         """
         if len(self.planes) > 1:
             return (page_size * sum(plane.width for plane in self.planes),)
         plane = self.plane
-        return (plane.heads, plane.layers, len(plane.parts), page_size, plane.dim)
+        return (plane.heads, plane.layers, len(plane.parts), page_size, plane.kept)
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, all layers of the group."""

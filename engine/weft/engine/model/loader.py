@@ -111,9 +111,9 @@ def load_model(
     # Native operations of a CPU take one order in any case; encoders have others too.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = class_of(config)
-    chosen = resolve_quantization(quantization, config.quantization, device)
+    chosen = resolve_quantization(quantization, config.quantization)
     dtype = resolve_dtype(dtype, device, chosen)
-    if is_fixed and chosen is not None:
+    if is_fixed and chosen is not None and chosen.format == "fp8":
         raise ConfigError(
             f"deterministic: not supported with {chosen.format} weights on a GPU",
             param="deterministic",

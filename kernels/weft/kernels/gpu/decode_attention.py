@@ -14,8 +14,15 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.fp8_kv import is_fp8
+from weft.kernels.gpu.dependent_launch import (
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
 from weft.kernels.gpu.extend_attention import block_dim
+from weft.kernels.gpu.kv_entries import SCALE_BYTES, dequantised, scales_at
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
 
@@ -70,7 +77,7 @@ def decode_attention(
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D].
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in FP8.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -127,7 +134,7 @@ def decode_attention(
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
     # Programs that fill the device have other loads to wait for, those of many rows no registers.
-    is_early = is_settled and splits > 1 and block_group <= 32
+    is_early = is_settled and splits > 1 and block_group <= 32 and not is_fp8(pool)
     # A first tile that comes early takes a few registers more than four programs have.
     is_capped = is_early and warps == 4 and block_group == 16 and dim <= 128
     _decode_kernel[(kv_heads, blocks, splits)](
@@ -147,6 +154,7 @@ def decode_attention(
         earlier_rows,
         IS_SETTLED=is_settled,
         IS_EARLY=is_early,
+        IS_NATIVE=is_dependent(q.device),
         IS_UNIFORM=is_uniform,
         IS_SPLIT=splits > 1,
         IS_SUMMED=is_float32 and ancestors is None,
@@ -303,6 +311,7 @@ def _decode_kernel(
     IS_DEPENDENT: tl.constexpr,
     IS_SETTLED: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
     IS_UNIFORM: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_SUMMED: tl.constexpr,
@@ -352,6 +361,7 @@ def _decode_kernel(
     table = page_table + request.to(tl.int64) * table_stride
     column = tl.arange(0, BLOCK_DIM)
     in_dim = column < DIM
+    IS_FP8: tl.constexpr = pool.dtype.element_ty == tl.uint8
     first = begin + tl.arange(0, TILE)
     if IS_EARLY:
         # Of the first tile what earlier steps have written comes while the last kernel ends.
@@ -410,12 +420,28 @@ def _decode_kernel(
         position = start + tl.arange(0, TILE)
         is_seen = _is_seen(position, end, first_seen, FIRST_POSITION, WINDOW)
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
-        k_at = _k_at(
-            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-        )
         kv_mask = is_seen[:, None] & in_dim[None, :]
-        keys = tl.load(k_at, mask=kv_mask, other=0.0)
-        values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
+        if IS_FP8:
+            k_at = _k_at(
+                pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
+                SCALE_BYTES,
+            )  # fmt: skip
+            scale_at = scales_at(
+                pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
+            )
+            beside: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
+            keys = tl.load(k_at, mask=kv_mask, other=0)
+            values = tl.load(k_at + beside, mask=kv_mask, other=0)
+            keys = dequantised(keys, scale_at, is_seen, query.dtype, IS_NATIVE)
+            values = dequantised(
+                values, scale_at + beside // 4, is_seen, query.dtype, IS_NATIVE, True
+            )
+        else:
+            k_at = _k_at(
+                pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
+            )
+            keys = tl.load(k_at, mask=kv_mask, other=0.0)
+            values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
         largest, total, mixed = _take_tile(
             largest, total, mixed, query, keys, values, position, is_seen, scale, start, last_seen,
             at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
@@ -469,10 +495,13 @@ def _k_at(
     PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
+    MORE: tl.constexpr = 0,
 ) -> tl.tensor:
-    """Where K of positions is; V is one page's rows behind it."""
-    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) + position % PAGE_SIZE
-    at = page.to(tl.int64) * PAGE_STRIDE + in_page * DIM
+    """Where K of positions is; V is one page's rows behind it. `MORE`: elements that a position
+    has besides, behind those of all.
+    """
+    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
+    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
     return pool + at[:, None] + column[None, :]
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.kv_entries import SCALE_BYTES, dequantised, scales_at
 from weft.kernels.gpu.softmax import capped, with_sink
 
 
@@ -220,6 +221,9 @@ def _extend_kernel(
     if (q_len < MIN_ROWS) | (begin < 0):
         return
 
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
+    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
+    TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
     kv_head = head // GROUP
     row = begin + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
@@ -247,35 +251,36 @@ def _extend_kernel(
         tail = tl.maximum(common, first // TILE * TILE)
         for start in range(first // TILE * TILE, full, TILE):
             position = start + tl.arange(0, TILE)
-            k_at = k_of_pages(
+            k_at, scale_at = k_of_pages(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
             )  # fmt: skip
             largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+                largest, total, mixed, query, k_at, k_at + OF_ROWS,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
             )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
-        k_at = k_of_pages(
+        k_at, scale_at = k_of_pages(
             pool, table, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
         )  # fmt: skip
         largest, total, mixed = attend_tile(
-            largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+            largest, total, mixed, query, k_at, k_at + OF_ROWS,
             position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
+            scale_at=scale_at, TO_V=TO_V,
         )  # fmt: skip
     for start in range(tail, end, TILE):
         position = start + tl.arange(0, TILE)
-        k_at = k_of_pages(
+        k_at, scale_at = k_of_pages(
             pool, table, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
         )  # fmt: skip
         largest, total, mixed = attend_tile(
-            largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+            largest, total, mixed, query, k_at, k_at + OF_ROWS,
             position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-            first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+            first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
         )  # fmt: skip
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
@@ -383,15 +388,22 @@ def k_of_pages(
     PAGE_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
-) -> tl.tensor:
-    """Where K of positions is; V is one page's rows behind it."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where K of positions is, V being one page's rows behind it; in FP8 also where scales are,
+    else nothing of use."""
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     else:
         page = tl.load(table + position // PAGE_SIZE)
-    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) + position % PAGE_SIZE
-    at = page.to(tl.int64) * PAGE_STRIDE + in_page * DIM
-    return pool + at[:, None] + column[None, :]
+    in_page = (kv_head * LAYERS + layer) * (2 * PAGE_SIZE) * (DIM + MORE)
+    at = page.to(tl.int64) * PAGE_STRIDE + in_page + position % PAGE_SIZE * DIM
+    scale_at = page
+    if MORE > 0:
+        scale_at = scales_at(
+            pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
+        )
+    return pool + at[:, None] + column[None, :], scale_at
 
 
 @triton.jit
@@ -416,8 +428,13 @@ def attend_tile(
     SOFTCAP: tl.constexpr = 0.0,
     before: int = 0,
     IS_CHUNKED: tl.constexpr = False,
+    scale_at: tl.tensor = None,
+    TO_V: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds a tile of positions to a running softmax; where partial, what each row sees of it."""
+    """Adds a tile of positions to a running softmax; where partial, what each row sees of it.
+
+    In FP8 `scale_at` says where scales of K are, and TO_V how far from them those of V.
+    """
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if IS_PARTIAL:
         is_there = position < end
@@ -425,14 +442,18 @@ def attend_tile(
             is_there &= position >= FIRST_POSITION
         if WINDOW > 0:
             is_there &= position >= first
-        keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0.0)
-        values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0.0)
+        keys = tl.load(k_at, mask=in_dim & is_there[:, None], other=0)
+        values = tl.load(v_at, mask=in_dim & is_there[:, None], other=0)
     elif DIM == BLOCK_DIM:
         keys = tl.load(k_at)
         values = tl.load(v_at)
     else:
-        keys = tl.load(k_at, mask=in_dim, other=0.0)
-        values = tl.load(v_at, mask=in_dim, other=0.0)
+        keys = tl.load(k_at, mask=in_dim, other=0)
+        values = tl.load(v_at, mask=in_dim, other=0)
+    if TO_V > 0:
+        exists = is_there if IS_PARTIAL else None
+        keys = dequantised(keys, scale_at, exists, query.dtype)
+        values = dequantised(values, scale_at + TO_V, exists, query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     scores = capped(scores, SOFTCAP)
     if IS_PARTIAL:

@@ -218,7 +218,7 @@ def _fixed_kernel(
             start_partly = tl.maximum(walk, segment * SEGMENT)
             for start in range(start_partly, tl.minimum(full, segment_end), TILE):
                 position = start + tl.arange(0, TILE)
-                k_at = k_of_pages(
+                k_at, _ = k_of_pages(
                     pool, table, position, end, kv_head, layer, column,
                     LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
                 )  # fmt: skip
@@ -229,7 +229,7 @@ def _fixed_kernel(
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
-            k_at = k_of_pages(
+            k_at, _ = k_of_pages(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
             )  # fmt: skip
@@ -240,7 +240,7 @@ def _fixed_kernel(
             )  # fmt: skip
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
             position = start + tl.arange(0, TILE)
-            k_at = k_of_pages(
+            k_at, _ = k_of_pages(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
             )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Products of one or two rows with FP8 weights on a GPU: bound by reading the weight, which each
-program streams and widens in registers. Rows are not rounded, and a row's result does not depend on
-the other one's values.
+"""Products of one or two rows with FP8 or int8 weights on a GPU: bound by reading the weight, which
+each program streams and widens in registers. Rows are not rounded, and a row's result does not
+depend on the other one's values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait
 from weft.kernels.gpu.fp8_weights import GROUP, WeightScales
 from weft.kernels.gpu.lora_rows import NormOfRows
 from weft.kernels.gpu.sliced_linear import residual_of, store_product
-from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
+from weft.kernels.quantised import FP8_GROUP, Fp8Matrix, Int8Channels
 
 MAX_ROWS = 2
 """Most rows: rounded rows and tensor cores are faster from three on."""
@@ -62,7 +62,7 @@ def can_take_norm(rows: int, k: int) -> bool:
 
 def few_rows(
     x: torch.Tensor,
-    matrix: Fp8Matrix,
+    matrix: Fp8Matrix | Int8Channels,
     out: torch.Tensor,
     given: FewRows,
     shape: SpreadShape | None = None,

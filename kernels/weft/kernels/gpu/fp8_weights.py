@@ -8,12 +8,19 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu import dependent_launch
-from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts, Fp8Matrix
+from weft.kernels.quantised import (
+    FP8_GROUP,
+    Fp8Blocks,
+    Fp8Channels,
+    Fp8Experts,
+    Fp8Matrix,
+    Int8Channels,
+)
 
 GROUP = tl.constexpr(FP8_GROUP)
 """Elements of K that share a scale where scales lie in blocks."""
 
-_FOUR_TO_BFLOAT16 = tl.constexpr(
+FOUR_TO_BFLOAT16 = tl.constexpr(
     """
     {
     .reg .b32 lower, upper, sign, power;
@@ -48,10 +55,10 @@ class WeightScales(NamedTuple):
     """Rows of a block; 0: each row has a scale over all of K."""
 
     @classmethod
-    def of(cls, matrix: Fp8Matrix | Fp8Experts) -> WeightScales:
+    def of(cls, matrix: Fp8Matrix | Int8Channels | Fp8Experts) -> WeightScales:
         """The scales of a weight."""
         match matrix:
-            case Fp8Channels(_, scales):
+            case Fp8Channels(_, scales) | Int8Channels(_, scales):
                 return cls(scales, 0)
             case Fp8Blocks(_, scales, rows) | Fp8Experts(_, scales, rows):
                 return cls(scales, rows)
@@ -79,7 +86,7 @@ def widened(tile: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr) -> tl.
     """
     if IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
-            _FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+            FOUR_TO_BFLOAT16, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
         )
     else:
         wide = tile.to(like)

@@ -31,11 +31,11 @@ from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts
 from weft.kernels.gpu.moe_products import multiply_sorted
 from weft.kernels.gpu.moe_route import is_sorted_at_once, route, route_and_sort
 from weft.kernels.gpu.moe_sort import Blocks, sort_pairs
-from weft.kernels.gpu.moe_tiles import Tiles, tiles_for
+from weft.kernels.gpu.moe_tiles import Tiles, packed_tiles, tiles_for
 from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.lora import ExpertAddition
-from weft.kernels.moe import SOFTMAX, RouterForm
-from weft.kernels.quantised import Fp8Experts
+from weft.kernels.moe import SOFTMAX, RouterForm, StackedWeight
+from weft.kernels.packed_groups import PackedExperts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 MAX_FORKED_ROWS = 256
@@ -94,8 +94,8 @@ def routed_moe(
     x: torch.Tensor,
     logits: torch.Tensor,
     top_k: int,
-    w13: torch.Tensor | Fp8Experts,
-    w2: torch.Tensor | Fp8Experts,
+    w13: StackedWeight,
+    w2: StackedWeight,
     after: NormAfter | None,
     lora: ExpertAddition | None = None,
     ranks: TokenRanks | None = None,
@@ -124,13 +124,13 @@ def routed_moe(
     Returns:
         [T, H]: the sum of each row's experts, or, where a norm follows, its result.
     """
-    rows, (experts, hidden, width) = x.shape[0], w2.shape
-    if rows <= MAX_DIRECT_ROWS or is_fixed:
+    rows, experts = x.shape[0], w2.shape[0]
+    if _is_direct(rows, w13) or is_fixed:
         # Norms add squares in one order only if they are all one kernel's.
         routed = route(logits, top_k, renormalise, form)
         out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
         return out if after is None else add_rms_norm(out, *after)[0]
-    tiles, blocks = tiles_for(rows, top_k, experts, hidden, width), None
+    tiles, blocks = _tiles(rows, top_k, w2, lora), None
     if is_sorted_at_once(rows, experts):
         ids, shares, blocks = route_and_sort(
             logits, top_k, tiles.rows, renormalise=renormalise, form=form
@@ -146,8 +146,8 @@ def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor | Fp8Experts,
-    w2: torch.Tensor | Fp8Experts,
+    w13: StackedWeight,
+    w2: StackedWeight,
     residual: torch.Tensor | None,
     lora: ExpertAddition | None = None,
     more: ExpertParts = PLAIN_EXPERTS,
@@ -169,22 +169,34 @@ def moe(
             tensor core instructions over K, which is the same for all tiles, and a residual is
             added to the rounded sum, as by a norm that follows.
     """
-    if x.shape[0] <= MAX_DIRECT_ROWS and not is_fixed:
+    if _is_direct(x.shape[0], w13) and not is_fixed:
+        assert not isinstance(w13, PackedExperts)
+        assert not isinstance(w2, PackedExperts)
         return direct_moe(x, ids, shares, w13, w2, residual, lora, more)
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
-    tiles = tiles_for(*ids.shape, *w2.shape)
+    tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )
+
+
+def _is_direct(rows: int, w13: StackedWeight) -> bool:
+    return rows <= MAX_DIRECT_ROWS and not isinstance(w13, PackedExperts)
+
+
+def _tiles(rows: int, top_k: int, w2: StackedWeight, lora: ExpertAddition | None) -> Tiles:
+    if isinstance(w2, PackedExperts):
+        return packed_tiles(rows * top_k, w2.shape[0], is_plain=lora is None)
+    return tiles_for(rows, top_k, *w2.shape)
 
 
 def sorted_moe(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor | Fp8Experts,
-    w2: torch.Tensor | Fp8Experts,
+    w13: StackedWeight,
+    w2: StackedWeight,
     residual: torch.Tensor | None,
     tiles: Tiles,
     lora: ExpertAddition | None = None,
@@ -228,8 +240,8 @@ def _in_turn(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor | Fp8Experts,
-    w2: torch.Tensor | Fp8Experts,
+    w13: StackedWeight,
+    w2: StackedWeight,
     tiles: Tiles,
     blocks: Blocks,
     lora: ExpertAddition | None,
@@ -259,8 +271,9 @@ def _in_turn(
     if to_gate_up is not None:
         added = to_gate_up.join()
     multiply_sorted(
-        inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True, more=more
-    )
+        inner, x, w13, shares, blocks, added, tiles, top_k, joined, is_gated=True,
+        is_fixed=is_fixed, more=more,
+    )  # fmt: skip
     if lora is not None:
         to_down = SideStreamWork(
             device,
@@ -270,8 +283,9 @@ def _in_turn(
             is_forked=is_few,
         )
     multiply_sorted(
-        products, inner, w2, shares, blocks, None, tiles, 1, options, is_gated=False, more=more
-    )
+        products, inner, w2, shares, blocks, None, tiles, 1, options, is_gated=False,
+        is_fixed=is_fixed, more=more,
+    )  # fmt: skip
     if to_down is not None:
         added_down = to_down.join()
     return _Sorted(products, added_down, None, joined)
@@ -281,8 +295,8 @@ def _paired(
     x: torch.Tensor,
     ids: torch.Tensor,
     shares: torch.Tensor,
-    w13: torch.Tensor | Fp8Experts,
-    w2: torch.Tensor | Fp8Experts,
+    w13: StackedWeight,
+    w2: StackedWeight,
     tiles: Tiles,
     blocks: Blocks,
     lora: ExpertAddition,

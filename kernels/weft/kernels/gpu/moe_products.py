@@ -11,10 +11,13 @@ import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
 from weft.kernels.gpu.dependent_launch import LaunchOptions, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP, data_of, widened
+from weft.kernels.gpu.groups_product import Experts, multiply_groups, product_shape
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.gpu.moe_tiles import Tiles
-from weft.kernels.quantised import FP8_GROUP, Fp8Experts
+from weft.kernels.moe import StackedWeight
+from weft.kernels.packed_groups import PackedExperts
+from weft.kernels.quantised import FP8_GROUP
 
 MIN_COPIED_ROWS = 128
 """Least pairs of a block for which the copy engine fetches weights, since loads would cost
@@ -28,7 +31,7 @@ fewer, tensor cores take no less time.
 def multiply_sorted(
     out: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor | Fp8Experts,
+    weight: StackedWeight,
     shares: torch.Tensor,
     blocks: Blocks,
     added: torch.Tensor | None,
@@ -38,6 +41,7 @@ def multiply_sorted(
     *,
     is_gated: bool,
     is_raw: bool = False,
+    is_fixed: bool = False,
     more: ExpertParts = PLAIN_EXPERTS,
 ) -> None:
     """Multiplies sorted pairs with their experts' weights.
@@ -45,7 +49,8 @@ def multiply_sorted(
     Args:
         out: [P, I] or [P, 2 * I] for gate and up, else [P, H].
         x: [T, H] for gate and up, else [P, I].
-        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; FP8 is widened in registers.
+        weight: [E, 2 * I, H], rows of gate first, or [E, H, I]; FP8 and 4 bits are widened in
+            registers.
         shares: [T, k] float32, each pair's; not read for gate and up.
         blocks: The pairs in blocks of `tiles.rows`.
         added: [P, 2 * I], added to gate and up, or None.
@@ -54,8 +59,21 @@ def multiply_sorted(
         options: Launch options.
         is_gated: Gate and up: what both become is written.
         is_raw: Gate and up are written as they are, side by side; without biases.
+        is_fixed: Sums are in one order for all tiles, as those of floats always are.
         more: Biases, and how gate and up become one.
     """
+    if isinstance(weight, PackedExperts):
+        shape = product_shape(
+            tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
+            can_split=False,
+        )  # fmt: skip
+        given = Experts(blocks, None if is_gated else shares, top_k, more, is_raw)
+        bias = more.gate_up_bias if is_gated else more.down_bias
+        multiply_groups(
+            out, x, weight, shape, bias=bias, residual=added, is_gated=is_gated, experts=given,
+            options=options,
+        )  # fmt: skip
+        return
     experts, columns, depth = weight.shape
     columns = columns // 2 if is_gated else columns
     tile = tiles.up if is_gated else tiles.down

@@ -57,6 +57,16 @@ def default_tiles(pairs: int, experts: int) -> Tiles:
     return Tiles(rows, tile, tile)
 
 
+def packed_tiles(pairs: int, experts: int, *, is_plain: bool) -> Tiles:
+    """Tiles for weights of 4 bits in groups, of which only `rows` counts. Not plain: with adapters,
+    whose kernels take no fewer than 16 pairs.
+    """
+    # Twice the average: an expert of two blocks has its weights read twice.
+    rows = triton.next_power_of_2(2 * triton.cdiv(pairs, experts))
+    rows = min(64, max(8 if is_plain else 16, rows))
+    return Tiles(rows, *default_tiles(pairs, experts)[1:])
+
+
 def as_json(tiles: Tiles) -> dict[str, Any]:
     """Converts tiles to an entry of the table."""
     return {"rows": tiles.rows, "up": list(tiles.up), "down": list(tiles.down)}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.fp8_kv import head_dim
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.kv_entries import SCALE_BYTES
+from weft.kernels.quantised import FP8_MAX
 
 _BLOCK_HEADS = 16
+FP8_MOST = tl.constexpr(FP8_MAX)
 
 
 def rope_and_cache(
@@ -32,7 +36,8 @@ def rope_and_cache(
     written before a launch that was not dependent, and may be read ahead.
     """
     rows = qkv.shape[0]
-    _, num_kv_heads, layers, _, page_size, dim = pool.shape
+    _, num_kv_heads, layers, _, page_size, _ = pool.shape
+    dim = head_dim(pool)
     q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return q
@@ -143,10 +148,25 @@ def _rope_and_cache_kernel(
     tl.store(q_at + second[None, :], high, mask=mask & is_q[:, None])
 
     kv_head = head - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
-    kv_row = ((kv_head * LAYERS + layer) * 2 + is_v.to(tl.int32)) * PAGE_SIZE + slot % PAGE_SIZE
-    kv_at = pool + slot // PAGE_SIZE * PAGE_STRIDE + kv_row[:, None] * (2 * HALF)
-    tl.store(kv_at + first[None, :], low, mask=mask & (is_q[:, None] == 0))
-    tl.store(kv_at + second[None, :], high, mask=mask & (is_q[:, None] == 0))
+    of_head = (kv_head * LAYERS + layer) * 2 + is_v.to(tl.int32)
+    is_kv = mask & (is_q[:, None] == 0)
+    page_at = pool + slot // PAGE_SIZE * PAGE_STRIDE
+    if pool.dtype.element_ty == tl.uint8:
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(wide_low), axis=1), tl.max(tl.abs(wide_high), axis=1))
+        of_rows: tl.constexpr = PAGE_SIZE * (2 * HALF + SCALE_BYTES)
+        kv_at = page_at + of_head[:, None] * of_rows + slot % PAGE_SIZE * (2 * HALF)
+        tl.store(kv_at + first[None, :], _bytes_of(wide_low, most), mask=is_kv)
+        tl.store(kv_at + second[None, :], _bytes_of(wide_high, most), mask=is_kv)
+        to_scales = of_head * of_rows + PAGE_SIZE * (2 * HALF) + slot % PAGE_SIZE * SCALE_BYTES
+        is_one = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (is_q == 0)
+        scale_at = (page_at + to_scales).to(tl.pointer_type(tl.float32))
+        tl.store(scale_at, most / FP8_MOST, mask=is_one)
+    else:
+        kv_row = of_head * PAGE_SIZE + slot % PAGE_SIZE
+        kv_at = page_at + kv_row[:, None] * (2 * HALF)
+        tl.store(kv_at + first[None, :], low, mask=is_kv)
+        tl.store(kv_at + second[None, :], high, mask=is_kv)
     if k_out is not None:
         k_at = k_out + (row * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF)
         is_k = (is_q == 0) & (is_v == 0)
@@ -201,3 +221,12 @@ def _rotate_kernel(
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (low * cos - high * sin).to(x.dtype.element_ty), mask=mask)
     tl.store(at + HALF, (high * cos + low * sin).to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bytes_of(values: tl.tensor, most: tl.tensor) -> tl.tensor:
+    """Bytes of FP8 numbers; `most` is the largest magnitude of each row."""
+    inverse = tl.where(most > 1e-30, FP8_MOST / most, 0.0)
+    # What is rounded up beyond the largest number would be none.
+    scaled = tl.minimum(tl.maximum(values * inverse[:, None], -FP8_MOST), FP8_MOST)
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

@@ -25,13 +25,18 @@ class RandomWeights:
 
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Fills norm weights with 1, biases with 0, others from a normal distribution with
-        deviation 0.02, of which parts are cut from the whole tensor; int8 evenly and FP8 normally,
-        with scales that make about the same of them.
+        deviation 0.02, of which parts are cut from the whole tensor; integers evenly and FP8
+        normally, with scales that make about the same of them.
         """
         if out.dtype == torch.uint8 and part.name.endswith("_scales"):
             out.fill_(_MXFP4_SCALE)
         elif out.dtype == torch.uint8:
             out.random_(0, 256, generator=self._generator)
+        elif part.name.endswith("weight_shape"):
+            out.zero_()
+        elif out.dtype == torch.int32:
+            # Words that hold numbers of few bits.
+            out.random_(-(2**31), 2**31 - 1, generator=self._generator)
         elif not out.dtype.is_floating_point:
             out.random_(-127, 128, generator=self._generator)
         elif part.name.endswith("norm.weight"):

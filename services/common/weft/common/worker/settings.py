@@ -51,6 +51,11 @@ class WorkerSettings(PageSettings):
         "yes and no; auto = what its files are for",
     )
     quantization: AskedFormat = Field("auto", description=ASKED_HELP)
+    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto",
+        description="number format of K and V in pages; auto = that of the activations; fp8_e4m3 "
+        "= half of their bytes, on GPUs",
+    )
     device: str = Field(
         "auto",
         description="torch device; auto = a GPU where one is usable, else the CPU; with tp, that "

@@ -29,7 +29,7 @@ from weft.engine.model.layers.moe import SparseMLP
 from weft.engine.model.stack import Run, run_all
 from weft.engine.model.step import Step
 from weft.kernels.activation import Gating
-from weft.kernels.attention import MAX_TREE_ROWS, AttentionSpec, GroupStep
+from weft.kernels.attention import MAX_TREE_ROWS, AttentionSpec, GroupStep, paged_attention
 from weft.kernels.device_sampling import NUM_FIELDS, DraftedRows, SlotTables
 from weft.kernels.draft_head import (
     DraftChains,
@@ -38,6 +38,7 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
+from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu import (
     copied_tiles,
     dependent_launch,
@@ -65,6 +66,7 @@ from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
 from weft.kernels.norm import Norm
+from weft.kernels.packed_groups import PackedExperts, pack_groups
 from weft.kernels.quantised import (
     FP8,
     FP8_GROUP,
@@ -73,11 +75,12 @@ from weft.kernels.quantised import (
     Fp8Experts,
     Fp8Matrix,
 )
-from weft.kernels.rope import rotate_heads
+from weft.kernels.rope import rope_and_cache, rotate_heads
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
 from weft.testing.kernels.as_on_gpu import as_on_gpu
+from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.layer_cases import step_of
 from weft.testing.kernels.lora_cases import Shared, make_expert_lora, make_lora, segments_of
 from weft.testing.kernels.lora_layers import Sizes, make_layers
@@ -287,6 +290,42 @@ def compile_fp8(is_full: bool) -> None:
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 
 
+def compile_groups(is_full: bool) -> None:
+    """Products with weights of 4 bits in groups, of few rows, of more, and of experts."""
+    kinds: list[tuple[int, Kind]] = [(128, "plain"), (32, "e2m1")]
+    for group, kind in [*kinds, (128, "offsets"), (32, "offsets")] if is_full else kinds:
+        gate_up, down = (
+            pack_groups(draw_groups(rows, columns, group, kind))
+            for rows, columns in ((3072, 1024), (1024, 1536))
+        )
+        pair = LinearWeight(3072, 1024, BF16, True, gate_up, None)
+        last = LinearWeight(1024, 1536, BF16, False, down, None)
+        if is_full or group == 128:
+            for rows in (1, 16, 20, 100, 900) if is_full else (100, 900):
+                x = torch.zeros(rows, 1024, dtype=BF16)
+                gate_up_silu(x, pair)
+                linear(torch.zeros(rows, 1536, dtype=BF16), last, residual=x)
+        stacked = [PackedExperts.empty(8, one) for one in (gate_up, down)]
+        packed = ExpertWeights(1024, 1536, BF16, (), (), (stacked[0], stacked[1]), None)
+        for rows in (1, 20, 900) if is_full else (1,) if kind == "e2m1" else ():
+            x, ids = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 4, dtype=torch.int32)
+            moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
+
+
+def compile_fp8_kv() -> None:
+    """Attention over K and V in FP8, and their write."""
+    heads, kv_heads, dim = 8, 2, 128
+    shape = (40, kv_heads, 2, 2, PAGE_SIZE, dim + SCALE_BYTES)
+    pool, spec = torch.zeros(shape, dtype=torch.uint8), AttentionSpec(heads, kv_heads, dim, 0.1)
+    for q_lens in ([1] * 3, [40, 1]):
+        step = make_step(q_lens).groups[0]
+        rows = sum(q_lens)
+        paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
+    qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
+    turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
+    rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
+
+
 def compile_adapters(is_full: bool) -> None:
     """Layers with adapters: rows that decode, and prompts; those of small layers and of large.
 
@@ -439,6 +478,8 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "latents": compile_latents,
         "recurrences": compile_recurrences,
         "fp8": partial(compile_fp8, is_full),
+        "groups": partial(compile_groups, is_full),
+        "fp8 kv": compile_fp8_kv,
         "adapters": partial(compile_adapters, is_full),
         "adapters of experts": compile_expert_adapters,
         "drafts": compile_drafts,

@@ -1,0 +1,433 @@
+"""Products with weights of 4 bits on a GPU, and whole models.
+
+    python bench/gpu_quantised.py [--parts compile kernels kv engine] [--sweep] [--models ...]
+
+Kernels are timed in captured graphs over weights that rotate beyond the L2 cache. The roof is the
+time to read the weight once at the copy rate of the same run, or to multiply. Whole models decode
+batches of equal requests with 512 tokens in; their roof counts the bytes that a step reads.
+bench/gpu_fp8.py measures the same in bfloat16 and FP8. A part that fails is reported, and the
+others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from gpu_fp8 import BF16, PRODUCTS, ROTATING_BYTES, ROWS, Found, Product, noted, release, time_us
+from gpu_roof import Rates, decode_work, measure_rates
+from gpu_setup import describe_gpu
+from model_shapes import MODELS
+from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
+from weft.kernels.fp8_kv import SCALE_BYTES
+from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.groups_linear import in_floats
+from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, product_shape
+from weft.kernels.packed_groups import PackedGroups
+
+Format = Literal["int4", "mxfp4"]
+SWEEP: dict[int, tuple[GroupsShape, ...]] = {
+    1: (
+        GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 8, 8, 4), GroupsShape(8, 16, 4, 4, 6, 2),
+        GroupsShape(8, 16, 4, 4, 6, 4), GroupsShape(8, 32, 4, 4, 5, 4),
+        GroupsShape(8, 32, 8, 8, 4, 2), GroupsShape(8, 16, 8, 8, 4, 2),
+    ),
+    16: (
+        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 16, 8, 8, 4), GroupsShape(16, 32, 4, 4, 4, 4),
+        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 32, 8, 8, 3, 2),
+        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
+    ),
+    64: (
+        GroupsShape(64, 64, 0, 4, 6), GroupsShape(64, 64, 0, 4, 6, 2),
+        GroupsShape(64, 64, 0, 4, 6, 4), GroupsShape(64, 128, 0, 8, 4, 2),
+        GroupsShape(64, 128, 0, 8, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8),
+        GroupsShape(64, 64, 0, 4, 3, 4), GroupsShape(64, 64, 0, 4, 3, 8),
+        GroupsShape(32, 64, 0, 4, 4, 4), GroupsShape(64, 64, 0, 4, 2, 4),
+    ),
+    256: (
+        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 64, 0, 4, 4, 2),
+        GroupsShape(128, 128, 0, 8, 3, 2), GroupsShape(128, 128, 0, 8, 3, 4),
+        GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 64, 0, 4, 6, 2),
+    ),
+}  # fmt: skip
+"""Launch shapes that are timed beside the chosen one."""
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "weights": {
+                "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
+                "symmetric": True, "actorder": None,
+            },
+        }
+    },
+}  # fmt: skip
+QUANTIZATIONS: dict[str, dict[str, Any]] = {"int4": INT4, "mxfp4": {"quant_method": "mxfp4"}}
+BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32}
+"""Bits of a weight with its share of a scale."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """One way to compute a product."""
+
+    product: str
+    rows: int
+    format: str
+    """Empty for bfloat16."""
+    way: str
+    us: float
+    roof_us: float
+    is_chosen: bool = False
+
+
+@dataclass(slots=True)
+class Results(Found):
+    """Results of all parts."""
+
+    products: list[Timing] = field(default_factory=list)
+
+
+def draw(product: Product, number_format: Format) -> PackedGroups:
+    """A random weight, made on the device as it lies there."""
+    unit, half = (128, 64) if number_format == "int4" else (32, 32)
+    width = -(-product.n // 16) * 16
+    size = (product.n, -(-product.k // (2 * half)) * half)
+    data = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
+    groups = size[1] * 2 // unit
+    if number_format == "int4":
+        scales = torch.full((groups, width), 2.0**-9, dtype=torch.float16, device="cuda")
+    else:
+        scales = torch.full((groups, width), 121, dtype=torch.uint8, device="cuda")
+    is_e2m1 = number_format == "mxfp4"
+    return PackedGroups(data, scales, None, product.n, product.k, unit, is_e2m1)
+
+
+def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: GroupsShape) -> None:
+    """The product by our kernel."""
+    out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
+    multiply_groups(out, x, w, shape, is_gated=product.is_gated)
+
+
+def shapes_of(
+    product: Product, rows: int, number_format: Format, is_sweep: bool
+) -> list[GroupsShape]:
+    """The chosen shape, and those that are timed beside it."""
+    if rows not in SWEEP:
+        return []
+    half = 64 if number_format == "int4" else 32
+    chosen = product_shape(
+        rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
+    )  # fmt: skip
+    return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
+
+
+def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:
+    """All kernels that `time_kernels` launches; products of one K have them in common."""
+    formats: tuple[Format, ...] = ("int4", "mxfp4")
+    return [
+        (product, rows, number_format, shape)
+        for product, rows, number_format in itertools.product(PRODUCTS[1:], SWEEP, formats)
+        for shape in shapes_of(product, rows, number_format, is_sweep)
+    ]
+
+
+def compile_one(case: tuple[Product, int, Format, GroupsShape]) -> str:
+    """Compiles a kernel by a small product; returns what went wrong."""
+    product, rows, number_format, shape = case
+    product = product._replace(n=512)
+    try:
+        x = torch.zeros(rows, product.k, device="cuda", dtype=BF16)
+        run_shape(x, draw(product, number_format), product, shape)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{product.name} {rows} {number_format} {shape}: {str(error)[:200]}"
+    return ""
+
+
+def compile_all(is_sweep: bool, processes: int) -> None:
+    """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        found = list(pool.map(compile_one, cases(is_sweep), chunksize=4))
+    failed = [error for error in found if error]
+    print(f"compiled {len(found) - len(failed)} of {len(found)} kernels", *failed[:5], sep="\n")
+
+
+def time_kernels(found: Results, rates: Rates, is_sweep: bool) -> None:
+    """Times every way of every product."""
+    for product in PRODUCTS:
+        size = product.n * product.k
+        plain = [
+            torch.randn(product.n, product.k, device="cuda", dtype=BF16)
+            for _ in range(max(2, ROTATING_BYTES // (2 * size)))
+        ]
+        xs = {rows: torch.randn(rows, product.k, device="cuda", dtype=BF16) for rows in ROWS}
+        for rows, x in xs.items():
+            with noted(found, f"bfloat16 {product.name} {rows}"):
+                calls = [_after(product, lambda w=w, x=x: F.linear(x, w)) for w in plain]
+                note(found, product, rows, "", "bfloat16", calls, rates)
+        del plain
+        for number_format in ("int4", "mxfp4"):
+            weights = [draw(product, number_format) for _ in range(2 * ROTATING_BYTES // size + 1)]
+            for rows, x in xs.items():
+                for place, shape in enumerate(shapes_of(product, rows, number_format, is_sweep)):
+                    with noted(found, f"{product.name} {rows} {number_format} {shape}"):
+                        calls = [
+                            lambda w=w, x=x, s=shape, p=product: run_shape(x, w, p, s)
+                            for w in weights
+                        ]
+                        way = ",".join(str(value) for value in shape)
+                        note(
+                            found, product, rows, number_format, way, calls, rates, place == 0
+                        )  # fmt: skip
+                if rows >= 256:
+                    with noted(found, f"{product.name} {rows} {number_format} in floats"):
+                        calls = [
+                            _after(product, lambda w=w, x=x: F.linear(x, in_floats(w, BF16)))
+                            for w in weights[:3]
+                        ]
+                        chosen = rows not in SWEEP
+                        note(
+                            found, product, rows, number_format, "floats", calls, rates, chosen
+                        )  # fmt: skip
+            del weights
+        release()
+
+
+def _after(product: Product, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return (lambda: silu_and_mul(call())) if product.is_gated else call
+
+
+def note(
+    found: Results,
+    product: Product,
+    rows: int,
+    number_format: str,
+    way: str,
+    calls: Sequence[Callable[[], object]],
+    rates: Rates,
+    is_chosen: bool = False,
+) -> None:
+    """Times one way of computing a product."""
+    work = 2.0 * rows * product.n * product.k / rates.flop_per_s
+    weight = BITS.get(number_format, 16) / 8 * product.n * product.k
+    read = (weight + 2.0 * rows * (product.k + product.columns)) / rates.bytes_per_s
+    row = Timing(product.name, rows, number_format, way, time_us(calls), 1e6 * max(work, read))
+    row.is_chosen = is_chosen
+    found.products.append(row)
+
+
+def report_kernels(found: Results) -> None:
+    """A line for each product, number of rows and format: its ways by time, the chosen starred."""
+    for product, rows in itertools.product(PRODUCTS, ROWS):
+        mine = [row for row in found.products if (row.product, row.rows) == (product.name, rows)]
+        plain = next((row.us for row in mine if not row.format), float("nan"))
+        for number_format in ("int4", "mxfp4"):
+            ways = sorted((r for r in mine if r.format == number_format), key=lambda r: r.us)
+            roof = ways[0].roof_us if ways else float("nan")
+            shown = "; ".join(f"{r.us:.1f} {'*' * r.is_chosen}{r.way}" for r in ways)
+            title = f"{product.name} x{rows} {number_format}"
+            print(f"{title}: bf16 {plain:.1f} roof {roof:.1f} | {shown}")
+
+
+def bench_model(
+    found: Results,
+    rates: Rates,
+    model: str,
+    number_format: str,
+    batches: Sequence[int],
+    layers: int,
+    kv_dtype: str,
+) -> None:
+    """Decode and prefill of one model in one format; empty: bfloat16."""
+    from gpu_engine import bench_decode, run_batch
+    from weft.engine.checkpoint.config import ModelConfig
+    from weft.engine.loop.llm import LLM
+
+    fields = dict(MODELS[model])
+    if layers:
+        fields["num_hidden_layers"] = layers
+        if "layer_types" in fields:
+            fields["layer_types"] = fields["layer_types"][:layers]
+    if number_format in QUANTIZATIONS:
+        fields["quantization_config"] = QUANTIZATIONS[number_format]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(fields))
+        config = ModelConfig.load(folder)
+        began = time.perf_counter()
+        settings: dict[str, Any] = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "kv_dtype": kv_dtype,
+            "dummy_weights": True,
+            "num_pages": 50 * max(batches) + 1100,
+            "max_context_tokens": 5120,
+            "max_running_requests": max(batches),
+            "max_step_tokens": 8192,
+            "prefill_chunk_tokens": 4096,
+            "prefix_cache": False,
+            "inter_token_target_s": 1.0,
+        }
+        row: dict[str, Any] = {"model": model, "format": number_format, "kv": kv_dtype}
+        row["decode"] = {}
+        with LLM(folder, **settings) as llm:
+            row["ready_s"] = time.perf_counter() - began
+            row["memory_gb"] = torch.cuda.memory_allocated() / 1e9
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+            for batch in batches:
+                with noted(found, f"engine {model} {number_format} batch {batch}"):
+                    decode, _ = bench_decode(llm, config, batch, rates, 64)
+                    saved = _saved_bytes(config, number_format, batch)
+                    work = decode_work(config, batch, 544.0)
+                    roof = max(
+                        (work.num_bytes - saved) / rates.bytes_per_s, work.flop / rates.flop_per_s
+                    )
+                    row["decode"][batch] = {
+                        "tokens_per_s": decode.tokens_per_s,
+                        "device_ms": decode.device_ms,
+                        "host_ms": decode.host_ms,
+                        "share_of_roof": roof / (batch / decode.tokens_per_s),
+                    }
+                    print(model, number_format, batch, row["decode"][batch], flush=True)
+            with noted(found, f"engine {model} {number_format} prefill"):
+                times = [run_batch(llm, 4, 4096, 2).first_token_s for _ in range(3)]
+                row["prefill_tokens_per_s"] = 4 * 4096 / min(times)
+        found.models.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
+    """Bytes of weights that a step reads less than in bfloat16: of all products but the LM head, or
+    of experts alone.
+    """
+    if number_format not in BITS:
+        return 0.0
+    from gpu_roof import _attention, _feed
+
+    feeds = sum(_feed(config, layer, tokens)[0] for layer in range(config.num_layers))
+    attention = config.num_layers * _attention(config)[0] if number_format == "int4" else 0.0
+    return (feeds + attention) * (16 - BITS[number_format]) / 8
+
+
+def time_kv(found: Results, rates: Rates) -> None:
+    """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in FP8."""
+    heads, kv_heads, dim, page_size, layers = 32, 8, 128, 16, 2
+    for requests, length in ((64, 8192), (256, 1024), (1, 65536), (1, 8192)):
+        per = length // page_size
+        table = torch.randperm(requests * per, device="cuda").view(requests, per).int()
+        cu = torch.arange(requests + 1, device="cuda").int()
+        lens = torch.full((requests,), length, device="cuda").int()
+        q = torch.randn(requests, heads, dim, device="cuda", dtype=BF16)
+        step = GroupStep(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
+        spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
+        row: dict[str, Any] = {"attention": [requests, length]}
+        for name in ("bfloat16", "fp8"):
+            with noted(found, f"attention {requests} x {length} {name}"):
+                shape = (requests * per, kv_heads, layers, 2, page_size)
+                if name == "fp8":
+                    width = dim + SCALE_BYTES
+                    pool = torch.randint(
+                        0, 48, (*shape, width), dtype=torch.uint8, device="cuda"
+                    )  # fmt: skip
+                else:
+                    pool = torch.randn((*shape, dim), device="cuda", dtype=BF16)
+                calls = [
+                    lambda p=pool, n=n, given=(spec, step), q=q: paged_attention(q, p, n, *given)
+                    for n in range(layers)
+                ]
+                row[f"{name}_us"] = us = time_us(calls)
+                row[f"{name}_share"] = 1e6 * pool.nbytes / layers / rates.bytes_per_s / us
+                del pool, calls
+            release()
+        found.models.append(row)
+        ratio = row.get("bfloat16_us", 0.0) / row.get("fp8_us", float("inf"))
+        print(json.dumps(row), f"{ratio:.2f}x", flush=True)
+
+
+def write_json(
+    folder: Path, setup: dict[str, Any], rates: Rates, found: Results, name: str
+) -> None:
+    """Writes the results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        **setup,
+        "copy_tb_s": rates.bytes_per_s / 1e12,
+        "matmul_tflop_s": rates.flop_per_s / 1e12,
+        "products": [asdict(row) for row in found.products],
+        "models": found.models,
+        "failures": found.failures,
+    }
+    (folder / name).write_text(json.dumps(content, indent=1))
+
+
+def main() -> None:
+    """Runs the parts, and prints a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    every = ("compile", "kernels", "kv", "engine")
+    parser.add_argument("--parts", nargs="+", choices=every, default=list(every))
+    parser.add_argument("--sweep", action="store_true", help="time launch shapes beside the chosen")
+    parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
+    parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
+    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    parser.add_argument("--name", default="gpu_quantised.json", help="of the JSON")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    if "compile" in arguments.parts:
+        compile_all(arguments.sweep, arguments.processes)
+        print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
+    if not {"kernels", "kv", "engine"} & set(arguments.parts):
+        return
+    setup, found, rates = describe_gpu(arguments.commit), Results(), measure_rates()
+    print(f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, "
+          f"products {rates.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)  # fmt: skip
+    release()
+    if "kernels" in arguments.parts:
+        with noted(found, "kernels"):
+            time_kernels(found, rates, arguments.sweep)
+        report_kernels(found)
+        print(f"kernels: {time.perf_counter() - began:.0f} s", flush=True)
+        if arguments.out:
+            write_json(arguments.out, setup, rates, found, arguments.name)
+    if "kv" in arguments.parts:
+        with noted(found, "kv"):
+            time_kv(found, rates)
+        if arguments.out:
+            write_json(arguments.out, setup, rates, found, arguments.name)
+    for each in arguments.models if "engine" in arguments.parts else ():
+        model, number_format, *kv = each.split(":")
+        with noted(found, f"engine {each}"):
+            bench_model(
+                found, rates, model, number_format, arguments.batches, arguments.layers,
+                kv[0] if kv else "auto",
+            )  # fmt: skip
+        # Only once no frame of the model's run holds its tensors.
+        release()
+        print(f"{each}: {time.perf_counter() - began:.0f} s", flush=True)
+        if arguments.out:
+            write_json(arguments.out, setup, rates, found, arguments.name)
+    print(f"{len(found.failures)} failures", *found.failures, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Linear layers with weights of 4 bits in groups on a GPU.
+
+Up to MAX_OWN_ROWS are multiplied by numbers that are unpacked in registers (`groups_product`). For
+more rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once
+takes less time than doing so for every tile of rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.dependent_launch import (
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
+from weft.kernels.gpu.groups_product import multiply_groups, power_of_two, product_shape
+from weft.kernels.gpu.groups_unpack import unpacked
+from weft.kernels.gpu.lora import Ranks, add_fixed_lora
+from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.packed_groups import PackedGroups
+
+if TYPE_CHECKING:
+    from weft.kernels.linear import LinearWeight
+
+MAX_OWN_ROWS = 256
+"""Most rows that are multiplied by numbers in registers."""
+_ROWS_AT_ONCE = 16
+"""Rows of the weight that a program unpacks."""
+
+
+def linear(
+    x: torch.Tensor,
+    w: LinearWeight,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
+) -> torch.Tensor:
+    """`weft.kernels.linear.linear` for weights in groups on a GPU."""
+    matrix = _check(x, w, residual)
+    if lora is not None:
+        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+    dtype = out_dtype or x.dtype
+    if w.is_fixed and lora is not None:
+        out = _product(x, w, matrix, None, dtype)
+        add_fixed_lora(out, x, lora)
+        return out if residual is None else out.add_(residual)
+    ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
+    out = _product(x, w, matrix, residual, dtype)
+    if ranks is not None:
+        ranks.add_to(out)
+    return out
+
+
+def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+    """`weft.kernels.linear.gate_up_silu` for weights in groups on a GPU."""
+    matrix = _check(x, w, None)
+    if lora is not None or not _is_own(x.shape[0], w):
+        return silu_and_mul(linear(x, w, lora=lora))
+    out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
+    shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=w.is_fixed)
+    multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
+    return out
+
+
+def _is_own(rows: int, w: LinearWeight) -> bool:
+    """Whether numbers are unpacked in registers; sums in another order are not `is_fixed`."""
+    return rows > 0 and (rows <= MAX_OWN_ROWS or w.is_fixed)
+
+
+def _product(
+    x: torch.Tensor,
+    w: LinearWeight,
+    matrix: PackedGroups,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, columns = x.shape[0], w.out_features
+    if _is_own(rows, w):
+        out = torch.empty((rows, columns), dtype=dtype, device=x.device)
+        shape = product_shape(rows, columns, matrix.half, is_gated=False, is_fixed=w.is_fixed)
+        multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual)
+        return out
+    wide = in_floats(matrix, x.dtype).t()
+    out = torch.mm(x, wide) if dtype == x.dtype else torch.mm(x, wide, out_dtype=dtype)
+    for term in (w.bias, residual):
+        if term is not None:
+            out += term
+    return out
+
+
+def in_floats(matrix: PackedGroups, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in 16-bit floats, [N, K], rounded once; one launch."""
+    (rows, columns), device = matrix.shape, matrix.data.device
+    out = torch.empty((rows, columns), dtype=dtype, device=device)
+    grid = (triton.cdiv(columns, 2 * matrix.half), triton.cdiv(rows, _ROWS_AT_ONCE))
+    _in_floats_kernel[grid](
+        out,
+        matrix.data,
+        matrix.scales,
+        matrix.offsets,
+        rows,
+        columns,
+        matrix.scales.shape[1],
+        matrix.data.shape[1],
+        HALF=matrix.half,
+        UNIT=matrix.unit,
+        IS_E2M1=matrix.is_e2m1,
+        IS_NATIVE=is_dependent(device),
+        ROWS=_ROWS_AT_ONCE,
+        num_warps=4,
+        **launch_options(device),
+    )
+    return out
+
+
+@triton.jit
+def _in_floats_kernel(
+    out: tl.tensor,
+    data: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    rows: int,
+    columns: int,
+    width: int,
+    stride: int,
+    IS_DEPENDENT: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """ROWS rows of a block of columns."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    block = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    last = tl.minimum(row, rows - 1)
+    part = tl.arange(0, HALF)
+    tile = tl.load(data + last.to(tl.int64)[:, None] * stride + block * HALF + part[None, :])
+    lower, upper = unpacked(tile, out.dtype.element_ty, IS_E2M1, IS_NATIVE)
+    group = block * (2 * HALF // UNIT)
+    at_scale = group * width + last
+    column = block * 2 * HALF + part
+    at = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    is_row = (row < rows)[:, None]
+    wide = _scaled(lower, scales, offsets, at_scale, IS_E2M1)
+    tl.store(at, wide.to(out.dtype.element_ty), mask=is_row & (column < columns)[None, :])
+    if UNIT == HALF:
+        at_scale += width
+    wide = _scaled(upper, scales, offsets, at_scale, IS_E2M1)
+    is_in = is_row & (column + HALF < columns)[None, :]
+    tl.store(at + HALF, wide.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _scaled(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    at: tl.tensor,
+    IS_E2M1: tl.constexpr,
+) -> tl.tensor:
+    scale = tl.load(scales + at)
+    if IS_E2M1:
+        scale = power_of_two(scale)
+    scale = scale.to(tl.float32)
+    wide = numbers.to(tl.float32)
+    if offsets is not None:
+        wide = (wide + 8.0) * scale[:, None] + tl.load(offsets + at).to(tl.float32)[:, None]
+    else:
+        wide *= scale[:, None]
+    return wide
+
+
+def _check(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> PackedGroups:
+    assert isinstance(w.form, PackedGroups)
+    if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit weights of "
+            f"{w.in_features} columns in groups, in a {w.dtype} layer"
+        )
+    if residual is not None and (
+        residual.shape != (x.shape[0], w.out_features) or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
+    return w.form

@@ -1,0 +1,105 @@
+"""Numbers of 4 bits inside a GPU's kernels: their conversion to floats."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_FOUR_INTEGERS = tl.constexpr(
+    """
+    {
+    .reg .b32 pair, upper, centre;
+    mov.b32 centre, 0x43084308;
+    shr.u32 upper, $4, 4;
+    prmt.b32 pair, $4, 0x43, 0x4140;
+    and.b32 pair, pair, 0xFF0FFF0F;
+    sub.bf16x2 $0, pair, centre;
+    prmt.b32 pair, $4, 0x43, 0x4342;
+    and.b32 pair, pair, 0xFF0FFF0F;
+    sub.bf16x2 $1, pair, centre;
+    prmt.b32 pair, upper, 0x43, 0x4140;
+    and.b32 pair, pair, 0xFF0FFF0F;
+    sub.bf16x2 $2, pair, centre;
+    prmt.b32 pair, upper, 0x43, 0x4342;
+    and.b32 pair, pair, 0xFF0FFF0F;
+    sub.bf16x2 $3, pair, centre;
+    }
+    """
+)
+"""Four bytes become four lower and four upper numbers. A number in the last bits of 128's mantissa
+is 128 more than itself, of which 136 is subtracted; exact.
+"""
+_FOUR_E2M1 = tl.constexpr(
+    """
+    {
+    .reg .b32 pair, sign, power;
+    mov.b32 power, 0x7E807E80;
+    prmt.b32 pair, $4, 0, 0x1404;
+    shl.b32 sign, pair, 4;
+    and.b32 sign, sign, 0x80008000;
+    shr.u32 $0, pair, 2;
+    and.b32 $0, $0, 0x01C001C0;
+    or.b32 $0, $0, sign;
+    mul.bf16x2 $0, $0, power;
+    and.b32 sign, pair, 0x80008000;
+    shr.u32 $2, pair, 6;
+    and.b32 $2, $2, 0x01C001C0;
+    or.b32 $2, $2, sign;
+    mul.bf16x2 $2, $2, power;
+    prmt.b32 pair, $4, 0, 0x3424;
+    shl.b32 sign, pair, 4;
+    and.b32 sign, sign, 0x80008000;
+    shr.u32 $1, pair, 2;
+    and.b32 $1, $1, 0x01C001C0;
+    or.b32 $1, $1, sign;
+    mul.bf16x2 $1, $1, power;
+    and.b32 sign, pair, 0x80008000;
+    shr.u32 $3, pair, 6;
+    and.b32 $3, $3, 0x01C001C0;
+    or.b32 $3, $3, sign;
+    mul.bf16x2 $3, $3, power;
+    }
+    """
+)
+"""The same of e2m1: exponent and mantissa move to where bfloat16 has them, and 2^126 makes up for
+the difference of the exponents' biases; exact, halves included.
+"""
+
+
+@triton.jit
+def unpacked(
+    tile: tl.tensor, like: tl.constexpr, IS_E2M1: tl.constexpr, IS_NATIVE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The numbers in the lower and in the upper bits of bytes, in floats `like`: e2m1, or the
+    number less 8; exact.
+
+    Native: the device has compute capability 9.0.
+    """
+    if IS_NATIVE and like == tl.bfloat16:
+        if IS_E2M1:
+            lower, upper = tl.inline_asm_elementwise(
+                _FOUR_E2M1, "=&r,=&r,=&r,=&r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            lower, upper = tl.inline_asm_elementwise(
+                _FOUR_INTEGERS, "=&r,=&r,=&r,=&r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True, pack=4,
+            )  # fmt: skip
+    else:
+        lower = _plain(tile.to(tl.int32) & 15, IS_E2M1).to(like)
+        upper = _plain(tile.to(tl.int32) >> 4 & 15, IS_E2M1).to(like)
+    return lower, upper
+
+
+@triton.jit
+def _plain(number: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
+    """Numbers of 4 bits in float32."""
+    if IS_E2M1:
+        bits = number & 7
+        normal = 2 + (bits & 1) << tl.maximum(bits >> 1, 1) - 1
+        size = tl.where(bits < 2, bits, normal)
+        wide = tl.where(number >= 8, -size, size).to(tl.float32) / 2
+    else:
+        wide = (number - 8).to(tl.float32)
+    return wide

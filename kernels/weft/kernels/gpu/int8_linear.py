@@ -1,0 +1,175 @@
+"""Linear layers with int8 weights of channels on a GPU.
+
+One or two rows are multiplied as they are by numbers that are widened in registers. More rows are
+rounded to int8, each with a scale of its own, and multiplied by int8 tensor cores; sums are exact,
+so that a row's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
+from weft.kernels.gpu.fp8_few_rows import MAX_ROWS, FewRows, few_rows
+from weft.kernels.gpu.lora import Ranks, add_fixed_lora
+from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.quantised import INT8_MAX, Int8Channels
+
+if TYPE_CHECKING:
+    from weft.kernels.linear import LinearWeight
+
+_LEAST_ROWS = 32
+"""Rows up to which `torch._int_mm` gets others of zeros: it takes no fewer than 17."""
+_TILE = 1024
+_MOST = tl.constexpr(INT8_MAX)
+
+
+def linear(
+    x: torch.Tensor,
+    w: LinearWeight,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    lora: LoraAddition | None = None,
+) -> torch.Tensor:
+    """`weft.kernels.linear.linear` for int8 weights on a GPU; what adapters add is computed of `x`
+    as it is.
+    """
+    matrix = _check(x, w, residual)
+    if lora is not None:
+        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
+    dtype = out_dtype or x.dtype
+    if w.is_fixed and lora is not None:
+        out = _product(x, w, matrix, None, dtype)
+        add_fixed_lora(out, x, lora)
+        return out if residual is None else out.add_(residual)
+    ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
+    out = _product(x, w, matrix, residual, dtype)
+    if ranks is not None:
+        ranks.add_to(out)
+    return out
+
+
+def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
+    """`weft.kernels.linear.gate_up_silu` for int8 weights on a GPU."""
+    return silu_and_mul(linear(x, w, lora=lora))
+
+
+def _product(
+    x: torch.Tensor,
+    w: LinearWeight,
+    matrix: Int8Channels,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows = x.shape[0]
+    out = torch.empty((rows, w.out_features), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    if rows <= MAX_ROWS and not w.is_fixed:
+        few_rows(x, matrix, out, FewRows(w.bias, residual))
+        return out
+    data, scales = round_rows(x, max(rows, _LEAST_ROWS))
+    sums = torch._int_mm(data, matrix.data.t())
+    _finish_kernel[(rows, triton.cdiv(w.out_features, _TILE))](
+        out, sums, scales, matrix.scales, w.bias, residual, w.out_features, TILE=_TILE,
+        num_warps=4, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def round_rows(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows rounded to int8, the largest magnitude of each being INT8_MAX.
+
+    Args:
+        x: [M, K], contiguous, floats.
+        count: Rows of the result, M or more.
+
+    Returns:
+        [count, K] int8, of which rows behind M are zeros, and scales [count] float32.
+    """
+    rows, k = x.shape
+    data = torch.empty((count, k), dtype=torch.int8, device=x.device)
+    scales = torch.empty(count, dtype=torch.float32, device=x.device)
+    _round_kernel[(count,)](
+        data, scales, x, rows, K=k, TILE=min(4096, triton.next_power_of_2(k)), num_warps=4,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return data, scales
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _round_kernel(
+    data: tl.tensor,
+    scales: tl.tensor,
+    x: tl.tensor,
+    rows: int,
+    IS_DEPENDENT: tl.constexpr,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, TILE)
+    length = tl.where(row < rows, K, 0)
+    most = tl.zeros([TILE], tl.float32)
+    for start in range(0, K, TILE):
+        at = start + part
+        values = tl.load(x + row * K + at, mask=at < length, other=0.0)
+        most = tl.maximum(most, tl.abs(values.to(tl.float32)))
+    largest = tl.max(most, axis=0)
+    tl.store(scales + row, largest / _MOST)
+    inverse = tl.where(largest > 1e-30, _MOST / largest, 0.0)
+    for start in range(0, K, TILE):
+        at = start + part
+        values = tl.load(x + row * K + at, mask=at < length, other=0.0)
+        # Halves away from 0, as a conversion to integers cuts off.
+        scaled = values.to(tl.float32) * inverse
+        rounded = scaled + tl.where(scaled < 0, -0.5, 0.5)
+        tl.store(data + row * K + at, rounded.to(tl.int8), mask=at < K)
+
+
+@triton.jit
+def _finish_kernel(
+    out: tl.tensor,
+    sums: tl.tensor,
+    row_scales: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,
+    columns: int,
+    IS_DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """A row's products in floats, with what is added to them."""
+    release_next(IS_DEPENDENT)
+    wait_for_last(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    at = row * columns + column
+    scale = tl.load(row_scales + row) * tl.load(scales + column, mask=mask, other=0.0)
+    product = tl.load(sums + at, mask=mask, other=0).to(tl.float32) * scale
+    if bias is not None:
+        product += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        product += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+
+
+def _check(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> Int8Channels:
+    assert isinstance(w.form, Int8Channels)
+    if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit int8 "
+            f"weights of {w.in_features} columns in a {w.dtype} layer"
+        )
+    if residual is not None and (
+        residual.shape != (x.shape[0], w.out_features) or not residual.is_contiguous()
+    ):
+        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
+    return w.form

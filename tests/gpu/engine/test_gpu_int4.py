@@ -1,0 +1,88 @@
+"""Models with weights of 4 bits on a GPU: greedy tokens against transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.models.float32_reference import reference_model, ties_with
+from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
+from weft.testing.models.reference_models import make_reference
+from weft.testing.models.tiny_models import make_tiny, save_weights
+
+pytestmark = pytest.mark.needs("cuda")
+
+GREEDY = SamplingParams(temperature=0.0)
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "hidden_size": 96,
+           "intermediate_size": 64, "sliding_window": 20}  # fmt: skip
+
+
+def generate(path: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    values: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_pages": 400,
+                              "max_running_requests": 32, "poison_free_pages": True}  # fmt: skip
+    with LLM(path, **(values | settings)) as llm:
+        stop = StopCriteria(max_tokens=30, ignore_eos=True)
+        return [sample.token_ids for sample in llm.generate(prompts, GREEDY, stop)]
+
+
+def random_prompts() -> list[list[int]]:
+    lengths = (1, 7, 33, 150, 300, *[random.randrange(2, 40) for _ in range(20)])
+    return [[random.randrange(3, 500) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[("llama", name) for name in ("gptq", "gptq act order", "awq", "compressed-tensors")],
+        ("llama", "compressed-tensors with zeros"),
+        ("qwen3_moe", "compressed-tensors"),
+    ],
+)
+def test_layouts_of_checkpoints(kind: str, name: str, tmp_path: Path) -> None:
+    source = make_tiny(kind, tmp_path / "tiny", random.randrange(10**6), **SIZES)
+    packed, floats = packed_models(source, tmp_path / "model", LAYOUTS[name])
+    prompts = random_prompts()
+    tokens = generate(packed, prompts)
+    ties = ties_with(reference_model(floats, torch.bfloat16), prompts, tokens)
+    ties.check(is_moe="moe" in kind)
+
+
+def test_a_deterministic_request_does_not_depend_on_others(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "tiny", random.randrange(10**6), **SIZES)
+    packed, _ = packed_models(source, tmp_path / "model", LAYOUTS["awq"])
+    prompts = random_prompts()
+    together = generate(packed, prompts, deterministic=True)
+    for prompt, tokens in list(zip(prompts, together, strict=True))[2:5]:
+        assert generate(packed, [prompt], deterministic=True) == [tokens]
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packed, floats = tmp_path / "packed", tmp_path / "floats"
+    seed = random.randrange(10**6)
+    for path in (packed, floats):
+        make_reference("gpt_oss", path, seed, **GPT_OSS)
+    weights, own = load_file(floats / "model.safetensors"), {}
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = weights[name].shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 123, (experts, rows, columns // 32), dtype=torch.uint8)
+        own |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_weights(floats, weights)
+    plain = {name: tensor for name, tensor in weights.items() if f"{name}_blocks" not in own}
+    save_weights(packed, plain | own)
+    fields = json.loads((packed / "config.json").read_text())
+    config = json.dumps(fields | {"quantization_config": {"quant_method": "mxfp4"}})
+    (packed / "config.json").write_text(config)
+    prompts = random_prompts()
+    tokens = generate(packed, prompts)
+    ties_with(reference_model(floats, torch.bfloat16), prompts, tokens).check(is_moe=True)

@@ -1,0 +1,65 @@
+"""The GPU's experts with weights of 4 bits, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from weft.kernels.gpu import moe as gpu
+from weft.kernels.packed_groups import PackedExperts, pack_groups
+from weft.testing.kernels.group_cases import Kind, draw_groups
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+from weft.testing.kernels.lora_cases import poison_new_memory
+from weft.testing.kernels.moe_cases import make_adapters, moe_case
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+
+def stack(
+    count: int, rows: int, k: int, group: int, kind: Kind
+) -> tuple[PackedExperts, torch.Tensor]:
+    """Experts packed, and in float32."""
+    matrices = [draw_groups(rows, k, group, kind) for _ in range(count)]
+    stacked = PackedExperts.empty(count, pack_groups(matrices[0]))
+    for index, matrix in enumerate(matrices):
+        stacked = stacked.put(index, pack_groups(matrix))
+    return stacked, torch.stack([matrix.dequantised(torch.float32) for matrix in matrices])
+
+
+# Rows, hidden, inner, experts, experts a row.
+FEW, MANY = (1, 160, 64, 4, 2), (40, 64, 160, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "kind", "has_adapters"),
+    [
+        (FEW, 128, "offsets", False),
+        (MANY, 32, "e2m1", False),
+        pytest.param(FEW, 32, "e2m1", False, marks=pytest.mark.full),
+        pytest.param(MANY, 128, "offsets", False, marks=pytest.mark.full),
+        pytest.param(FEW, 32, "plain", True, marks=pytest.mark.full),
+        pytest.param(MANY, 32, "plain", True, marks=pytest.mark.full),
+    ],
+)
+def test_sums_of_experts(
+    shape: tuple[int, int, int, int, int],
+    group: int,
+    kind: Kind,
+    has_adapters: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    _, hidden, inner, experts, _ = shape
+    case = moe_case(*shape)
+    w13, wide13 = stack(experts, 2 * inner, hidden, group, kind)
+    w2, wide2 = stack(experts, hidden, inner, group, kind)
+    case = replace(case, w13=wide13, w2=wide2)
+    adapters = make_adapters(case, is_shared=False) if has_adapters else None
+    lora = None if adapters is None else adapters.addition()
+    more = () if adapters is None else (adapters,)
+    exact = case.compute(torch.float64, *more)
+    for is_fixed in (False, True):
+        out = gpu.moe(case.x, *case.routing, w13, w2, case.residual, lora, is_fixed=is_fixed)
+        assert_as_exact(out, case.compute(torch.float32, *more), exact)

@@ -1,0 +1,100 @@
+"""Products with weights of 4 bits in groups, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from weft.kernels.gpu.groups_linear import in_floats
+from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups
+from weft.kernels.packed_groups import PackedExperts, PackedGroups, pack_groups
+from weft.testing.kernels.group_cases import Kind, draw_groups
+from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+KINDS: list[tuple[int, Kind]] = [
+    (32, "plain"), (32, "offsets"), (64, "offsets"), (128, "wide"), (128, "offsets"),
+    (256, "plain"), (32, "e2m1"),
+]  # fmt: skip
+IN_EVERY_RUN = (((32, "offsets"), False), ((128, "wide"), True), ((32, "e2m1"), False))
+SHAPES = [
+    GroupsShape(8, 16, 2, 2, 2),
+    GroupsShape(16, 64, 0, 4, 2),
+    GroupsShape(32, 64, 0, 4, 2, splits=2),
+    GroupsShape(16, 16, 2, 2, 2, splits=2),
+]
+
+
+def with_poison(matrix: PackedGroups) -> PackedGroups:
+    """The same matrix; scales of rows that it does not have are not numbers."""
+    if matrix.is_e2m1:
+        return matrix
+    scales = matrix.scales.clone()
+    scales[:, matrix.rows :] = float("nan")
+    return replace(matrix, scales=scales)
+
+
+@pytest.mark.parametrize(("group", "kind"), KINDS)
+def test_packing_loses_nothing(group: int, kind: Kind) -> None:
+    fresh_seed()
+    matrix = draw_groups(70, 352, group, kind)
+    packed = pack_groups(matrix)
+    wanted = matrix.dequantised(torch.float32)
+    assert torch.equal(packed.dequantised(torch.float32), wanted)
+    rows = torch.randint(0, 70, (5,))
+    assert torch.equal(packed.dequantised_rows(rows, torch.float32), wanted[rows])
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "is_gated"),
+    [
+        pytest.param(*each, gated, marks=[] if (each, gated) in IN_EVERY_RUN else pytest.mark.full)
+        for each in KINDS
+        for gated in (False, True)
+    ],
+)
+def test_products(group: int, kind: Kind, is_gated: bool) -> None:
+    fresh_seed()
+    rows, k, columns = random.choice([1, 19]), 352, 70
+    n = 2 * columns if is_gated else columns
+    matrix = draw_groups(n, k, group, kind)
+    packed = with_poison(pack_groups(matrix))
+    x, bias = torch.randn(rows, k).half(), torch.randn(n).half()
+    residual = None if is_gated else torch.randn(rows, columns).half()
+
+    def product(dtype: torch.dtype) -> torch.Tensor:
+        out = F.linear(x.to(dtype), matrix.dequantised(torch.float32).to(dtype), bias.to(dtype))
+        if is_gated:
+            gate, up = out.chunk(2, dim=1)
+            return F.silu(gate) * up
+        assert residual is not None
+        return out + residual.to(dtype)
+
+    for shape in SHAPES:
+        out = torch.full((rows, columns), float("nan")).half()
+        multiply_groups(out, x, packed, shape, bias=bias, residual=residual, is_gated=is_gated)
+        assert_as_exact(out, product(torch.float32).half(), product(torch.float64))
+
+
+@pytest.mark.parametrize(("group", "kind"), KINDS)
+def test_a_matrix_becomes_floats(group: int, kind: Kind) -> None:
+    fresh_seed()
+    matrix = draw_groups(21, 352, group, kind)
+    out = in_floats(with_poison(pack_groups(matrix)), torch.float16)
+    assert torch.equal(out, matrix.dequantised(torch.float16))
+
+
+def test_experts_of_another_kind_are_refused_and_wider_scales_are_taken() -> None:
+    fresh_seed()
+    first, wide = (pack_groups(draw_groups(20, 96, 32, kind)) for kind in ("plain", "wide"))
+    stacked = PackedExperts.empty(2, first).put(0, first).put(1, wide)
+    assert stacked.scales.dtype == torch.float32
+    assert torch.equal(stacked.scales[0], first.scales.float())
+    assert torch.equal(stacked.scales[1], wide.scales)
+    for other in (draw_groups(20, 96, 64, "plain"), draw_groups(20, 64, 32, "plain")):
+        with pytest.raises(ValueError, match=r"expert 1: .* are not like the others"):
+            stacked.put(1, pack_groups(other))
