@@ -175,8 +175,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Of large models as many layers as fit one card."""
 
+LARGE_MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": {
+        **MODELS["llama-3.1-8b"],
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+"""Models that need several cards."""
+
 
 def write_config(folder: Path, name: str) -> Path:
     """A model's directory without weights; returns `folder`."""
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    (folder / "config.json").write_text(json.dumps((MODELS | LARGE_MODELS)[name]))
     return folder

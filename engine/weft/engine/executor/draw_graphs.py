@@ -6,7 +6,8 @@ Drawing has graphs of its own, since masks of constraints may have to be sent af
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from weft.engine.executor.keeping import TokenKeeper
 from weft.engine.model.interface import Model
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 FREE_ROWS = 64
 """Number of rows for which an LM head takes little more time than for one. Steps with prompts and
@@ -56,8 +60,10 @@ class DrawGraphs:
         graphs: The captured steps.
         inputs: Inputs of the steps.
         keeper: Keeps drawn tokens.
-        tables: Sampling tables of slots whose requests have no penalties or biases; None: only
-            greedy tokens are drawn.
+        tables: Sampling tables of slots whose requests have no penalties or biases; None: greedy
+            tokens alone are drawn, or another rank draws.
+        ways: Ways of drawing to capture.
+        peers: Ranks, of which the first draws for all; None: there are none.
         on_capture: Called after each bucket with (captured graphs, all graphs, what in words).
 
     Raises:
@@ -71,12 +77,15 @@ class DrawGraphs:
         inputs: DeviceInputs,
         keeper: TokenKeeper,
         tables: SlotTables | None,
+        ways: Sequence[Way],
+        peers: DevicePeers | None = None,
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._model = model
         self._inputs = inputs
         self._keeper = keeper
         self._tables = tables
+        self._peers = peers
         device = inputs.pages.device
         steps = {
             bucket: hidden
@@ -87,7 +96,6 @@ class DrawGraphs:
         most = max((len(hidden) for hidden in steps.values()), default=0)
         is_pinned = device.type == "cuda"
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
-        ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
         self._marks = Marks(device, number=4)
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
         """[most]: the slot with which each row behind drafts draws."""
@@ -154,8 +162,7 @@ class DrawGraphs:
 
     def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
         """The captured work: [rows] int64."""
-        (bucket, rows, way), verified = key, None
-        logits = self._model.logits(hidden[:rows])
+        bucket, rows, verified = key.bucket, key.rows, None
         if bucket.kind == "decode":
             step, slots = self._inputs.drawing_step(rows)
             positions = step.positions
@@ -165,15 +172,10 @@ class DrawGraphs:
         else:
             step, verified, _ = self._inputs.ragged_step(bucket.columns)
             slots, positions = verified.slots[:rows], step.positions[:rows]
-        if way == "greedy":
-            tokens = greedy_rows(logits)
+        if self._peers is not None and self._peers.rank:
+            tokens = self._peers.share_tokens(torch.empty_like(slots))
         else:
-            assert self._tables is not None
-            drawn_as = slots
-            if bucket.drafts:
-                drawn_as = self._drawn_as[:rows]
-                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
-            tokens = draw_rows(logits, drawn_as, positions + 1, self._tables)
+            tokens = self._tokens(key, hidden[:rows], slots, positions + 1)
         given = [tokens]
         if bucket.kind in ("decode", "ragged"):
             # For verified rows this keeps an arbitrary token; `accept` then keeps the right one.
@@ -184,6 +186,22 @@ class DrawGraphs:
         for host, column in zip(self._host, given, strict=False):
             host[:rows].copy_(column[:rows], non_blocking=True)
         return tokens
+
+    def _tokens(
+        self, key: DrawKey, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[rows] int64: the tokens drawn, of which all ranks get to know."""
+        logits = self._model.logits(hidden)
+        if key.way == "greedy":
+            tokens = greedy_rows(logits)
+        else:
+            assert self._tables is not None
+            drawn_as = slots
+            if key.bucket.drafts:
+                drawn_as = self._drawn_as[: key.rows]
+                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
+            tokens = draw_rows(logits, drawn_as, positions, self._tables)
+        return tokens if self._peers is None else self._peers.share_tokens(tokens)
 
 
 def _sizes(bucket: GraphBucket) -> list[int]:

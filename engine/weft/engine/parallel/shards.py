@@ -88,7 +88,7 @@ def describe_shards(config: ModelConfig, pids: Sequence[int], device: torch.devi
     """The ranks and their shares in one line, for logs and status."""
     size, heads = len(pids), config.num_kv_heads
     shared = f", each on {size // heads} ranks" if size > heads else ""
-    by = "shared memory" if device.type == "cpu" else "NCCL"
+    by = "shared memory" if device.type == "cpu" else "the memory of the GPUs"
     return (
         f"tensor parallel: {size} ranks (processes {', '.join(map(str, pids))}), each with "
         f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "

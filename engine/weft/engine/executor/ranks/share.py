@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from weft.engine.base.config import EngineConfig
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.local import RankPool
 from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.loader import LoadedModel, load_model
@@ -13,6 +15,9 @@ from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 from weft.kernels.peers import Peers
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 
 class Others(Protocol):
@@ -22,7 +27,7 @@ class Others(Protocol):
     size: int
     group: SharedGroup
     store_path: str
-    """See `NcclPeers`."""
+    """See `DevicePeers`."""
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
         """See `Ranks.agree`."""
@@ -52,14 +57,23 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
     return loaded
 
 
-def peers_of(others: Others, device: torch.device) -> Peers:
-    """The means by which ranks add up partial sums: shared memory on a CPU, NCCL on GPUs."""
+def peers_of(
+    others: Others, config: EngineConfig, device: torch.device
+) -> SharedGroup | DevicePeers:
+    """The means by which ranks add up partial sums: memory that all of them map, on GPUs that of
+    the GPUs.
+
+    Raises:
+        ConfigError: The GPUs cannot map each other's memory.
+    """
     if device.type == "cpu":
         return others.group
-    from weft.engine.parallel.nccl import NcclPeers
+    from weft.engine.parallel.device_peers import DevicePeers
 
-    peers = NcclPeers(others.rank, others.size, device, others.store_path)
-    others.agree("communicator")
+    model = ModelConfig.load(config.model_dir)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
+    peers = DevicePeers(others.group, device, others.store_path, model.hidden_size, dtype)
+    others.agree("peers")
     return peers
 
 
