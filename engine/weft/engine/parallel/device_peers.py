@@ -75,7 +75,7 @@ class DevicePeers:
         self._kept = memory, handle, store
         # Kernels look at the group's words on the host when they have waited for long.
         address, num_bytes = group.words
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
         if status:
             raise ConfigError(f"tp = {self.size}: cudaHostRegister: error {status}", param="tp")
@@ -95,7 +95,7 @@ class DevicePeers:
     def close(self) -> None:
         """Lets go of the host's memory; no kernel may wait any more."""
         torch.cuda.synchronize()
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(self._group.words[0])
 
     def native(self) -> cpu.PeersStruct:

@@ -213,18 +213,18 @@ def _await(
     # Differences, since turns wrap around.
     waits = tl.max(tl.where(mask & (seen - turn < 0), 1, 0), axis=0)
     spins = 0
-    began = tl.zeros([], tl.int64)
+    began = turn.to(tl.int64) * 0
     while waits != 0:
         seen = tl.atomic_add(flags, nothing, mask=mask, sem="acquire", scope="sys")
         waits = tl.max(tl.where(mask & (seen - turn < 0), 1, 0), axis=0)
         spins += 1
         if spins == 1024:
-            spins = 0
+            spins = spins * 0
             stop_at = tl.load(control)
             if stop_at != 0:
                 stop = stop_at.to(tl.pointer_type(tl.int32))
                 if tl.load(stop, volatile=True) != 0:
-                    waits = 0
+                    waits = waits * 0
                 elif HAS_TIMER:
                     now = tl.extra.cuda.globaltimer()
                     if began == 0:
@@ -234,7 +234,7 @@ def _await(
                         missing = mask & (seen - turn < 0)
                         late = tl.min(tl.where(missing, lane, LANES), axis=0)
                         tl.store(stop, late + 2)
-                        waits = 0
+                        waits = waits * 0
 
 
 @triton.jit
@@ -282,14 +282,14 @@ def _sum_kernel(
     row = tl.load(x + begin + column, mask=mask, other=0.0)
     stream = tl.load(residual + begin + column, mask=mask, other=0.0).to(tl.float32)
     own_flags = (own_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE
-    own_parts = (own_base + parts_at).to(tl.pointer_type(kind))
+    own_parts = tl.multiple_of((own_base + parts_at).to(tl.pointer_type(kind)), 16)
     if IS_ONCE:
         place = number.to(tl.int64)
         here = ((parity * SIZE + RANK) * part_rows + place) * width
         for peer in tl.static_range(SIZE):
             if peer != RANK:
                 theirs = (tl.load(bases + peer) + parts_at).to(tl.pointer_type(kind))
-                tl.store(theirs + here + column, row, mask=mask)
+                tl.store(tl.multiple_of(theirs, 16) + here + column, row, mask=mask)
         tl.debug_barrier()
         their_flags = (all_bases + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
         tl.atomic_xchg(
@@ -325,7 +325,7 @@ def _sum_kernel(
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
                     theirs = (tl.load(bases + peer) + sums_at).to(tl.pointer_type(kind))
-                    tl.store(theirs + begin + column, summed, mask=mask)
+                    tl.store(tl.multiple_of(theirs, 16) + begin + column, summed, mask=mask)
             tl.debug_barrier()
             their_flags = (all_bases + sum_flags_at).to(tl.pointer_type(tl.int32)) + number
             tl.atomic_xchg(
@@ -335,15 +335,14 @@ def _sum_kernel(
         else:
             owner_base = tl.load(bases + owner)
             here = ((parity * SIZE + RANK) * part_rows + place) * width
-            tl.store(
-                (owner_base + parts_at).to(tl.pointer_type(kind)) + here + column, row, mask=mask
-            )
+            theirs = tl.multiple_of((owner_base + parts_at).to(tl.pointer_type(kind)), 16)
+            tl.store(theirs + here + column, row, mask=mask)
             tl.debug_barrier()
             flag = (owner_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
             tl.atomic_xchg(flag, turn, sem="release", scope="sys")
             came = (own_base + sum_flags_at).to(tl.pointer_type(tl.int32)) + number
             _await(came + lane * 0, lane == owner, lane, turn, control, LANES, HAS_TIMER)
-            sums = (own_base + sums_at).to(tl.pointer_type(kind))
+            sums = tl.multiple_of((own_base + sums_at).to(tl.pointer_type(kind)), 16)
             summed = tl.load(sums + begin + column, mask=mask, other=0.0, cache_modifier=".cg")
     tl.store(total + begin + column, summed, mask=mask)
     if tap is not None:

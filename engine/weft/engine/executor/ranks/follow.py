@@ -143,8 +143,8 @@ def follow(executor: LocalExecutor, group: SharedGroup) -> None:
                 drawable.captured(way, None)
             case Tokens(tokens):
                 executor.keep(torch.from_numpy(tokens))
-            case SharedTokens(count):
-                executor.keep_shared(count)
+            case SharedTokens(num_tokens):
+                executor.keep_shared(num_tokens)
             case Copies(copies):
                 executor.copy(copies)
             case Pages("zero", numbers):

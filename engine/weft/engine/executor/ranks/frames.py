@@ -68,7 +68,7 @@ class Draw(NamedTuple):
 class SharedTokens(NamedTuple):
     """The argument of `Executor.keep` comes from rank 0's device."""
 
-    count: int
+    num_tokens: int
     """Its length."""
 
 
