@@ -215,7 +215,7 @@ def sums_of_rank(
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
         group = SharedGroup(segment, rank, size, 30.0)
         path = f"{folder}/ours-{number}"
-        peers.append(device_peers.DevicePeers(group, device, path, WIDTH, torch.bfloat16))
+        peers.append(device_peers.DevicePeers(group, device, path, WIDTH, torch.bfloat16, 128))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
     norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)

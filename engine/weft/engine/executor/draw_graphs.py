@@ -17,6 +17,7 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.executor.keeping import TokenKeeper
+from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.interface import Model
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
@@ -172,10 +173,12 @@ class DrawGraphs:
         else:
             step, verified, _ = self._inputs.ragged_step(bucket.columns)
             slots, positions = verified.slots[:rows], step.positions[:rows]
-        if self._peers is not None and self._peers.rank:
+        logits = self._logits(hidden[:rows])
+        if logits is None:
+            assert self._peers is not None
             tokens = self._peers.share_tokens(torch.empty_like(slots))
         else:
-            tokens = self._tokens(key, hidden[:rows], slots, positions + 1)
+            tokens = self._tokens(key, logits, slots, positions + 1)
         given = [tokens]
         if bucket.kind in ("decode", "ragged"):
             # For verified rows this keeps an arbitrary token; `accept` then keeps the right one.
@@ -187,11 +190,23 @@ class DrawGraphs:
             host[:rows].copy_(column[:rows], non_blocking=True)
         return tokens
 
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[rows, vocab] float32; None on the other ranks, which may compute a part of it."""
+        peers = self._peers
+        if peers is None:
+            return self._model.logits(hidden)
+        share, part = peers.share_of_logits(len(hidden)), None
+        if share is not None and isinstance(self._model, DecoderOnlyLM):
+            part = self._model.logits_part(hidden, share)
+        logits = None if part is None else peers.gather_logits(part)
+        if peers.rank:
+            return None
+        return self._model.logits(hidden) if logits is None else logits
+
     def _tokens(
-        self, key: DrawKey, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+        self, key: DrawKey, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """[rows] int64: the tokens drawn, of which all ranks get to know."""
-        logits = self._model.logits(hidden)
         if key.way == "greedy":
             tokens = greedy_rows(logits)
         else:

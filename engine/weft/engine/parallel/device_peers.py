@@ -11,6 +11,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from weft.engine.base.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
 from weft.kernels import cpu
+from weft.kernels.gpu.peer_logits import LogitsMemory, gather_logits, memory_bytes
 from weft.kernels.gpu.peer_sum import (
     PeerMemory,
     layout_of,
@@ -25,6 +26,8 @@ _ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
 same."""
 _TWICE_BYTES = 16 << 20
 """Bytes that one launch adds up at most."""
+_LOGITS_ROWS, _LOGITS_BYTES = 1024, 128 << 20
+"""Most logits that ranks compute together; for more rows the first computes all."""
 _PORTABLE_AND_MAPPED = 3
 
 
@@ -37,6 +40,7 @@ class DevicePeers:
         store_path: A file that all ranks use to find one another, new for each group.
         width: Numbers of a row of the residual stream.
         dtype: Their dtype.
+        columns: Size of the vocabulary.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -49,9 +53,11 @@ class DevicePeers:
         store_path: str,
         width: int,
         dtype: torch.dtype,
+        columns: int,
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
+        self._kept: list[object] = []
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
         layout = layout_of(self.size, width * itemsize, once, twice)
@@ -61,25 +67,25 @@ class DevicePeers:
         try:
             store = FileStore(store_path, self.size)
             _SymmetricMemory.set_group_info(store_path, self.rank, self.size, store)
-            memory = symmetric.empty(layout.end, dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)
-            handle: Any = _SymmetricMemory.rendezvous(memory, store_path)
-            pointers = [int(pointer) for pointer in handle.buffer_ptrs]
+            self._kept.append(store)
+            _, bases = self._mapped(layout.end, device, store_path)
+            rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
+            num_bytes = memory_bytes(self.size, columns, rows)
+            of_logits, bases_of_logits = self._mapped(num_bytes, device, store_path)
         except RuntimeError as error:
             raise ConfigError(
                 f"tp = {self.size}: the GPUs cannot map each other's memory ({error}); take GPUs "
                 "that are linked, or tp = 1",
                 param="tp",
             ) from error
-        self._kept = memory, handle, store
         # Kernels look at the group's words on the host when they have waited for long.
         address, num_bytes = group.words
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
         if status:
             raise ConfigError(f"tp = {self.size}: cudaHostRegister: error {status}", param="tp")
-        control = [group.stop_address, group.limit_address]
+        words = [group.stop_address, group.limit_address]
+        control = torch.tensor(words, dtype=torch.int64, device=device)
         self._memory = PeerMemory(
             self.rank,
             self.size,
@@ -87,10 +93,32 @@ class DevicePeers:
             itemsize,
             once,
             twice,
-            torch.tensor(pointers, dtype=torch.int64, device=device),
+            bases,
             torch.zeros(num_turns(once, twice), dtype=torch.int32, device=device),
-            torch.tensor(control, dtype=torch.int64, device=device),
+            control,
         )
+        self._logits = LogitsMemory(
+            self.rank,
+            self.size,
+            columns,
+            rows,
+            of_logits[: 4 * rows * columns].view(torch.float32).view(rows, columns),
+            bases_of_logits,
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            control,
+        )
+
+    def _mapped(
+        self, num_bytes: int, device: torch.device, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of zeros on this rank, and the addresses at which this process has all ranks'."""
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        handle: Any = _SymmetricMemory.rendezvous(memory, name)
+        self._kept += [memory, handle]
+        pointers = [int(pointer) for pointer in handle.buffer_ptrs]
+        return memory, torch.tensor(pointers, dtype=torch.int64, device=device)
 
     def close(self) -> None:
         """Lets go of the host's memory; no kernel may wait any more."""
@@ -120,6 +148,14 @@ class DevicePeers:
     ) -> torch.Tensor | None:
         """Adds the sum over all ranks to the stream, [T, H], in place; see `sum_rows`."""
         return sum_rows(self._memory, partial, stream, stream, norm, tap)
+
+    def share_of_logits(self, rows: int) -> slice | None:
+        """The tokens whose logits this rank computes; None: the first rank computes all."""
+        return self._logits.share if rows <= self._logits.rows else None
+
+    def gather_logits(self, part: torch.Tensor) -> torch.Tensor:
+        """See `weft.kernels.gpu.peer_logits.gather_logits`."""
+        return gather_logits(self._logits, part)
 
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens of rank 0, on all ranks; see `weft.kernels.gpu.peer_sum.share_tokens`."""

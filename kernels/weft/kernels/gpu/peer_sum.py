@@ -198,7 +198,7 @@ def share_tokens(memory: PeerMemory, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _await(
+def await_turn(
     flags: tl.tensor,
     mask: tl.tensor,
     lane: tl.tensor,
@@ -296,7 +296,7 @@ def _sum_kernel(
             their_flags, tl.zeros([LANES], tl.int32) + turn,
             mask=are_others, sem="release", scope="sys",
         )  # fmt: skip
-        _await(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
+        await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
         added = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(SIZE):
             if peer == RANK:
@@ -311,7 +311,7 @@ def _sum_kernel(
         owner = number % SIZE
         place = (number // SIZE).to(tl.int64)
         if owner == RANK:
-            _await(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
+            await_turn(own_flags + lane, are_others, lane, turn, control, LANES, HAS_TIMER)
             added = tl.zeros([BLOCK], tl.float32)
             for peer in tl.static_range(SIZE):
                 if peer == RANK:
@@ -341,7 +341,7 @@ def _sum_kernel(
             flag = (owner_base + flags_at).to(tl.pointer_type(tl.int32)) + number * SIZE + RANK
             tl.atomic_xchg(flag, turn, sem="release", scope="sys")
             came = (own_base + sum_flags_at).to(tl.pointer_type(tl.int32)) + number
-            _await(came + lane * 0, lane == owner, lane, turn, control, LANES, HAS_TIMER)
+            await_turn(came + lane * 0, lane == owner, lane, turn, control, LANES, HAS_TIMER)
             sums = tl.multiple_of((own_base + sums_at).to(tl.pointer_type(kind)), 16)
             summed = tl.load(sums + begin + column, mask=mask, other=0.0, cache_modifier=".cg")
     tl.store(total + begin + column, summed, mask=mask)
@@ -395,7 +395,7 @@ def _share_kernel(
     else:
         base = tl.load(bases + RANK)
         came = (base + flags_at).to(tl.pointer_type(tl.int32)) + number
-        _await(came + lane * 0, lane == 0, lane, turn, control, LANES, HAS_TIMER)
+        await_turn(came + lane * 0, lane == 0, lane, turn, control, LANES, HAS_TIMER)
         given = (base + tokens_at).to(tl.pointer_type(tl.int64))
         tl.store(out + at, tl.load(given + here, mask=mask, cache_modifier=".cg"), mask=mask)
     tl.store(turns + number, turn)

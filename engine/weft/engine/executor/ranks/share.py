@@ -72,7 +72,8 @@ def peers_of(
 
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
-    peers = DevicePeers(others.group, device, others.store_path, model.hidden_size, dtype)
+    sizes = model.hidden_size, dtype, model.num_embeddings
+    peers = DevicePeers(others.group, device, others.store_path, *sizes)
     others.agree("peers")
     return peers
 

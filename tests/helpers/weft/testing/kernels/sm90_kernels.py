@@ -46,6 +46,7 @@ from weft.kernels.gpu import (
     latent_attention,
     page_digest,
     page_ops,
+    peer_logits,
     peer_sum,
     recurrence,
     replaced,
@@ -418,6 +419,11 @@ def compile_ranks() -> None:
     """Sums over ranks and the tokens of rank 0, by both a rank that leads and one that follows."""
     numbers, width = torch.zeros(8, dtype=torch.int64), 4096
     for rank in (0, 1):
+        memory_of_logits = peer_logits.LogitsMemory(
+            *(rank, 2, 8000, 4, torch.zeros(4, 8000), numbers[:2], numbers.int(), numbers[:2])
+        )
+        share = memory_of_logits.share
+        peer_logits.gather_logits(memory_of_logits, torch.zeros(3, share.stop - share.start))
         memory = peer_sum.PeerMemory(
             rank, 2, width, 2, 4, 8, numbers[:2], torch.zeros(99, dtype=torch.int32), numbers[:2]
         )
