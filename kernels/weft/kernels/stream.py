@@ -140,16 +140,26 @@ class SharedCombine(NamedTuple):
         """See `Sum.added_to`."""
         return self.routed.added_to(self.shared_sum().added_to(value))
 
+    def partial(self) -> torch.Tensor:
+        """See `Sum.partial`."""
+        return self.shared_sum().partial().add_(self.routed.partial())
+
 
 class Computed(NamedTuple):
     """An addition that is computed already."""
 
     value: torch.Tensor
     """[T, H], contiguous."""
+    is_partial: bool = False
+    """Whether it is a rank's part of the sum, where there are several; else all ranks have it."""
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """See `Sum.added_to`."""
         return value + self.value
+
+    def partial(self) -> torch.Tensor:
+        """See `Sum.partial`; of the dtype of the value."""
+        return self.value
 
 
 Pending = Sum | GatedSum | Combine | SharedCombine | Computed
@@ -196,15 +206,15 @@ class Stream:
 
     def add(self, pending: Pending) -> None:
         """Adds to the stream."""
-        if self.peers is None:
+        if self.peers is None or (isinstance(pending, Computed) and not pending.is_partial):
             self._value = pending.added_to(self._value)
-        elif isinstance(pending, Sum | GatedSum | Combine):
-            self._value = self.peers.add_sum(pending.partial(), self._value)
         else:
-            raise TypeError(f"{type(pending).__name__} is not divided among ranks")
+            self._value = self.peers.add_sum(pending.partial(), self._value)
 
     def computed(self, pending: Pending) -> torch.Tensor:
-        """What an addition adds, [T, H], for what changes it before it is added."""
+        """What an addition adds, [T, H], for what changes it before it is added; of all ranks."""
+        if self.peers is not None:
+            return self.peers.add_sum(pending.partial(), torch.zeros_like(self._value))
         if isinstance(pending, GatedSum):
             pending = pending.inner()
         if isinstance(pending, Sum):

@@ -32,7 +32,8 @@ def needs_gpus(count: int) -> None:
         pytest.skip(f"cuda: {torch.cuda.device_count()} GPUs, of which this needs {count}")
 
 
-def make_model(kind: str, folder: Path, seed: int) -> Path:
+def make_model(kind: str, folder: Path) -> Path:
+    seed = random.randrange(1 << 30)
     return make_tiny(kind, folder, seed, tokenizer=True, vocab_size=VOCAB, **SIZES)
 
 
@@ -70,9 +71,9 @@ def run(llm: LLM, prompts: list[list[int]], kinds: list[SamplingParams]) -> list
 
 
 @pytest.mark.parametrize(("kind", "size"), [("llama", 2), ("qwen3_moe", 2), ("llama", 4)])
-def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed: int) -> None:
+def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path) -> None:
     needs_gpus(size)
-    folder = make_model(kind, tmp_path / "model", seed)
+    folder = make_model(kind, tmp_path / "model")
     prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
     kinds = sampled(len(prompts))
     with make_llm(folder) as llm:
@@ -95,9 +96,9 @@ def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed:
             assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
 
 
-def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path, seed: int) -> None:
+def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -> None:
     needs_gpus(2)
-    folder = make_model("llama", tmp_path / "model", seed)
+    folder = make_model("llama", tmp_path / "model")
     prompts = random_prompts((1, 30, 150, 64, 9, 200))
     with make_llm(folder, tp=2, dtype="bfloat16", drafter="none") as llm:
         samples = llm.generate(prompts, stop=StopCriteria(max_tokens=60, ignore_eos=True))
@@ -110,9 +111,9 @@ def generate_on_and_on(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_rank_that_is_lost_ends_the_engine_in_time(how: str, tmp_path: Path, seed: int) -> None:
+def test_a_rank_that_is_lost_ends_the_engine_in_time(how: str, tmp_path: Path) -> None:
     needs_gpus(2)
-    folder = make_model("llama", tmp_path / "model", seed)
+    folder = make_model("llama", tmp_path / "model")
     with make_llm(folder, tp=2) as llm:
         ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
         lost_at = 0.0

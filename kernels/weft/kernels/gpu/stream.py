@@ -153,10 +153,11 @@ class RankedStream(GpuStream):
 
     def normed(self, norm: AnyNorm | None) -> Normed:
         """See `Stream.normed`."""
-        if self._pending is None or not isinstance(norm, Norm):
+        pending = self._pending
+        is_whole = isinstance(pending, Computed) and not pending.is_partial
+        if pending is None or is_whole or not isinstance(norm, Norm):
             return super().normed(norm)
-        pending, self._pending = self._pending, None
-        tap = self._tap()
+        self._pending, tap = None, self._tap()
         normed = self.peers.add_norm(_part(pending), self._value, norm, tap)
         assert normed is not None
         self._take(tap)
@@ -164,21 +165,33 @@ class RankedStream(GpuStream):
 
     def add(self, pending: Pending) -> None:
         """See `Stream.add`."""
-        if not isinstance(pending, Sum | GatedSum | Combine):
-            raise TypeError(f"{type(pending).__name__} is not divided among ranks")
+        if isinstance(pending, SharedCombine):
+            pending = Computed(_part(pending), is_partial=True)
         super().add(pending)
+
+    def computed(self, pending: Pending) -> torch.Tensor:
+        """See `Stream.computed`; of all ranks."""
+        total = torch.zeros_like(self._value)
+        self.peers.add_norm(_part(pending), total, None)
+        return total
 
     def settle(self) -> torch.Tensor:
         """See `Stream.settle`."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if isinstance(pending, Computed) and not pending.is_partial:
+            self._value = pending.added_to(self._value)
+        elif pending is not None:
             self.peers.add_norm(_part(pending), self._value, None)
         return self._value
 
 
-def _part(pending: Sum | GatedSum | Combine | Computed) -> torch.Tensor:
+def _part(pending: Pending) -> torch.Tensor:
     """[T, H]: this rank's part of an addition."""
-    assert not isinstance(pending, Computed)
+    if isinstance(pending, Computed):
+        return pending.value
+    if isinstance(pending, SharedCombine):
+        x, w, lora = pending.shared_sum()
+        return linear(x, w, lora=lora).add_(_combine(pending.routed, None))
     if isinstance(pending, Combine):
         return _combine(pending, None)
     return (_product(pending) if isinstance(pending, Sum) else _gated(pending))[0]
