@@ -59,7 +59,9 @@ KINDS = {
 """Kinds of kernels by parts of their names; the first that fits."""
 
 
-def engine_case(name: str, tp: int, batches: Sequence[int], has_parts: bool) -> dict[str, Any]:
+def engine_case(
+    name: str, tp: int, batches: Sequence[int], has_parts: bool, quantization: str
+) -> dict[str, Any]:
     """Measures one model on some GPUs."""
     began = time.perf_counter()
     found: dict[str, Any] = {"model": name, "tp": tp, "decode": {}, "ttft_ms": {}, "parts": {}}
@@ -78,6 +80,7 @@ def engine_case(name: str, tp: int, batches: Sequence[int], has_parts: bool) -> 
             "prefix_cache": False,
             "inter_token_target_s": 1.0,
             "rank_timeout_s": 60.0,
+            "quantization": quantization,
         }
         with LLM(model_dir, **settings, tp=tp) as llm:
             gc.collect()
@@ -307,6 +310,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 64, 256])
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
+    parser.add_argument("--quantization", default="auto", help="auto or fp8")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -314,8 +318,10 @@ def main() -> None:
     if arguments.what == "sums":
         found, name = sums(arguments.ranks), "sums"
     else:
-        case = (arguments.model, arguments.tp, arguments.batches, arguments.parts)
-        found, name = engine_case(*case), f"{arguments.model}-tp{arguments.tp}"
+        asked = arguments.quantization
+        case = (arguments.model, arguments.tp, arguments.batches, arguments.parts, asked)
+        name = f"{arguments.model}-tp{arguments.tp}{'' if asked == 'auto' else f'-{asked}'}"
+        found = engine_case(*case)
     if arguments.out:
         content = {**describe_gpu(arguments.commit), "results": found}
         (arguments.out / f"tp-{name}.json").write_text(json.dumps(content, indent=1))

@@ -114,7 +114,8 @@ def generate_on_and_on(llm: LLM) -> None:
 def test_a_rank_that_is_lost_ends_the_engine_in_time(how: str, tmp_path: Path) -> None:
     needs_gpus(2)
     folder = make_model("llama", tmp_path / "model")
-    with make_llm(folder, tp=2) as llm:
+    # With as many pages as the memory has room for.
+    with make_llm(folder, tp=2, num_pages=None, device_memory_share=0.1) as llm:
         ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
         lost_at = 0.0
 

@@ -204,9 +204,10 @@ def load_parts(
                 "make yet; take tp = 1, or --task generate",
                 param="tp",
             )
-        if resolve_quantization(config.quantization, model.quantization, own.device) is not None:
+        chosen = resolve_quantization(config.quantization, model.quantization, own.device)
+        if chosen is not None and chosen.format == "gguf":
             raise ConfigError(
-                f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",
+                f"tp = {config.tp}: weights of GGUF files are not divided among ranks; take tp = 1",
                 param="tp",
             )
         ranks = Ranks(config, wake)
