@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
@@ -161,6 +163,29 @@ def test_texts_of_quantised_weights_are_those_of_one_rank(
     prompts = random_prompts((5, 60, 33))
     alone = greedy_texts(folder, prompts, **settings)
     assert greedy_texts(folder, prompts, tp=2, **settings) == alone
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("inner", [64, 96])
+def test_texts_of_experts_in_mxfp4_are_those_of_one_rank(
+    inner: int, tmp_path: Path, seed: int
+) -> None:
+    """Also where a rank's columns begin within a group of 32."""
+    _, fields = MOE_FAMILIES["gpt-oss"]
+    sizes = {"intermediate_size": inner, "hidden_size": 96}
+    make_reference("gpt_oss", tmp_path, seed, **{**fields, **sizes})
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (5, 60, 33)]
+    assert greedy_texts(tmp_path, prompts, tp=2) == greedy_texts(tmp_path, prompts)
 
 
 def test_a_rank_that_is_late_at_every_step_changes_nothing(
