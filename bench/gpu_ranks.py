@@ -191,7 +191,7 @@ def sums(sizes: Sequence[int]) -> dict[str, Any]:
             for rank in ranks:
                 rank.start()
             try:
-                table = results.get(timeout=100)
+                table = results.get(timeout=50)
             finally:
                 for rank in ranks:
                     rank.join(10)
@@ -214,15 +214,15 @@ def sums_of_rank(
     from torch.distributed import _symmetric_memory as symmetric
 
     peers = []
-    for number, once in enumerate((8 << 20, 1)):
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    for once in (8 << 20, 1):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
         group = SharedGroup(segment, rank, size, 30.0)
-        path = f"{folder}/ours-{number}"
-        peers.append(device_peers.DevicePeers(group, device, path, WIDTH, torch.bfloat16, 128))
+        peers.append(device_peers.DevicePeers(group, device, name, WIDTH, torch.bfloat16, 128))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
     norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
-    name = dist.group.WORLD.group_name
     table: dict[str, dict[int, float]] = {}
     for kib in SUM_KIB:
         rows = (kib << 10) // (2 * WIDTH)

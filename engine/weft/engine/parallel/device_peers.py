@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FileStore, _SymmetricMemory
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import _symmetric_memory as symmetric
 from weft.engine.base.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
@@ -37,7 +38,7 @@ class DevicePeers:
     Args:
         group: The ranks' processes.
         device: GPU of this rank; no other rank uses it.
-        store_path: A file that all ranks use to find one another, new for each group.
+        name: Of the process group that torch knows the ranks by; see `join`.
         width: Numbers of a row of the residual stream.
         dtype: Their dtype.
         columns: Size of the vocabulary.
@@ -50,7 +51,7 @@ class DevicePeers:
         self,
         group: SharedGroup,
         device: torch.device,
-        store_path: str,
+        name: str,
         width: int,
         dtype: torch.dtype,
         columns: int,
@@ -61,17 +62,11 @@ class DevicePeers:
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
         layout = layout_of(self.size, width * itemsize, once, twice)
-        # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         try:
-            store = FileStore(store_path, self.size)
-            _SymmetricMemory.set_group_info(store_path, self.rank, self.size, store)
-            self._kept.append(store)
-            _, bases = self._mapped(layout.end, device, store_path)
+            _, bases = self._mapped(layout.end, device, name)
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
             num_bytes = memory_bytes(self.size, columns, rows)
-            of_logits, bases_of_logits = self._mapped(num_bytes, device, store_path)
+            of_logits, bases_of_logits = self._mapped(num_bytes, device, name)
         except RuntimeError as error:
             raise ConfigError(
                 f"tp = {self.size}: the GPUs cannot map each other's memory ({error}); take GPUs "
@@ -115,7 +110,7 @@ class DevicePeers:
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        handle: Any = _SymmetricMemory.rendezvous(memory, name)
+        handle: Any = symmetric.rendezvous(memory, name)
         self._kept += [memory, handle]
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         return memory, torch.tensor(pointers, dtype=torch.int64, device=device)
@@ -160,6 +155,30 @@ class DevicePeers:
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens of rank 0, on all ranks; see `weft.kernels.gpu.peer_sum.share_tokens`."""
         return share_tokens(self._memory, tokens)
+
+
+def join(rank: int, size: int, store_path: str) -> str:
+    """Makes the process group by which ranks exchange the handles of their memory.
+
+    Args:
+        rank: Of this process.
+        size: Number of ranks.
+        store_path: A file that all ranks use to find one another, new for each group.
+
+    Returns:
+        The group's name.
+    """
+    # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # An earlier engine's.
+    store = FileStore(store_path, size)
+    # Without a device this makes no communicator.
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+    group = dist.group.WORLD
+    assert group is not None
+    return str(group.group_name)
 
 
 def rows_of(size: int, row_bytes: int) -> tuple[int, int]:

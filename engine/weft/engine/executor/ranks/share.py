@@ -27,7 +27,7 @@ class Others(Protocol):
     size: int
     group: SharedGroup
     store_path: str
-    """See `DevicePeers`."""
+    """See `weft.engine.parallel.device_peers.join`."""
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
         """See `Ranks.agree`."""
@@ -68,12 +68,13 @@ def peers_of(
     """
     if device.type == "cpu":
         return others.group
-    from weft.engine.parallel.device_peers import DevicePeers
+    from weft.engine.parallel.device_peers import DevicePeers, join
 
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
-    peers = DevicePeers(others.group, device, others.store_path, *sizes)
+    name = join(others.rank, others.size, others.store_path)
+    peers = DevicePeers(others.group, device, name, *sizes)
     others.agree("peers")
     return peers
 

@@ -69,7 +69,7 @@ class Ranks:
         self._is_lost = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self.store_path = f"{self._folder.name}/store"
-        """See `DevicePeers`."""
+        """See `weft.engine.parallel.device_peers.join`."""
         self._followers: list[_Follower] = []
         self._is_ready = False
         self._watcher: threading.Thread | None = None
