@@ -214,12 +214,13 @@ def sums_of_rank(
     from torch.distributed import _symmetric_memory as symmetric
 
     peers = []
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
+    world = dist.group.WORLD
+    assert world is not None
+    name = world.group_name
     for once in (8 << 20, 1):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
         group = SharedGroup(segment, rank, size, 30.0)
-        peers.append(device_peers.DevicePeers(group, device, name, WIDTH, torch.bfloat16, 128))
+        peers.append(device_peers.DevicePeers(group, device, world, WIDTH, torch.bfloat16, 128))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
     norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
@@ -231,7 +232,7 @@ def sums_of_rank(
         torch.manual_seed(77)
         stream = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
         shared = symmetric.empty(rows, WIDTH, dtype=torch.bfloat16, device=device)
-        symmetric.rendezvous(shared, dist.group.WORLD)
+        symmetric.rendezvous(shared, world)
         exact = part.float()
         dist.all_reduce(exact)
         exact += stream.float()

@@ -38,7 +38,7 @@ class DevicePeers:
     Args:
         group: The ranks' processes.
         device: GPU of this rank; no other rank uses it.
-        name: Of the process group that torch knows the ranks by; see `join`.
+        ranks: The process group that torch knows the ranks by; see `join`.
         width: Numbers of a row of the residual stream.
         dtype: Their dtype.
         columns: Size of the vocabulary.
@@ -51,7 +51,7 @@ class DevicePeers:
         self,
         group: SharedGroup,
         device: torch.device,
-        name: str,
+        ranks: dist.ProcessGroup,
         width: int,
         dtype: torch.dtype,
         columns: int,
@@ -63,10 +63,10 @@ class DevicePeers:
         once, twice = rows_of(self.size, width * itemsize)
         layout = layout_of(self.size, width * itemsize, once, twice)
         try:
-            _, bases = self._mapped(layout.end, device, name)
+            _, bases = self._mapped(layout.end, device, ranks)
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
             num_bytes = memory_bytes(self.size, columns, rows)
-            of_logits, bases_of_logits = self._mapped(num_bytes, device, name)
+            of_logits, bases_of_logits = self._mapped(num_bytes, device, ranks)
         except RuntimeError as error:
             raise ConfigError(
                 f"tp = {self.size}: the GPUs cannot map each other's memory ({error}); take GPUs "
@@ -104,13 +104,13 @@ class DevicePeers:
         )
 
     def _mapped(
-        self, num_bytes: int, device: torch.device, name: str
+        self, num_bytes: int, device: torch.device, ranks: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of zeros on this rank, and the addresses at which this process has all ranks'."""
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        handle: Any = symmetric.rendezvous(memory, name)
+        handle: Any = symmetric.rendezvous(memory, ranks)
         self._kept += [memory, handle]
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         return memory, torch.tensor(pointers, dtype=torch.int64, device=device)
@@ -157,16 +157,13 @@ class DevicePeers:
         return share_tokens(self._memory, tokens)
 
 
-def join(rank: int, size: int, store_path: str) -> str:
+def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
     """Makes the process group by which ranks exchange the handles of their memory.
 
     Args:
         rank: Of this process.
         size: Number of ranks.
         store_path: A file that all ranks use to find one another, new for each group.
-
-    Returns:
-        The group's name.
     """
     # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -178,7 +175,7 @@ def join(rank: int, size: int, store_path: str) -> str:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
-    return str(group.group_name)
+    return group
 
 
 def rows_of(size: int, row_bytes: int) -> tuple[int, int]:

@@ -73,8 +73,8 @@ def peers_of(
     model = ModelConfig.load(config.model_dir)
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
-    name = join(others.rank, others.size, others.store_path)
-    peers = DevicePeers(others.group, device, name, *sizes)
+    ranks = join(others.rank, others.size, others.store_path)
+    peers = DevicePeers(others.group, device, ranks, *sizes)
     others.agree("peers")
     return peers
 
