@@ -232,8 +232,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Of large models as many layers as fit one card."""
 
+LARGE_MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": {
+        **MODELS["llama-3.1-8b"],
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+"""Models that need several cards."""
+
 
 def write_config(folder: Path, name: str, **changed: Any) -> Path:
     """A model's directory without weights, with some fields changed; returns `folder`."""
-    (folder / "config.json").write_text(json.dumps({**MODELS[name], **changed}))
+    config = {**(MODELS | LARGE_MODELS)[name], **changed}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from weft.kernels import cpu
+from weft.kernels.norm import Norm
 
 
 class Peers(Protocol):
@@ -28,6 +29,26 @@ class Peers(Protocol):
 
         Returns:
             [T, H], dtype of `residual`.
+        """
+        ...
+
+    def add_norm(
+        self,
+        partial: torch.Tensor,
+        stream: torch.Tensor,
+        norm: Norm | None,
+        tap: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Adds the sum of `partial` over all ranks to the stream; on GPUs alone.
+
+        Args:
+            partial: [T, H], dtype of `stream`, contiguous.
+            stream: [T, H], contiguous, equal on all ranks; changed.
+            norm: The norm that follows, or None.
+            tap: [T, H] with rows of any stride: gets the stream as well; or None.
+
+        Returns:
+            [T, H]: the stream, normalised; None without a norm.
         """
         ...
 

@@ -242,11 +242,11 @@ def stream_of(hidden: torch.Tensor, taps: Taps | None, peers: Peers | None = Non
         taps: Gets what enters some of these layers, or None.
         peers: See `Stream`.
     """
-    if not hidden.is_cuda or peers is not None:
+    if not hidden.is_cuda:
         return Stream(hidden, taps, peers)
     from weft.kernels.gpu import stream as gpu
 
-    return gpu.GpuStream(hidden, taps)
+    return gpu.GpuStream(hidden, taps) if peers is None else gpu.RankedStream(hidden, taps, peers)
 
 
 def can_fold(

@@ -8,16 +8,27 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.ranks import start
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.engine.parallel.shards import check_divides
+from weft.testing.models.families import FAMILIES, make_family
+from weft.testing.models.fp8_models import fp8_copy
+from weft.testing.models.int_models import LAYOUTS, packed_models
+from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.quantised_models import quantised_copy
+from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -99,6 +110,84 @@ def test_texts_are_those_of_one_rank(kind: str, size: int, tmp_path: Path, seed:
             assert mine.logprob == pytest.approx(right.logprob, abs=1e-3)
 
 
+def greedy_texts(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    stop = StopCriteria(max_tokens=16, ignore_eos=True)
+    with make_llm(folder, num_pages=96, **settings) as llm:
+        return [sample.token_ids for sample in llm.generate(prompts, GREEDY, stop)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*FAMILIES, *MOE_FAMILIES])
+def test_texts_of_other_families_are_those_of_one_rank(
+    name: str, tmp_path: Path, seed: int
+) -> None:
+    folder = tmp_path / "model"
+    if name in FAMILIES:
+        make_family(name, folder, seed)
+    else:
+        kind, fields = MOE_FAMILIES[name]
+        make_reference(kind, folder, seed, **fields)
+    config = ModelConfig.load(folder)
+    try:
+        check_divides(config, 2)
+    except ConfigError as error:
+        pytest.skip(f"not divided: {error}")
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (5, 60, 33)]
+    assert greedy_texts(folder, prompts, tp=2) == greedy_texts(folder, prompts)
+
+
+FORMATS: dict[str, Callable[[Path, Path], Path]] = {
+    "fp8 blocks": lambda source, path: fp8_copy(source, path, "blocks")[0],
+    "fp8 channels": lambda source, path: fp8_copy(source, path, "channel")[0],
+    "int8": quantised_copy,
+    "gptq": lambda source, path: packed_models(source, path, LAYOUTS["gptq"])[0],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("quantization", [*FORMATS, "load fp8", "load int8", "load int4"])
+def test_texts_of_quantised_weights_are_those_of_one_rank(
+    quantization: str, kind: str, tmp_path: Path, seed: int
+) -> None:
+    if (quantization, kind) == ("gptq", "qwen3_moe"):
+        pytest.skip("routers stay in floats there")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    folder = make_tiny(kind, tmp_path / "model", seed, tokenizer=True, vocab_size=VOCAB, **sizes)
+    settings: dict[str, Any] = {}
+    if quantization in FORMATS:
+        folder = FORMATS[quantization](folder, tmp_path / "quantised")
+    else:
+        settings = {"quantization": quantization.removeprefix("load ")}
+    prompts = random_prompts((5, 60, 33))
+    alone = greedy_texts(folder, prompts, **settings)
+    assert greedy_texts(folder, prompts, tp=2, **settings) == alone
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("inner", [64, 96])
+def test_texts_of_experts_in_mxfp4_are_those_of_one_rank(
+    inner: int, tmp_path: Path, seed: int
+) -> None:
+    """Also where a rank's columns begin within a group of 32."""
+    _, fields = MOE_FAMILIES["gpt-oss"]
+    sizes = {"intermediate_size": inner, "hidden_size": 96}
+    make_reference("gpt_oss", tmp_path, seed, **{**fields, **sizes})
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (5, 60, 33)]
+    assert greedy_texts(tmp_path, prompts, tp=2) == greedy_texts(tmp_path, prompts)
+
+
 def test_a_rank_that_is_late_at_every_step_changes_nothing(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +241,34 @@ def test_a_rank_that_is_lost_ends_the_engine_in_time(
     assert not any(rank.is_running() for rank in ranks)
 
 
+def lose_a_rank(folder: Path, size: int, how: signal.Signals) -> None:
+    """Kills or stops a rank at some moment, under load."""
+    began = set(psutil.Process().children())
+    lost_at = 0.0
+
+    def strike() -> None:
+        nonlocal lost_at
+        ranks = [one for one in psutil.Process().children() if one not in began]
+        lost_at = time.monotonic()
+        ranks[random.randrange(size - 1)].send_signal(how)
+
+    with make_llm(folder, tp=size) as llm:
+        timer = threading.Timer(random.uniform(0.0, 1.0), strike)
+        timer.start()
+        with pytest.raises(RanksLost, match=r"rank [1-3] .*(signal 9|has not come)"):
+            generate_on_and_on(llm)
+        timer.join()
+        assert time.monotonic() - lost_at < LIMIT_S + 5
+    assert set(psutil.Process().children()) <= began
+
+
+@pytest.mark.full
+def test_ranks_that_are_lost_at_any_moment_end_the_engine(tmp_path: Path, seed: int) -> None:
+    folder = make_model("llama", tmp_path / "model", seed)
+    for size in random.choices((2, 4), k=100):
+        lose_a_rank(folder, size, random.choice((signal.SIGKILL, signal.SIGSTOP)))
+
+
 def test_a_rank_that_does_not_answer_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,8 +288,6 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
         LLM(folder, tp=2, enable_lora=True)
     with pytest.raises(ConfigError, match="drafter = eagle3"):
         LLM(folder, tp=2, drafter="eagle3", draft_dir=folder)
-    with pytest.raises(ConfigError, match="quantised"):
-        LLM(folder, tp=2, quantization="int8")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(folder, tp=2, deterministic=True)
     modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]

@@ -438,7 +438,6 @@ class EngineConfig:
         ]
         if self.is_on_gpu:
             needs += [
-                ("cuda_graphs", not self.cuda_graphs, "off with tp > 1 on GPUs"),
                 (
                     "tp",
                     not self.ships_pages,

@@ -33,6 +33,7 @@ Float64Array = npt.NDArray[np.float64]
 
 Way = Literal["greedy", "any"]
 """How the tokens of a step are drawn: as the most likely ones, or each by its slot's parameters."""
+WAYS: tuple[Way, ...] = ("greedy", "any")
 
 
 class SlotParams(NamedTuple):

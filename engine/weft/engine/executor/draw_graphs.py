@@ -6,7 +6,8 @@ Drawing has graphs of its own, since masks of constraints may have to be sent af
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +17,13 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.executor.keeping import TokenKeeper
+from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.interface import Model
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 FREE_ROWS = 64
 """Number of rows for which an LM head takes little more time than for one. Steps with prompts and
@@ -56,8 +61,10 @@ class DrawGraphs:
         graphs: The captured steps.
         inputs: Inputs of the steps.
         keeper: Keeps drawn tokens.
-        tables: Sampling tables of slots whose requests have no penalties or biases; None: only
-            greedy tokens are drawn.
+        tables: Sampling tables of slots whose requests have no penalties or biases; None: greedy
+            tokens alone are drawn, or another rank draws.
+        ways: Ways of drawing to capture.
+        peers: Ranks, of which the first draws for all; None: there are none.
         on_capture: Called after each bucket with (captured graphs, all graphs, what in words).
 
     Raises:
@@ -71,12 +78,15 @@ class DrawGraphs:
         inputs: DeviceInputs,
         keeper: TokenKeeper,
         tables: SlotTables | None,
+        ways: Sequence[Way],
+        peers: DevicePeers | None = None,
         on_capture: Progress = lambda done, total, what: None,
     ) -> None:
         self._model = model
         self._inputs = inputs
         self._keeper = keeper
         self._tables = tables
+        self._peers = peers
         device = inputs.pages.device
         steps = {
             bucket: hidden
@@ -87,7 +97,6 @@ class DrawGraphs:
         most = max((len(hidden) for hidden in steps.values()), default=0)
         is_pinned = device.type == "cuda"
         self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=is_pinned)
-        ways: tuple[Way, ...] = ("greedy",) if tables is None else ("greedy", "any")
         self._marks = Marks(device, number=4)
         self._drawn_as = torch.full((most,), _OWN, dtype=torch.int64, device=device)
         """[most]: the slot with which each row behind drafts draws."""
@@ -154,8 +163,7 @@ class DrawGraphs:
 
     def _draw(self, key: DrawKey, hidden: torch.Tensor) -> torch.Tensor:
         """The captured work: [rows] int64."""
-        (bucket, rows, way), verified = key, None
-        logits = self._model.logits(hidden[:rows])
+        bucket, rows, verified = key.bucket, key.rows, None
         if bucket.kind == "decode":
             step, slots = self._inputs.drawing_step(rows)
             positions = step.positions
@@ -165,15 +173,12 @@ class DrawGraphs:
         else:
             step, verified, _ = self._inputs.ragged_step(bucket.columns)
             slots, positions = verified.slots[:rows], step.positions[:rows]
-        if way == "greedy":
-            tokens = greedy_rows(logits)
+        logits = self._logits(hidden[:rows])
+        if logits is None:
+            assert self._peers is not None
+            tokens = self._peers.share_tokens(torch.empty_like(slots))
         else:
-            assert self._tables is not None
-            drawn_as = slots
-            if bucket.drafts:
-                drawn_as = self._drawn_as[:rows]
-                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
-            tokens = draw_rows(logits, drawn_as, positions + 1, self._tables)
+            tokens = self._tokens(key, logits, slots, positions + 1)
         given = [tokens]
         if bucket.kind in ("decode", "ragged"):
             # For verified rows this keeps an arbitrary token; `accept` then keeps the right one.
@@ -184,6 +189,34 @@ class DrawGraphs:
         for host, column in zip(self._host, given, strict=False):
             host[:rows].copy_(column[:rows], non_blocking=True)
         return tokens
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[rows, vocab] float32; None on the other ranks, which may compute a part of it."""
+        peers = self._peers
+        if peers is None:
+            return self._model.logits(hidden)
+        share, part = peers.share_of_logits(len(hidden)), None
+        if share is not None and isinstance(self._model, DecoderOnlyLM):
+            part = self._model.logits_part(hidden, share)
+        logits = None if part is None else peers.gather_logits(part)
+        if peers.rank:
+            return None
+        return self._model.logits(hidden) if logits is None else logits
+
+    def _tokens(
+        self, key: DrawKey, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[rows] int64: the tokens drawn, of which all ranks get to know."""
+        if key.way == "greedy":
+            tokens = greedy_rows(logits)
+        else:
+            assert self._tables is not None
+            drawn_as = slots
+            if key.bucket.drafts:
+                drawn_as = self._drawn_as[: key.rows]
+                drawn_as = torch.where(drawn_as == _OWN, slots, drawn_as)
+            tokens = draw_rows(logits, drawn_as, positions, self._tables)
+        return tokens if self._peers is None else self._peers.share_tokens(tokens)
 
 
 def _sizes(bucket: GraphBucket) -> list[int]:

@@ -458,7 +458,10 @@ class StepGraphs:
                 run()
             torch.cuda.synchronize(self._pool.device)
             graph = torch.cuda.CUDAGraph()
-            with without_collection(), torch.cuda.graph(graph, pool=self._memory):
+            with (
+                without_collection(),
+                torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"),
+            ):
                 result = run()
         return graph, result
 

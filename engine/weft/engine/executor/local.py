@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
-from weft.engine.executor.device_sampling import CapturedDraw
+from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
@@ -43,6 +43,9 @@ from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 
 class Verifying(NamedTuple):
@@ -89,6 +92,7 @@ class LocalExecutor:
         pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
         blocks: of all ranks, like `pool`.
         num_ranks: ranks among which recurrent layers are divided.
+        peers: Ranks with a GPU each, of which the first draws for all; None: there are none.
     """
 
     def __init__(
@@ -114,10 +118,12 @@ class LocalExecutor:
         pool: RankPool | None = None,
         blocks: RankBlocks | None = None,
         num_ranks: int = 1,
+        peers: DevicePeers | None = None,
     ) -> None:
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
         self._model = model
+        self._peers = peers
         self._on_capture = on_capture
         heads = PooledHeads(DenseLayers(), None) if heads is None else heads
         width = model.config.hidden_size
@@ -327,12 +333,13 @@ class LocalExecutor:
             return None
         return partial(self._draws.begin, bucket, count)
 
-    def capture_draws(self, tables: SlotTables | None) -> None:
+    def capture_draws(self, tables: SlotTables | None, ways: Sequence[Way] = WAYS) -> None:
         """Captures the drawing from steps that have graphs.
 
         Args:
             tables: The sampler's tables for requests without penalties or biases; None: only greedy
-                tokens are drawn by graphs.
+                tokens are drawn by graphs, or another rank draws.
+            ways: Ways of drawing.
 
         Raises:
             ConfigError: There is not enough memory for it.
@@ -341,7 +348,17 @@ class LocalExecutor:
             return
         if self.graphs is not None and self._inputs is not None:
             parts = (self._model, self.graphs, self._inputs, self._keeper)
-            self._draws = DrawGraphs(*parts, tables, self._on_capture)
+            self._draws = DrawGraphs(*parts, tables, ways, self._peers, self._on_capture)
+
+    def keep_shared(self, count: int) -> None:
+        """`keep` of tokens that another rank has drawn.
+
+        Args:
+            count: L, rows of the logits.
+        """
+        assert self._peers is not None
+        tokens = torch.empty(count, dtype=torch.int64, device=self.device)
+        self.keep(self._peers.share_tokens(tokens))
 
     def keep(self, tokens: torch.Tensor) -> None:
         """Keeps the drawn tokens on the device as input of later steps.

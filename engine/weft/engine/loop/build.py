@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from weft.engine.base.clock import Clock
@@ -28,6 +29,7 @@ from weft.engine.executor.device import (
     promise_determinism,
     sampling_device,
 )
+from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import (
     describe_drafts,
     draft_adapters,
@@ -72,6 +74,7 @@ from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.shards import check_divides, describe_shards, layout_of_rank
+from weft.engine.parallel.shared import SharedGroup
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
 from weft.engine.scheduler.adapters import Adapters
@@ -85,6 +88,10 @@ from weft.engine.transfer.build import staged_exchange, staging_memory
 from weft.engine.transfer.exchange import DirectExchange, PageExchange
 from weft.engine.transfer.mover import Lanes
 from weft.engine.transfer.transport import Transport
+from weft.kernels.peers import Peers
+
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
 
 DEFAULT_KV_BYTES = 1 << 30
 """Default size of the KV pool on a CPU; with recurrent layers, of it and as much for states."""
@@ -188,6 +195,7 @@ def load_parts(
         check_recurrent(config)  # Before its weights are loaded.
     if config.tp > 1:
         check_divides(model, config.tp)
+        own = replace(config, device=device_of_rank(config, 0))
         task = load_pooling(config.model_dir, config.task).task
         if task != "generate":
             raise ConfigError(
@@ -195,13 +203,20 @@ def load_parts(
                 "make yet; take tp = 1, or --task generate",
                 param="tp",
             )
-        if resolve_quantization(config.quantization, model.quantization) is not None:
+        chosen = resolve_quantization(config.quantization, model.quantization)
+        if chosen is not None and chosen.format == "gguf":
             raise ConfigError(
-                f"tp = {config.tp}: quantised weights are not divided among ranks yet; take tp = 1",
+                f"tp = {config.tp}: weights of GGUF files are not divided among ranks; take tp = 1",
+                param="tp",
+            )
+        if chosen is not None and chosen.format != "fp8" and own.device.startswith("cuda"):
+            raise ConfigError(
+                f"tp = {config.tp}: on GPUs weights in {chosen.format} are not divided among ranks "
+                "yet; take tp = 1, or FP8",
                 param="tp",
             )
         ranks = Ranks(config, wake)
-        config = replace(config, device=device_of_rank(config, 0))
+        config = own
     device = find_device(config)
     try:
         with _sizing_turn(config, device, progress):
@@ -235,7 +250,8 @@ def _load_parts(
     progress: Progress,
 ) -> EngineParts:
     """See `load_parts`."""
-    models = _load_models(config, device, ranks, progress)
+    peers = None if ranks is None else peers_of(ranks, config, device)
+    models = _load_models(config, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
         check_recurrent(config)
@@ -248,14 +264,13 @@ def _load_parts(
     pools = _size_pools(config, models, device, lora, ranks)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     progress(0, 0, "allocating the KV pool")
-    executor = _make_executor(config, models, pools, max_tokens, device, lora, ranks, progress)
+    executor = _make_executor(
+        config, models, pools, max_tokens, device, lora, ranks, peers, progress
+    )
     progress(0, 0, "timing steps")
     token_s = time_token(
         executor, layout, config.max_running_requests, config.max_step_tokens, max_tokens
     )
-    if ranks is not None:
-        ranks.ready()
-        executor.lead(ranks)
     progress(0, 0, "warming up drawing")
     draws_on, faults = sampling_device(vocab_size, device)
     # Graphs are captured here, so no other thread may use the device yet.
@@ -272,7 +287,14 @@ def _load_parts(
         device=draws_on,
         max_masked_rows=max_drafts_of_a_step(config),
     )
-    executor.capture_draws(sampler.plain_tables)
+    tables = sampler.plain_tables
+    ways = 1 if tables is None else len(WAYS)
+    if ranks is not None:
+        ranks.agree("drawing", ways)
+    executor.capture_draws(tables, WAYS[:ways])
+    if ranks is not None:
+        ranks.ready()
+        executor.lead(ranks)
     progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
@@ -345,7 +367,11 @@ def make_store(
 
 
 def _load_models(
-    config: EngineConfig, device: torch.device, ranks: Ranks | None, progress: Progress
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    peers: Peers | None,
+    progress: Progress,
 ) -> _Models:
     """Loads the model, and the head or the model that drafts for it."""
     loaded = load_model(
@@ -359,7 +385,7 @@ def _load_models(
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         frees_windows=not config.keeps_windows,
         task=config.task,
-        peers=None if ranks is None else peers_of(ranks, device),
+        peers=peers,
         mtp_head=config.reads_mtp,
     )
     if ranks is not None:
@@ -506,6 +532,7 @@ def _make_executor(
     device: torch.device,
     lora: LoraPool | None,
     ranks: Ranks | None,
+    peers: SharedGroup | DevicePeers | None,
     progress: Progress,
 ) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
@@ -536,6 +563,7 @@ def _make_executor(
         pool=pool,
         blocks=blocks,
         num_ranks=config.tp,
+        peers=None if isinstance(peers, SharedGroup) else peers,
     )
     if ranks is not None:
         ranks.agree("pool")

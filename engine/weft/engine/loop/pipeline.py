@@ -314,6 +314,7 @@ class StepPipeline:
                 step.mark.wait()
             if step.draw is not None:
                 drawn = step.draw.wait()
+            self._executor.check()  # Before anything that came of it is told.
         except Exception as error:
             self._fail(step, error)
         self.host_goes_on()

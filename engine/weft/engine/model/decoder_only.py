@@ -17,7 +17,7 @@ from weft.engine.model.pooled_heads import DenseLayers, read_dense
 from weft.engine.model.stack import Stack
 from weft.engine.model.step import Step
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.linear import LinearWeight
+from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.pool import PlaneInPage
@@ -113,6 +113,18 @@ class DecoderOnlyLM:
         self.scale_logits(logits)
         if self.config.num_added_tokens:
             hide_unknown_tokens(logits, self.config.vocab_size, lora)
+        return logits
+
+    def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
+        """Logits of some tokens: [L, hidden] -> [L, tokens] float32; None: the head has no parts.
+
+        The form of the head alone decides whether it has parts.
+        """
+        weight = self.lm_head.part(tokens)
+        if weight is None or self.config.num_added_tokens:
+            return None
+        logits = linear(hidden, weight, out_dtype=torch.float32)
+        self.scale_logits(logits)
         return logits
 
     def scale_logits(self, logits: torch.Tensor) -> None:

@@ -17,6 +17,52 @@ from weft.engine.memory.layout import CacheLayout, PageGroup
 
 DIVIDED = frozenset(
     {
+        "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "CwmForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Dots1ForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "Exaone4ForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "GemmaForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "HYV3ForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "InternLM3ForCausalLM",
+        "Kimi_K25ForConditionalGeneration",
+        "LagunaForCausalLM",
+        "Llama4ForCausalLM",
+        "Ministral3ForCausalLM",
+        "MinistralForCausalLM",
+        "Mistral3ForConditionalGeneration",
+        "MixtralForCausalLM",
+        "NemotronForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "SolarOpenForCausalLM",
+        "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+        "VaultGemmaForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
@@ -48,6 +94,12 @@ def check_divides(config: ModelConfig, size: int) -> None:
     if config.architecture not in DIVIDED:
         raise ConfigError(
             f"tp = {size}: {config.architecture} is not divided among ranks yet; take tp = 1",
+            param="tp",
+        )
+    if config.latent is not None and config.latent.q_rank is None:
+        raise ConfigError(
+            f"tp = {size}: {config.architecture} without a latent of its queries is not divided "
+            "among ranks yet; take tp = 1",
             param="tp",
         )
     moe = config.moe
@@ -119,7 +171,7 @@ def describe_shards(config: ModelConfig, pids: Sequence[int], device: torch.devi
     """The ranks and their shares in one line, for logs and status."""
     size, heads = len(pids), config.num_kv_heads
     shared = f", each on {size // heads} ranks" if size > heads else ""
-    by = "shared memory" if device.type == "cpu" else "NCCL"
+    by = "shared memory" if device.type == "cpu" else "the memory of the GPUs"
     return (
         f"tensor parallel: {size} ranks (processes {', '.join(map(str, pids))}), each with "
         f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "

@@ -4,10 +4,12 @@ The segment holds counters, a ring of frames from rank 0 to all others, and slot
 
     counter        counts                                       written by
     arrived[r]     sums to which rank r has brought its part     rank r
-    stop           1: the group ends                             any rank
+    stop           1: the group ends; 2 + r: and its GPUs        any rank
+                   have waited for rank r
     posted         slots of the ring that were filled            rank 0
     taken[r]       slots of the ring that rank r has read        rank r
     ended[r]       frames that rank r has done                   rank r
+    limit[r]       longest wait of rank r in nanoseconds         rank r
 
 Native code (csrc/peers.h) waits, by some spins and then a futex, and adds the sums.
 """
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels import cpu
+from weft.kernels.norm import Norm
 
 _COUNTER_BYTES = 64
 _RING_SLOTS = 8
@@ -42,7 +45,7 @@ def segment_bytes(size: int) -> int:
 
 
 def _ring_at(size: int) -> int:
-    return -(-(3 * size + 2) * _COUNTER_BYTES // 4096) * 4096
+    return -(-(4 * size + 2) * _COUNTER_BYTES // 4096) * 4096
 
 
 def _sums_at(size: int) -> int:
@@ -107,6 +110,30 @@ class SharedGroup:
         """Sets the longest wait for another rank in a step."""
         self.limit_s = seconds
         self._struct.limit_ns = int(seconds * 1e9)
+        ctypes.c_int64.from_address(self.limit_address).value = int(seconds * 1e9)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Address and bytes of the counters, whole pages."""
+        return self._segment.address, _ring_at(self.size)
+
+    @property
+    def stop_address(self) -> int:
+        """Address of the stop word, uint32."""
+        return self._stop
+
+    @property
+    def limit_address(self) -> int:
+        """Address of the longest wait in nanoseconds, int64."""
+        return self._counter(3 * self.size + 2 + self.rank)
+
+    @property
+    def reason(self) -> str:
+        """Why the group has ended."""
+        late = ctypes.c_uint32.from_address(self._stop).value - _LATE
+        if late < 0:
+            return self.why()
+        return f"rank {late} has not come to a sum by {self._step} within {self.limit_s:g} s"
 
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """See `Peers.add_sum`; adds in float32, in the order of the ranks, and rounds once.
@@ -126,6 +153,16 @@ class SharedGroup:
         )
         self.check(status)
         return out
+
+    def add_norm(
+        self,
+        partial: torch.Tensor,
+        stream: torch.Tensor,
+        norm: Norm | None,
+        tap: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """See `Peers.add_norm`."""
+        raise NotImplementedError("sums with a norm are of GPUs")
 
     def native(self) -> cpu.PeersStruct:
         """See `Peers.native`."""
@@ -223,7 +260,7 @@ class SharedGroup:
 
     def _lose(self, status: int, rank: int, what: str) -> None:
         if status == _STOPPED:
-            raise RanksLost(f"{self.why()}, before {what}")
+            raise RanksLost(f"{self.reason}, before {what}")
         late = f"rank {rank} has not come to {what} within {self.limit_s:g} s"
         self.why = lambda: late
         self.stop()

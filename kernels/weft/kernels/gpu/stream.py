@@ -22,6 +22,7 @@ from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
 from weft.kernels.norm import AnyNorm, Norm
+from weft.kernels.peers import Peers
 from weft.kernels.stream import (
     Combine,
     Computed,
@@ -131,6 +132,69 @@ class GpuStream(Stream):
                 self.taps.take(self._entered, self._value)
             self.taps.have_taken(self._entered)
         self._entered = None
+
+
+class RankedStream(GpuStream):
+    """`Stream` through consecutive layers on GPUs that have parts of what is added. One launch sums
+    them up, adds to the stream and computes the norm that follows.
+
+    Args:
+        value: [T, H], contiguous; overwritten.
+        taps: Gets what enters some layers, or None.
+        peers: The ranks.
+    """
+
+    def __init__(self, value: torch.Tensor, taps: Taps | None, peers: Peers) -> None:
+        super().__init__(value, taps)
+        self.peers: Peers = peers
+
+    def begin_run(self, folds: bool) -> None:
+        """See `Stream.begin_run`: products cannot add to the stream."""
+
+    def normed(self, norm: AnyNorm | None) -> Normed:
+        """See `Stream.normed`."""
+        pending = self._pending
+        is_whole = isinstance(pending, Computed) and not pending.is_partial
+        if pending is None or is_whole or not isinstance(norm, Norm):
+            return super().normed(norm)
+        self._pending, tap = None, self._tap()
+        normed = self.peers.add_norm(_part(pending), self._value, norm, tap)
+        assert normed is not None
+        self._take(tap)
+        return Normed(normed)
+
+    def add(self, pending: Pending) -> None:
+        """See `Stream.add`."""
+        if isinstance(pending, SharedCombine):
+            pending = Computed(_part(pending), is_partial=True)
+        super().add(pending)
+
+    def computed(self, pending: Pending) -> torch.Tensor:
+        """See `Stream.computed`; of all ranks."""
+        total = torch.zeros_like(self._value)
+        self.peers.add_norm(_part(pending), total, None)
+        return total
+
+    def settle(self) -> torch.Tensor:
+        """See `Stream.settle`."""
+        pending, self._pending = self._pending, None
+        if isinstance(pending, Computed) and not pending.is_partial:
+            self._value = pending.added_to(self._value)
+        elif pending is not None:
+            self.peers.add_norm(_part(pending), self._value, None)
+        return self._value
+
+
+def _part(pending: Pending) -> torch.Tensor:
+    """[T, H]: this rank's part of an addition."""
+    if isinstance(pending, Computed):
+        return pending.value
+    if isinstance(pending, SharedCombine):
+        x, w, lora = pending.shared_sum()
+        return linear(x, w, lora=lora).add_(_combine(pending.routed, None))
+    if isinstance(pending, Combine):
+        return _combine(pending, None)
+    return (_product(pending) if isinstance(pending, Sum) else _gated(pending))[0]
 
 
 class _NormedByProducts(Normed):

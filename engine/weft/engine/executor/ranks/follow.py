@@ -22,10 +22,20 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.device import find_device
+from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import max_drafts
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
-from weft.engine.executor.ranks.frames import Copies, Pages, Step, Tokens, decode
+from weft.engine.executor.port import Drawable
+from weft.engine.executor.ranks.frames import (
+    Copies,
+    Draw,
+    Pages,
+    SharedTokens,
+    Step,
+    Tokens,
+    decode,
+)
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
 from weft.engine.executor.ranks.share import blocks_of, load_share, peers_of, pool_of
 from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
@@ -70,7 +80,8 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
-    loaded = load_share(config, others, peers_of(others, device))
+    peers = peers_of(others, config, device)
+    loaded = load_share(config, others, peers)
     layout = loaded.model.kv_layout(config.page_size)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
@@ -88,6 +99,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
             device,
             cuda_graphs=config.cuda_graphs,
             share=config.device_memory_share,
+            max_drafts=max_drafts(config),
         )
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
@@ -108,9 +120,12 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
         pool=pool,
         blocks=blocks_of(others, layout, num_blocks),
         num_ranks=config.tp,
+        peers=None if isinstance(peers, SharedGroup) else peers,
     )
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
+    ways = others.agree("drawing", len(WAYS))
+    executor.capture_draws(None, WAYS[:ways])
     return executor
 
 
@@ -120,13 +135,20 @@ def follow(executor: LocalExecutor, group: SharedGroup) -> None:
     Raises:
         RanksLost: The group ends.
     """
+    drawable: Drawable | None = None
     while True:
         match decode(group.take()):
             case Step(step, pages):
                 pages.enter(executor.page_table)
-                executor.launch(step)
+                drawable = executor.launch(step).drawable
+            case Draw(way):
+                assert drawable is not None
+                assert drawable.captured is not None
+                drawable.captured(way, None)
             case Tokens(tokens):
                 executor.keep(torch.from_numpy(tokens))
+            case SharedTokens(num_tokens):
+                executor.keep_shared(num_tokens)
             case Copies(copies):
                 executor.copy(copies)
             case Pages("zero", numbers):

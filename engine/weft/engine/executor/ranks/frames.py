@@ -14,10 +14,11 @@ import numpy as np
 from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.pages import PageCopy
 from weft.engine.base.state_rows import StateRows
+from weft.engine.executor.device_sampling import WAYS, Way
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 
-_STEP, _TOKENS, _COPIES, _ZERO, _POISON = range(5)
+_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED = range(7)
 _ARRAYS = (
     *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
     *("words", "limits", "pages", "adapters"),
@@ -57,6 +58,19 @@ class Tokens(NamedTuple):
     """Tokens drawn in the last step: the argument of `Executor.keep`."""
 
     tokens: Int64Array
+
+
+class Draw(NamedTuple):
+    """Rank 0 draws from the last step by a graph, in this way."""
+
+    way: Way
+
+
+class SharedTokens(NamedTuple):
+    """The argument of `Executor.keep` comes from rank 0's device."""
+
+    num_tokens: int
+    """Its length."""
 
 
 class Copies(NamedTuple):
@@ -100,6 +114,16 @@ def encode_tokens(tokens: Int64Array) -> list[bytes]:
     return [np.array([_TOKENS], np.int64).tobytes(), tokens.tobytes()]
 
 
+def encode_draw(way: Way) -> list[bytes]:
+    """Encodes that tokens are drawn by a graph."""
+    return [np.array([_DRAW, WAYS.index(way)], np.int64).tobytes()]
+
+
+def encode_shared(count: int) -> list[bytes]:
+    """Encodes that so many tokens come from rank 0's device."""
+    return [np.array([_SHARED, count], np.int64).tobytes()]
+
+
 def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
     """Encodes copies of pages."""
     return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
@@ -110,12 +134,16 @@ def encode_pages(what: Literal["zero", "poison"], pages: Sequence[int]) -> list[
     return [np.array([_ZERO if what == "zero" else _POISON, *pages], np.int64).tobytes()]
 
 
-def decode(frame: bytes) -> Step | Tokens | Copies | Pages:
+def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages:
     """The content of a frame."""
     numbers: Int64Array = np.frombuffer(bytearray(frame), np.int64)  # Writable, for torch.
     kind, behind = int(numbers[0]), numbers[1:]
     if kind == _TOKENS:
         return Tokens(behind)
+    if kind == _DRAW:
+        return Draw(WAYS[behind[0]])
+    if kind == _SHARED:
+        return SharedTokens(int(behind[0]))
     if kind == _COPIES:
         return Copies([PageCopy(*pair) for pair in behind.reshape(-1, 2).tolist()])
     return _step(numbers) if kind == _STEP else Pages(_WORK[kind], behind.tolist())

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
+from weft.engine.base.arrays import Int64Array
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.pages import PageCopy
+from weft.engine.executor.device_sampling import CapturedDraw, CapturedDraws, Way
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NewPages,
     encode_copies,
+    encode_draw,
     encode_pages,
+    encode_shared,
     encode_step,
     encode_tokens,
 )
@@ -54,12 +59,27 @@ class RankedExecutor(LocalExecutor):
             raise RanksLost(f"rank 0 failed in step {group.num_frames}: {error}") from error
         if not self.is_asynchronous:
             group.await_ended()
+        drawable = launched.drawable
+        if drawable is not None and drawable.captured is not None:
+            captured = partial(self._draw_on_all, drawable.captured)
+            launched = launched._replace(drawable=drawable._replace(captured=captured))
         return launched
+
+    def _draw_on_all(
+        self, captured: CapturedDraw, way: Way, drawn_as: Int64Array | None
+    ) -> CapturedDraws:
+        """Draws by a graph that also gives the tokens to the other ranks."""
+        assert self._ranks is not None
+        self._ranks.group.post(encode_draw(way))
+        return captured(way, drawn_as)
 
     def keep(self, tokens: torch.Tensor) -> None:
         """See `Executor.keep`."""
-        if self._ranks is not None:
-            self._ranks.group.post(encode_tokens(tokens.cpu().numpy()))
+        if self._ranks is not None and self._peers is None:
+            self._ranks.group.post(encode_tokens(tokens.numpy()))
+        elif self._ranks is not None and self._peers is not None:
+            self._ranks.group.post(encode_shared(len(tokens)))
+            tokens = self._peers.share_tokens(tokens.to(self.device, non_blocking=True))
         super().keep(tokens)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
@@ -95,6 +115,8 @@ class RankedExecutor(LocalExecutor):
         """Ends the other ranks."""
         if self._ranks is not None:
             self._ranks.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def _of_own_pages(self) -> Ranks | None:
         """The other ranks, if each has a pool of its own; else None."""

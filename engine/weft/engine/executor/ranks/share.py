@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from weft.engine.base.config import EngineConfig
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.local import RankPool
 from weft.engine.executor.states import RankBlocks
 from weft.engine.memory.layout import CacheLayout
@@ -15,6 +17,9 @@ from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 from weft.kernels.peers import Peers
 
+if TYPE_CHECKING:
+    from weft.engine.parallel.device_peers import DevicePeers
+
 
 class Others(Protocol):
     """One rank's interface to the other ranks during the start."""
@@ -23,7 +28,7 @@ class Others(Protocol):
     size: int
     group: SharedGroup
     store_path: str
-    """See `NcclPeers`."""
+    """See `weft.engine.parallel.device_peers.join`."""
 
     def agree(self, phase: str, number: int = 0, text: str = "") -> int:
         """See `Ranks.agree`."""
@@ -53,14 +58,25 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
     return loaded
 
 
-def peers_of(others: Others, device: torch.device) -> Peers:
-    """The means by which ranks add up partial sums: shared memory on a CPU, NCCL on GPUs."""
+def peers_of(
+    others: Others, config: EngineConfig, device: torch.device
+) -> SharedGroup | DevicePeers:
+    """The means by which ranks add up partial sums: memory that all of them map, on GPUs that of
+    the GPUs.
+
+    Raises:
+        ConfigError: The GPUs cannot map each other's memory.
+    """
     if device.type == "cpu":
         return others.group
-    from weft.engine.parallel.nccl import NcclPeers
+    from weft.engine.parallel.device_peers import DevicePeers, join
 
-    peers = NcclPeers(others.rank, others.size, device, others.store_path)
-    others.agree("communicator")
+    model = ModelConfig.load(config.model_dir)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
+    sizes = model.hidden_size, dtype, model.num_embeddings
+    ranks = join(others.rank, others.size, others.store_path)
+    peers = DevicePeers(others.group, device, ranks, *sizes)
+    others.agree("peers")
     return peers
 
 

@@ -69,8 +69,9 @@ class Ranks:
         self._is_lost = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         self.store_path = f"{self._folder.name}/store"
-        """See `NcclPeers`."""
+        """See `weft.engine.parallel.device_peers.join`."""
         self._followers: list[_Follower] = []
+        self._is_ready = False
         self._watcher: threading.Thread | None = None
         try:
             for rank in range(1, config.tp):
@@ -78,6 +79,8 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
 
     def _start(self, config: EngineConfig, rank: int) -> _Follower:
         ours, theirs = socket.socketpair()
@@ -149,8 +152,7 @@ class Ranks:
         """Ends the start: from now on a rank that ends or is late counts as lost."""
         self.agree("ready")
         self.group.limit(self._limit_s)
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._watcher.start()
+        self._is_ready = True
 
     def check(self) -> None:
         """Raises RanksLost if the group has ended.
@@ -159,7 +161,7 @@ class Ranks:
             RanksLost: The message says which rank is lost, and how.
         """
         if self.group.is_stopped:
-            raise RanksLost(self.group.why())
+            raise RanksLost(self.group.reason)
 
     def fail(self, why: str) -> None:
         """Ends all ranks, since one of them has failed."""
@@ -209,6 +211,11 @@ class Ranks:
         ended = {number for number, _ in poll.poll()}
         if self.group.is_stopped and not self._is_lost:
             return  # `close` ended the group, or a waiting rank has reported the cause.
+        if not self._is_ready:
+            # What waits for that rank's sums must go on; the next `agree` reports why it has ended.
+            self._why = "another rank has ended during its start"
+            self.group.stop()
+            return
         (first, *_) = [one for one in self._followers if one.pidfd in ended]
         said = ""
         with contextlib.suppress(LinkClosed):

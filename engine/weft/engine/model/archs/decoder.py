@@ -300,14 +300,23 @@ def _spec(
     if not layer.has_sinks:
         return spec
     name = config.names.sinks
-    return spec._replace(sinks=weights.read([TensorSlice(name, (heads,))], dtype=torch.float32))
+    own = weights.shard.of(heads, 1, may_repeat=False)
+    sinks = weights.read([TensorSlice(name, (heads,), (own,))], dtype=torch.float32)
+    return spec._replace(sinks=sinks)
 
 
 def _gate(gate: GateConfig, heads: int, dim: int, hidden: int, weights: Weights) -> Gate:
     if gate.name is None:
         return Gate(activation=gate.activation)
-    rows = heads if gate.is_by_head else heads * dim
-    spec = LinearSpec(names=(gate.name,), in_features=hidden, rows=(rows,), is_gate=True)
+    width = 1 if gate.is_by_head else dim
+    spec = LinearSpec(
+        names=(gate.name,),
+        in_features=hidden,
+        rows=(heads * width,),
+        split="out",
+        unit=width,
+        is_gate=True,
+    )
     return Gate(weights.linear(spec), gate.activation)
 
 
@@ -348,11 +357,12 @@ def _head_norms(
 
 
 def _by_head(weights: Weights, name: str, heads: int, dim: int) -> list[TensorSlice]:
-    """The norm weights of the heads: one tensor for all heads, or one tensor per head."""
+    """The norm weights of a rank's heads: one tensor for all heads, or one tensor per head."""
+    own = range(heads)[weights.shard.of(heads, 1, may_repeat=True)]
     if weights.has(f"{name}.0.weight"):
-        return [TensorSlice(f"{name}.{head}.weight", (dim,)) for head in range(heads)]
+        return [TensorSlice(f"{name}.{head}.weight", (dim,)) for head in own]
     whole = TensorSlice(f"{name}.weight", (heads, dim))
-    return [whole._replace(slices=(head,)) for head in range(heads)]
+    return [whole._replace(slices=(head,)) for head in own]
 
 
 def q_scales(config: ModelConfig, layer: AttentionConfig, weights: Weights) -> torch.Tensor | None:

@@ -49,6 +49,8 @@ from weft.kernels.gpu import (
     layer_norm,
     page_digest,
     page_ops,
+    peer_logits,
+    peer_sum,
     recurrence,
     replaced,
     sampling,
@@ -468,6 +470,26 @@ def compile_steps() -> None:
     slot_rows.put_rows(states, numbers[:2], states.clone(), numbers[:2])
 
 
+def compile_ranks() -> None:
+    """Sums over ranks and the tokens of rank 0, by both a rank that leads and one that follows."""
+    numbers, width = torch.zeros(8, dtype=torch.int64), 4096
+    for rank in (0, 1):
+        memory_of_logits = peer_logits.LogitsMemory(
+            *(rank, 2, 8000, 4, torch.zeros(4, 8000), numbers[:2], numbers.int(), numbers[:2])
+        )
+        share = memory_of_logits.share
+        peer_logits.gather_logits(memory_of_logits, torch.zeros(3, share.stop - share.start))
+        memory = peer_sum.PeerMemory(
+            rank, 2, width, 2, 4, 8, numbers[:2], torch.zeros(99, dtype=torch.int32), numbers[:2]
+        )
+        peer_sum.share_tokens(memory, numbers)
+        norm = Norm(torch.ones(width, dtype=BF16), 1e-5)
+        for rows in (3, 7):
+            x = torch.zeros(rows, width, dtype=BF16)
+            peer_sum.sum_rows(memory, x, x, x, norm, x)
+            peer_sum.sum_rows(memory, x, x, x)
+
+
 def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     """What compiles each group of operations; with `is_full` in all variants that are launched."""
     return {
@@ -485,6 +507,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "drafts": compile_drafts,
         "drawing": compile_drawing,
         "steps": compile_steps,
+        "ranks": compile_ranks,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -17,8 +18,10 @@ from weft.engine.model.weights.schemes.plain import (
 )
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.int_groups import IntGroups
 from weft.kernels.linear import LinearWeight, PackableMatrix, pack_gate_up, pack_linear
 from weft.kernels.moe import ExpertWeights
+from weft.kernels.quantised import Fp8Channels, Int8Channels
 
 Matrix: TypeAlias = PackableMatrix
 """A weight as it is packed: quantised, or floats of the model's dtype."""
@@ -106,13 +109,28 @@ class QuantisedScheme(ABC):
 
     def _matrix(self, spec: LinearSpec, weights: Weights) -> Matrix:
         if self.is_made_at_load:
-            return self.make(weights.read(spec.weights(weights.shard)), weights)
+            if spec.split != "in":
+                return self.make(weights.read(spec.weights(weights.shard)), weights)
+            whole = weights.read(replace(spec, split="none").weights(weights.shard))
+            return self._made_of_columns(whole, spec, weights)
         return self.matrix(spec, weights)
+
+    def _made_of_columns(self, whole: torch.Tensor, spec: LinearSpec, weights: Weights) -> Matrix:
+        """Quantises this rank's columns of a matrix by the scales that the whole matrix has."""
+        own = spec.columns_of(weights.shard)
+        made = self.make(whole, weights)
+        if isinstance(made, Int8Channels | Fp8Channels):
+            return replace(made, data=made.data[:, own].contiguous())
+        if isinstance(made, IntGroups) and own.start % made.group:
+            raise ModelError(f"{listing(spec, weights)}: a rank's share cuts a group of columns")
+        return self.make(whole[:, own].contiguous(), weights)
 
     def _experts(self, spec: ExpertSpec, weights: Weights) -> Iterator[tuple[Matrix, Matrix]]:
         if self.is_made_at_load:
-            for gate_up, down in read_experts(spec, weights):
-                yield self.make(gate_up, weights), self.make(down, weights)
+            whole = replace(spec, down=replace(spec.down, split="none"))
+            for gate_up, down in read_experts(whole, weights):
+                made = self._made_of_columns(down, spec.down, weights)
+                yield self.make(gate_up, weights), made
             return
         if weights.has(spec.stacked[-1]):
             # One tensor of all experts is no module that the configuration means: floats.

@@ -11,8 +11,8 @@ from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import PlainScheme, apart, packed_experts
 from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.int_groups import MXFP4_GROUP, IntGroups, mxfp4_groups
-from weft.kernels.linear import LinearWeight
+from weft.kernels.int_groups import MXFP4_GROUP, mxfp4_groups
+from weft.kernels.linear import LinearWeight, PackableMatrix
 from weft.kernels.moe import ExpertWeights
 
 
@@ -43,7 +43,9 @@ class Mxfp4Scheme:
         """See `Scheme.head`."""
         return self._plain.head(matrix, weights)
 
-    def _experts(self, spec: ExpertSpec, weights: Weights) -> Iterator[tuple[IntGroups, IntGroups]]:
+    def _experts(
+        self, spec: ExpertSpec, weights: Weights
+    ) -> Iterator[tuple[PackableMatrix, PackableMatrix]]:
         gate_up, down = spec.stacked
         for number in range(spec.num_experts):
             yield (
@@ -53,7 +55,7 @@ class Mxfp4Scheme:
 
     def _matrix(
         self, name: str, product: LinearSpec, number: int, spec: ExpertSpec, weights: Weights
-    ) -> IntGroups:
+    ) -> PackableMatrix:
         """The shard of one expert's product, [rows, columns]."""
         if product.in_features % MXFP4_GROUP:
             raise ModelError(
@@ -63,9 +65,7 @@ class Mxfp4Scheme:
         shape = (spec.num_experts, sum(product.rows), product.in_features // MXFP4_GROUP)
         try:
             own = product.columns_of(weights.shard)
-            if own.start % MXFP4_GROUP or own.stop % MXFP4_GROUP:
-                raise ValueError(f"{own.start} to {own.stop} cut a group of {MXFP4_GROUP}")
-            groups = slice(own.start // MXFP4_GROUP, own.stop // MXFP4_GROUP)
+            groups = slice(own.start // MXFP4_GROUP, -(-own.stop // MXFP4_GROUP))
             blocks, scales = (
                 product.rows_of(
                     apart(weights.tensor(part, torch.uint8), spec, product), weights.shard
@@ -75,6 +75,12 @@ class Mxfp4Scheme:
                     TensorSlice(f"{name}_scales", shape, (number,)),
                 )
             )
-            return mxfp4_groups(blocks, scales)
+            matrix = mxfp4_groups(blocks, scales)
+            if own.start % MXFP4_GROUP == 0 and own.stop % MXFP4_GROUP == 0:
+                return matrix
+            # A rank's share that cuts a group is kept in floats.
+            begin = own.start - groups.start * MXFP4_GROUP
+            wide = matrix.dequantised(weights.dtype)
+            return wide[:, begin : begin + own.stop - own.start].contiguous()
         except ValueError as error:
             raise ModelError(f"{weights.full_name(name)}: expert {number}: {error}") from error

@@ -1,0 +1,332 @@
+"""Speed of engines on one GPU and on several, beside one another, and of sums over ranks.
+
+    python bench/gpu_ranks.py sums [--ranks 2 4] [--out DIR]
+    python bench/gpu_ranks.py engine --model llama-3.1-8b --tp 2 [--parts] [--out DIR]
+
+Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
+time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s; that of a
+prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one JSON.
+
+`sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
+project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
+(the sum alone); all ranks must get the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_engine import random_prompts, run_batch, run_requests
+from gpu_roof import Rates, decode_work, prompt_work
+from gpu_setup import describe_gpu
+from model_shapes import LARGE_MODELS, MODELS, write_config
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from weft.engine.base.request import SamplingParams
+from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.loop.llm import LLM
+from weft.engine.parallel import device_peers
+from weft.engine.parallel.segment import Segment
+from weft.engine.parallel.shared import SharedGroup, segment_bytes
+from weft.kernels.gpu.norm import add_rms_norm
+from weft.kernels.norm import Norm
+
+CARD = Rates(3.35e12, 989e12)
+PROMPT_TOKENS, NEW_TOKENS = 256, 96
+TRACED_STEPS = 10
+WIDTH, PER_GRAPH = 4096, 64
+SUM_KIB = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+KINDS = {
+    "sums over ranks": ("_sum_kernel", "nccl"),
+    "tokens to ranks": ("_share_kernel",),
+    "attention": ("attention", "attend", "_decode_kernel", "_merge", "flash"),
+    "products": ("gemm", "nvjet", "cutlass", "linear", "product", "matmul", "tile", "_mm", "moe"),
+    "drawing": ("greedy", "draw", "sampl", "keep_tokens"),
+}
+"""Kinds of kernels by parts of their names; the first that fits."""
+
+
+def engine_case(
+    name: str, tp: int, batches: Sequence[int], has_parts: bool, quantization: str
+) -> dict[str, Any]:
+    """Measures one model on some GPUs."""
+    began = time.perf_counter()
+    found: dict[str, Any] = {"model": name, "tp": tp, "decode": {}, "ttft_ms": {}, "parts": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = write_config(Path(folder), name)
+        config = ModelConfig.load(model_dir)
+        settings: dict[str, Any] = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "dummy_weights": True,
+            "num_pages": 6_500,
+            "max_context_tokens": 8_448,
+            "max_running_requests": 256,
+            "max_step_tokens": 8192,
+            "prefill_chunk_tokens": 4096,
+            "prefix_cache": False,
+            "inter_token_target_s": 1.0,
+            "rank_timeout_s": 60.0,
+            "quantization": quantization,
+        }
+        with LLM(model_dir, **settings, tp=tp) as llm:
+            gc.collect()
+            gc.freeze()
+            found["start_s"] = time.perf_counter() - began
+            print(f"{name} tp {tp}: started in {found['start_s']:.0f} s", flush=True)
+            rates = Rates(CARD.bytes_per_s * tp, CARD.flop_per_s * tp)
+            for batch in batches:
+                found["decode"][batch] = decode(llm, config, batch, rates)
+                if has_parts and batch <= 64:
+                    found["parts"][batch] = parts_of_step(llm, batch)
+            prompts(llm, config, rates, found)
+    return found
+
+
+def decode(llm: LLM, config: ModelConfig, batch: int, rates: Rates) -> dict[str, float]:
+    """Steady decode at one batch size, the better of two runs."""
+    run_batch(llm, batch, 32, 8)
+    tries = 2 if batch < 256 else 1
+    runs = [run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS) for _ in range(tries)]
+    run = min(runs, key=lambda run: run.seconds / run.num_steps)
+    step_s = run.seconds / run.num_steps
+    context = PROMPT_TOKENS + NEW_TOKENS - run.num_steps / 2
+    roof_s = decode_work(config, batch, context).seconds(rates)
+    host_ms = 1e3 * statistics.median(run.host_s)
+    row = {"step_ms": 1e3 * step_s, "tok_s": batch / step_s, "share": roof_s / step_s}
+    row |= {"host_ms": host_ms, "roof_ms": 1e3 * roof_s}
+    print(
+        f"  batch {batch:4}: {row['step_ms']:7.3f} ms a step, {row['tok_s']:8.0f} tok/s, "
+        f"{row['share']:5.1%} of {row['roof_ms']:.3f} ms, host {host_ms:.2f} ms",
+        flush=True,
+    )
+    return row
+
+
+def prompts(llm: LLM, config: ModelConfig, rates: Rates, found: dict[str, Any]) -> None:
+    """First tokens of lone prompts, and the rate of prompts beside each other."""
+    for length in (2048, 8192):
+        times = [run_batch(llm, 1, length, 2).first_token_s for _ in range(4)]
+        ms, roof = 1e3 * statistics.median(times[1:]), prompt_work(config, [length]).seconds(rates)
+        found["ttft_ms"][length] = {"ms": ms, "share": 1e3 * roof / ms}
+        print(f"  first token of {length}: {ms:.1f} ms, {1e3 * roof / ms:.1%} of the roof")
+    times = [run_batch(llm, 8, 4096, 2).first_token_s for _ in range(2)]
+    rate = 8 * 4096 / min(times)
+    share = prompt_work(config, [4096] * 8).seconds(rates) / min(times)
+    found["prefill"] = {"tok_s": rate, "share": share}
+    print(f"  prefill 8 x 4,096: {rate:,.0f} tok/s, {share:.1%} of the roof", flush=True)
+
+
+def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
+    """Microseconds of a decode step by kind of kernel, on rank 0, and in none."""
+    traces: list[profile] = []
+
+    def watch(step: int) -> None:
+        if step == 8:
+            torch.cuda.synchronize()
+            traces.append(profile(activities=[ProfilerActivity.CUDA]))
+            traces[0].start()
+        elif step == 8 + TRACED_STEPS:
+            torch.cuda.synchronize()
+            traces[0].stop()
+
+    given = random_prompts(llm.engine.info.vocab_size, batch, 64)
+    run_requests(llm, given, [40] * batch, SamplingParams(temperature=0.0), watch)
+    spans: list[tuple[float, float]] = []
+    times: defaultdict[str, float] = defaultdict(float)
+    others: defaultdict[str, float] = defaultdict(float)
+    for event in traces[0].events() or ():
+        if event.device_type != DeviceType.CUDA or event.time_range.end <= 0:
+            continue
+        start, end = event.time_range.start, event.time_range.end
+        spans.append((start, end))
+        lowered = event.name.lower()
+        fits = (kind for kind, names in KINDS.items() if any(part in lowered for part in names))
+        kind = next(fits, "others")
+        times[kind] += (end - start) / TRACED_STEPS
+        if kind == "others":
+            others[event.name[:40]] += (end - start) / TRACED_STEPS
+    spans.sort()
+    busy, until = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    times["gaps"] = (spans[-1][1] - spans[0][0] - busy) / TRACED_STEPS
+    times["kernels"] = len(spans) / TRACED_STEPS
+    print(f"  us of a step at batch {batch}: {listed(times, 9)} (others: {listed(others, 4)})")
+    return dict(times)
+
+
+def listed(times: dict[str, float], count: int) -> str:
+    """The longest times, in words."""
+    most = sorted(times.items(), key=lambda entry: -entry[1])[:count]
+    return ", ".join(f"{name} {us:.0f}" for name, us in most)
+
+
+def sums(sizes: Sequence[int]) -> dict[str, Any]:
+    """Microseconds of a sum by number of ranks, way and KiB."""
+    found: dict[str, Any] = {}
+    context = multiprocessing.get_context("fork")
+    for size in sizes:
+        results = context.Queue()
+        with tempfile.TemporaryDirectory() as folder:
+            segment = Segment.create(segment_bytes(size), "bench")
+            ranks = [
+                context.Process(target=sums_of_rank, args=(segment, rank, size, folder, results))
+                for rank in range(size)
+            ]
+            for rank in ranks:
+                rank.start()
+            try:
+                table = results.get(timeout=50)
+            finally:
+                for rank in ranks:
+                    rank.join(10)
+                    rank.kill()
+        found[str(size)] = table
+        print(f"{size} ranks, us   " + " ".join(f"{kib:>6}" for kib in SUM_KIB), " KiB")
+        for way, row in table.items():
+            print(f"{way:24}" + " ".join(f"{us:6.1f}" for us in row.values()), flush=True)
+    return found
+
+
+def sums_of_rank(
+    segment: Segment, rank: int, size: int, folder: str, results: multiprocessing.Queue[Any]
+) -> None:
+    """One rank of `sums`."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = f"file://{folder}/group"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size, device_id=device)
+    from torch.distributed import _symmetric_memory as symmetric
+
+    peers = []
+    world = dist.group.WORLD
+    assert world is not None
+    name = world.group_name
+    for once in (8 << 20, 1):
+        device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
+        group = SharedGroup(segment, rank, size, 30.0)
+        peers.append(device_peers.DevicePeers(group, device, world, WIDTH, torch.bfloat16, 128))
+        torch.cuda.cudart().cudaHostUnregister(group.words[0])
+        peers[-1]._memory.control.zero_()
+    norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)
+    table: dict[str, dict[int, float]] = {}
+    for kib in SUM_KIB:
+        rows = (kib << 10) // (2 * WIDTH)
+        torch.manual_seed(rank)
+        part = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
+        torch.manual_seed(77)
+        stream = torch.randn(rows, WIDTH, dtype=torch.bfloat16, device=device)
+        shared = symmetric.empty(rows, WIDTH, dtype=torch.bfloat16, device=device)
+        symmetric.rendezvous(shared, world)
+        exact = part.float()
+        dist.all_reduce(exact)
+        exact += stream.float()
+        for way, one in zip(("ours once", "ours twice"), peers, strict=True):
+            given = stream.clone()
+            one.add_norm(part, given, norm)
+            copies = [torch.empty_like(given) for _ in range(size)]
+            dist.all_gather(copies, given)
+            assert all(torch.equal(copy, given) for copy in copies), f"{way}: other bits"
+            assert (given.float() - exact).abs().max() < 0.1, f"{way}: other sums"
+        out = torch.empty_like(part)
+        ways: dict[str, Callable[[], Any]] = {
+            "NCCL": lambda part=part: dist.all_reduce(part),
+            "NCCL, norm": lambda part=part, stream=stream: (
+                dist.all_reduce(part),
+                add_rms_norm(part, stream, *norm),
+            ),
+            "symm_mem one_shot": lambda shared=shared, out=out: (
+                torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", name, out)
+            ),
+            "symm_mem two_shot": lambda shared=shared: torch.ops.symm_mem.two_shot_all_reduce_(
+                shared, "sum", name
+            ),
+            "ours once, norm": lambda part=part, stream=stream: peers[0].add_norm(
+                part, stream, norm
+            ),
+            "ours twice, norm": lambda part=part, stream=stream: peers[1].add_norm(
+                part, stream, norm
+            ),
+        }
+        for way, call in ways.items():
+            try:
+                us = graph_us(call)
+            except RuntimeError as error:
+                us = float("nan")
+                if rank == 0 and kib == SUM_KIB[0]:
+                    print(f"{way}: {error}"[:300], flush=True)
+            table.setdefault(way, {})[kib] = us
+    if rank == 0:
+        results.put(table)
+    torch.cuda.synchronize()
+    os._exit(0) if rank else time.sleep(0.5)
+    os._exit(0)
+
+
+def graph_us(call: Callable[[], Any]) -> float:
+    """Microseconds of an operation, `PER_GRAPH` of which are captured; the least of 5 replays."""
+    for _ in range(2):
+        call()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(PER_GRAPH):
+            call()
+    times = []
+    for _ in range(6):
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        begin.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / (3 * PER_GRAPH))
+    return min(times[1:])
+
+
+def main() -> None:
+    """Measures one thing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("sums", "engine"))
+    parser.add_argument("--model", choices=[*MODELS, *LARGE_MODELS], default="llama-3.1-8b")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 64, 256])
+    parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
+    parser.add_argument("--quantization", default="auto", help="auto or fp8")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
+    parser.add_argument("--commit", default="", help="of the sources, for the JSON")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    arguments = parser.parse_args()
+    if arguments.what == "sums":
+        found, name = sums(arguments.ranks), "sums"
+    else:
+        asked = arguments.quantization
+        case = (arguments.model, arguments.tp, arguments.batches, arguments.parts, asked)
+        name = f"{arguments.model}-tp{arguments.tp}{'' if asked == 'auto' else f'-{asked}'}"
+        found = engine_case(*case)
+    if arguments.out:
+        content = {**describe_gpu(arguments.commit), "results": found}
+        (arguments.out / f"tp-{name}.json").write_text(json.dumps(content, indent=1))
+
+
+if __name__ == "__main__":
+    main()

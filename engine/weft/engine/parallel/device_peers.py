@@ -1,0 +1,185 @@
+"""Ranks that have a GPU each, all in one host."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed import _symmetric_memory as symmetric
+from weft.engine.base.errors import ConfigError
+from weft.engine.parallel.shared import SharedGroup
+from weft.kernels import cpu
+from weft.kernels.gpu.peer_logits import LogitsMemory, gather_logits, memory_bytes
+from weft.kernels.gpu.peer_sum import (
+    PeerMemory,
+    layout_of,
+    num_turns,
+    share_tokens,
+    sum_rows,
+)
+from weft.kernels.norm import Norm
+
+_ONCE_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
+"""Bytes of the largest sum with one exchange, by number of ranks. With two ranks both ways send the
+same."""
+_TWICE_BYTES = 16 << 20
+"""Bytes that one launch adds up at most."""
+_LOGITS_ROWS, _LOGITS_BYTES = 1024, 128 << 20
+"""Most logits that ranks compute together; for more rows the first computes all."""
+_PORTABLE_AND_MAPPED = 3
+
+
+class DevicePeers:
+    """Implements `weft.kernels.peers.Peers` through memory that all ranks map.
+
+    Args:
+        group: The ranks' processes.
+        device: GPU of this rank; no other rank uses it.
+        ranks: The process group that torch knows the ranks by; see `join`.
+        width: Numbers of a row of the residual stream.
+        dtype: Their dtype.
+        columns: Size of the vocabulary.
+
+    Raises:
+        ConfigError: The GPUs cannot map each other's memory.
+    """
+
+    def __init__(
+        self,
+        group: SharedGroup,
+        device: torch.device,
+        ranks: dist.ProcessGroup,
+        width: int,
+        dtype: torch.dtype,
+        columns: int,
+    ) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group = group
+        self._kept: list[object] = []
+        itemsize = torch.empty(0, dtype=dtype).element_size()
+        once, twice = rows_of(self.size, width * itemsize)
+        layout = layout_of(self.size, width * itemsize, once, twice)
+        try:
+            _, bases = self._mapped(layout.end, device, ranks)
+            rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
+            num_bytes = memory_bytes(self.size, columns, rows)
+            of_logits, bases_of_logits = self._mapped(num_bytes, device, ranks)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"tp = {self.size}: the GPUs cannot map each other's memory ({error}); take GPUs "
+                "that are linked, or tp = 1",
+                param="tp",
+            ) from error
+        # Kernels look at the group's words on the host when they have waited for long.
+        address, num_bytes = group.words
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE_AND_MAPPED))
+        if status:
+            raise ConfigError(f"tp = {self.size}: cudaHostRegister: error {status}", param="tp")
+        words = [group.stop_address, group.limit_address]
+        control = torch.tensor(words, dtype=torch.int64, device=device)
+        self._memory = PeerMemory(
+            self.rank,
+            self.size,
+            width,
+            itemsize,
+            once,
+            twice,
+            bases,
+            torch.zeros(num_turns(once, twice), dtype=torch.int32, device=device),
+            control,
+        )
+        self._logits = LogitsMemory(
+            self.rank,
+            self.size,
+            columns,
+            rows,
+            of_logits[: 4 * rows * columns].view(torch.float32).view(rows, columns),
+            bases_of_logits,
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            control,
+        )
+
+    def _mapped(
+        self, num_bytes: int, device: torch.device, ranks: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of zeros on this rank, and the addresses at which this process has all ranks'."""
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        handle: Any = symmetric.rendezvous(memory, ranks)
+        self._kept += [memory, handle]
+        pointers = [int(pointer) for pointer in handle.buffer_ptrs]
+        return memory, torch.tensor(pointers, dtype=torch.int64, device=device)
+
+    def close(self) -> None:
+        """Lets go of the host's memory; no kernel may wait any more."""
+        torch.cuda.synchronize()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(self._group.words[0])
+
+    def native(self) -> cpu.PeersStruct:
+        """See `Peers.native`: there is no native form."""
+        raise NotImplementedError("native operations run on CPUs")
+
+    def check(self, lost: int) -> None:
+        """See `Peers.check`: kernels report by the group's stop word."""
+
+    def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """See `Peers.add_sum`."""
+        total = torch.empty_like(residual)
+        sum_rows(self._memory, partial.to(residual.dtype), residual, total)
+        return total
+
+    def add_norm(
+        self,
+        partial: torch.Tensor,
+        stream: torch.Tensor,
+        norm: Norm | None,
+        tap: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Adds the sum over all ranks to the stream, [T, H], in place; see `sum_rows`."""
+        return sum_rows(self._memory, partial, stream, stream, norm, tap)
+
+    def share_of_logits(self, rows: int) -> slice | None:
+        """The tokens whose logits this rank computes; None: the first rank computes all."""
+        return self._logits.share if rows <= self._logits.rows else None
+
+    def gather_logits(self, part: torch.Tensor) -> torch.Tensor:
+        """See `weft.kernels.gpu.peer_logits.gather_logits`."""
+        return gather_logits(self._logits, part)
+
+    def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of rank 0, on all ranks; see `weft.kernels.gpu.peer_sum.share_tokens`."""
+        return share_tokens(self._memory, tokens)
+
+
+def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
+    """Makes the process group by which ranks exchange the handles of their memory.
+
+    Args:
+        rank: Of this process.
+        size: Number of ranks.
+        store_path: A file that all ranks use to find one another, new for each group.
+    """
+    # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if dist.is_initialized():
+        dist.destroy_process_group()  # An earlier engine's.
+    store = FileStore(store_path, size)
+    # Without a device this makes no communicator.
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def rows_of(size: int, row_bytes: int) -> tuple[int, int]:
+    """Most rows of a sum with one exchange, and of a sum with two."""
+    once = next(most for ranks, most in _ONCE_BYTES.items() if size <= ranks or ranks == 8)
+    most = max(1, once // row_bytes)
+    return most, max(1, _TWICE_BYTES // row_bytes // size) * size
