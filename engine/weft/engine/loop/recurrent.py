@@ -24,14 +24,24 @@ def served_config(config: EngineConfig, layout: CacheLayout) -> EngineConfig:
     return replace(config, has_store=False, host_cache_bytes=0, disk_cache_dir=None)
 
 
-def check_recurrent(config: EngineConfig) -> None:
+def check_recurrent(config: EngineConfig, kind: str = "") -> None:
     """Refuses settings under which no model with recurrent layers runs.
+
+    Args:
+        config: The settings.
+        kind: Name of the state plane, if the model is loaded.
 
     Raises:
         ConfigError: One of them is set.
     """
+    drafts = 0 if config.drafter == "none" else config.max_draft_tokens
     refused = (
-        ("device", config.is_on_gpu, "cpu, the only device for recurrent layers so far"),
+        ("device", config.is_on_gpu and kind == "mamba", "cpu for layers of the first Mamba"),
+        (
+            "max_draft_tokens",
+            config.is_on_gpu and drafts >= config.page_size,
+            f"below page_size = {config.page_size} on a GPU for models with recurrent layers",
+        ),
         ("tp", config.tp > 1, "1 for models with recurrent layers, whose states are not divided"),
         (
             "drafter",
@@ -80,7 +90,8 @@ def make_states(
     index = None if prefixes is None else StateIndex(prefixes)
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
-    return StateBlocks(memory, index, *sizes)
+    max_drafts = 0 if config.drafter == "none" else config.max_draft_tokens
+    return StateBlocks(memory, index, *sizes, max_drafts)
 
 
 class BlocksInPages:

@@ -15,11 +15,17 @@ once. So drafts that are not accepted need no undoing: the next step's `start` l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
+from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
+
+FewRows = Callable[[SlotRows, LayerMemory, tuple[torch.Tensor, ...]], torch.Tensor]
+"""Takes the first rows of a step, [T, *shape] of each part of the ring, through a layer's states in
+place; see `weft.kernels.slot_states`. Returns what a `Scan` does.
+"""
 
 
 class Scan(Protocol):
@@ -82,25 +88,53 @@ class StateStep:
     ring_rows: torch.Tensor
     """[M] int64: its row in the slot's ring."""
     rounds: tuple[StateRound, ...]
-    """Together they have each row of the step once."""
+    """Together they have each row of the step once, but for those of `few`."""
     new_rows: torch.Tensor
     """[K] int64: rows of the step whose inputs later steps need."""
     new_slots: torch.Tensor
     """[K] int64: their slots."""
     new_ring_rows: torch.Tensor
     """[K] int64: their rows in these slots' rings, all different for one slot."""
+    few: SlotRows | None = None
+    """The first requests, where the device takes them through the states by itself; the fields
+    above are of the others, and count rows from these on.
+    """
+    num_few: int = 0
+    """Rows of these requests, and padding."""
 
-    def run(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        scan: Scan,
+        few_rows: FewRows | None = None,
+    ) -> torch.Tensor:
         """Runs a recurrent layer: reads and writes blocks and rings.
 
         Args:
             layer: Index of the layer in the state plane.
             inputs: For each part of `StatePlane.ring`, [T, *shape], of the step's rows.
             scan: The layer's mathematics.
+            few_rows: The same in place, for `few`.
 
         Returns:
             [T, ...]: outputs of the step's rows.
         """
+        if self.few is None:
+            return self._scan(layer, inputs, scan)
+        assert few_rows is not None, "a layer on a GPU has both forms"
+        memory = LayerMemory(
+            tuple(pool[:, layer] for pool in self.pools.blocks),
+            tuple(pool[:, :, layer] for pool in self.pools.rings),
+        )
+        first = few_rows(self.few, memory, tuple(part[: self.num_few] for part in inputs))
+        if not self.rounds:
+            return first
+        rest = self._scan(layer, [part[self.num_few :] for part in inputs], scan)
+        return torch.cat([first, rest])
+
+    def _scan(self, layer: int, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        """`run` of the rows behind those of `few`."""
         blocks, rings = self.pools.blocks, self.pools.rings
         num_old = self.ring_slots.shape[0]
         gathered = [
@@ -132,7 +166,18 @@ class StateStep:
         request before it, [T, H] -> [T, H]; zeros before position 0.
         """
         of_rows = StatePools(self.pools.row_blocks, self.pools.row_rings)
-        return replace(self, pools=of_rows).run(0, (rows,), _last_rows)
+        return replace(self, pools=of_rows).run(0, (rows,), _last_rows, _rows_before)
+
+
+def _rows_before(
+    few: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """`_last_rows` in place: a convolution that takes the row before alone."""
+    (rows,), width = inputs, inputs[0].shape[1]
+    weight = torch.zeros((2, width), dtype=torch.float32, device=rows.device)
+    weight[0] = 1.0
+    tails = LayerMemory(tuple(block[..., None] for block in memory.blocks), memory.rings)
+    return step_conv(weight, None, few, tails, rows)
 
 
 def _last_rows(

@@ -16,6 +16,7 @@ from weft.kernels.gated_delta import gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
 
 
@@ -66,6 +67,11 @@ class GatedDelta(RecurrentMixer):
         self.value_heads = rates.shape[0]
         self._shared = config.value_heads // config.key_heads
         self.key_heads = self.value_heads // self._shared
+        key = config.key_dim
+        step = 2 * key + self._shared * config.value_dim
+        first, second, third = (Channels(at, step) for at in (0, key, 2 * key))
+        sizes = self.value_heads, self._shared, key, config.value_dim
+        self._form = HeadForm(conv, None, first, second, third, *sizes, key**-0.5, is_unit=True)
 
     @classmethod
     def read(
@@ -163,6 +169,12 @@ class GatedDelta(RecurrentMixer):
         v = v.reshape(len(v), self.value_heads, config.value_dim)
         out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
         return out, (state, tail)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`."""
+        return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

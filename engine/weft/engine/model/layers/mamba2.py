@@ -17,6 +17,7 @@ from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
 
 
@@ -68,6 +69,20 @@ class Mamba2(RecurrentMixer):
         self.norm = norm
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
+        size, shared = config.state_size, config.heads // config.groups
+        self._form = HeadForm(
+            conv,
+            conv_bias,
+            queries=Channels(self._inner + self._shared, size),
+            keys=Channels(self._inner, size),
+            values=Channels(0, shared * config.head_dim),
+            heads=config.heads,
+            shared=shared,
+            key_dim=size,
+            value_dim=config.head_dim,
+            rates=rates,
+            skips=skips,
+        )
 
     @classmethod
     def read(
@@ -168,6 +183,12 @@ class Mamba2(RecurrentMixer):
         b, c = (torch.unflatten(part, 1, (config.groups, config.state_size)) for part in (b, c))
         out, state = mamba2(x, dt, self.rates, b, c, self.skips, state, cu_lens)
         return out, (state, tail)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`."""
+        return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""
