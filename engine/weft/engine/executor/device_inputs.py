@@ -184,7 +184,9 @@ class DeviceInputs:
             logits_rows=logits_rows,
             lora=self._lora_step(arrays),
             slots=rows,
-            states=self._states and self._states.batch(arrays, rows, cu_q_lens, positions),
+            states=None
+            if self._states is None
+            else self._states.batch(arrays, rows, cu_q_lens, positions),
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:

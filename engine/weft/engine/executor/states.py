@@ -207,8 +207,8 @@ class DeviceStates:
             own = StateRows(rows.borders[chunks], rows.blocks[chunks], writes)
         starts, counts = arrays.positions[bounds[:-1]], np.diff(bounds).astype(np.int64)
         numbers = self._memory.numbers(arrays.slots[chunks], starts, counts, own)
-        table = NO_TABLE if rows is None else rows.table[:few]
-        lasts, table, *sent = self._copies.send((numbers.lasts, table, *numbers.flat))
+        of_few = NO_TABLE if rows is None else rows.table[:few]
+        lasts, table, *sent = self._copies.send((numbers.lasts, of_few, *numbers.flat))
         step = _made(self._memory.pools, numbers, sent)
         if rows is not None:
             self._borders.index_copy_(0, slots[chunks], lasts)

@@ -53,7 +53,8 @@ def step_heads(
     values = min(_VALUES, triton.next_power_of_2(form.value_dim))
     grid = (plan.shape[0] * form.heads, triton.cdiv(form.value_dim, values))
     _heads_kernel[grid](
-        *(plan, new, gate, *(beta or [None]), ring, ring_gate, *(ring_beta or [None])),
+        *(plan, new, gate, beta[0] if beta else None),
+        *(ring, ring_gate, ring_beta[0] if ring_beta else None),
         *(states, tails, form.conv, form.bias, form.rates, form.skips, out),
         *(new.stride(0), gate.stride(0), beta[0].stride(0) if beta else 0),
         *(ring.stride(0), ring.stride(1), ring_gate.stride(0), ring_gate.stride(1)),
