@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -26,8 +27,10 @@ from gpu_setup import describe_gpu
 from model_shapes import write_config
 from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.errors import WeftError
+from weft.engine.executor.drafts.chains import ChainShape, StaticChains
 from weft.engine.loop.llm import LLM
 from weft.kernels.gated_delta import gated_delta
+from weft.kernels.gpu import slot_states
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots, step_heads
 
@@ -35,7 +38,20 @@ MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
 MANY, MANY_IN, MANY_OUT = 384, 1024, 128
 """Requests sent at once, and their tokens."""
+STEP_TILES = ((32, 4), (64, 4), (128, 8), (16, 1))
+"""Values of a program of decode steps, and its warps."""
 BF16 = torch.bfloat16
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "dummy_weights": True,
+    "max_context_tokens": 5120,
+    "max_running_requests": 256,
+    "max_step_tokens": 8192,
+    "prefill_chunk_tokens": 8192,
+    "prefix_cache": False,
+    "inter_token_target_s": 1.0,
+}
 
 
 def seconds(call: Callable[[], object], count: int = 10) -> float:
@@ -62,8 +78,7 @@ def delta_form() -> HeadForm:
 
 def bench_steps(rates: Rates) -> list[dict[str, Any]]:
     """Decode steps of one layer of gated delta net, in the middle of a page."""
-    found = []
-    form = delta_form()
+    found, form, chosen = [], delta_form(), slot_states._TILES
     channels = form.conv.shape[1]
     for batch in (1, 64, 256):
         blocks = (
@@ -83,7 +98,8 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
         slots = torch.arange(batch, device="cuda")
         bounds = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         table = (slots + 1)[:, None].expand(-1, 3).contiguous()
-        for behind in (0, 7, 14):
+        for tile, behind in itertools.product(STEP_TILES, (0, 7, 14)):
+            slot_states._TILES = dict.fromkeys(slot_states._TILES, tile)
             borders = torch.full((batch + 1,), 4 * PAGE, device="cuda")
             positions = torch.full((batch,), 4 * PAGE + behind, device="cuda")
             rows = plan_slots(slots, bounds, positions, borders, table, PAGE)
@@ -91,9 +107,10 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
             found.append({"batch": batch, "behind": behind, "us": 1e6 * took, "share": roof / took})
             print(
-                f"step of {batch:3}, {behind:2} rows behind a border: {1e6 * took:7.1f} us, "
+                f"step of {batch:3}, {tile}, {behind:2} rows behind a border: {1e6 * took:7.1f} us, "
                 f"{roof / took:6.1%} of the bytes' roof"
             )
+    slot_states._TILES = chosen
     return found
 
 
@@ -260,18 +277,7 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
     began, found = time.perf_counter(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder), name)
-        settings: dict[str, Any] = {
-            "device": "cuda",
-            "dtype": "bfloat16",
-            "dummy_weights": True,
-            "max_context_tokens": 5120,
-            "max_running_requests": 256,
-            "max_step_tokens": 8192,
-            "prefill_chunk_tokens": 8192,
-            "prefix_cache": False,
-            "inter_token_target_s": 1.0,
-        }
-        with LLM(path, **settings) as llm:
+        with LLM(path, **SETTINGS) as llm:
             print(*llm.engine.info.notices, sep="\n")
             gc.collect()
             gc.freeze()
@@ -321,6 +327,80 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
     return found
 
 
+class ForcedChains:
+    """Has a head's chains be accepted at a mean length, whatever its weights: the LM head gives all
+    tokens the same logits, so that one token is always drawn, and drafts are it or another.
+
+    Args:
+        depth: Drafts of a chain.
+        slots: Number of slots.
+    """
+
+    def __init__(self, depth: int, slots: int) -> None:
+        self.right = torch.zeros((), dtype=torch.int64, device="cuda")
+        """The token that is drawn."""
+        # Each number of accepted drafts is as likely as another.
+        self._accepted = torch.randint(0, depth + 1, (slots + 1, 61), device="cuda")
+        self._run = StaticChains.run
+
+    def run(self, chains: StaticChains, shape: ChainShape) -> torch.Tensor:
+        """In place of `StaticChains.run`, which does its work too."""
+        found = self._run(chains, shape)
+        slots, starts, *_ = chains._inputs.request_rows(shape.requests)
+        known = chains._known
+        at = torch.where(starts < 0, known.starts[slots], starts) % 61
+        drafts = torch.arange(shape.depth, device="cuda")[:, None]
+        is_right = drafts < self._accepted[slots, at]
+        found.copy_(torch.where(is_right, self.right, self.right + 1))
+        known.tokens[1 : 1 + shape.depth].index_copy_(1, slots, found)
+        return found
+
+
+def bench_mtp(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
+    """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
+    found, began = dict[str, Any](), time.perf_counter()
+    for depth in (0, 1, 2, 3):
+        if time.perf_counter() - began > budget_s:
+            break
+        release()
+        forced, run_of = ForcedChains(max(1, depth), 64), StaticChains.run
+        settings: dict[str, Any] = {"mtp_head": True}
+        if depth:
+            settings = {"drafter": "mtp", "draft_gate": "fixed", "max_draft_tokens": depth}
+            StaticChains.run = lambda chains, shape: forced.run(chains, shape)  # type: ignore[method-assign]  # noqa: B023
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = write_config(Path(folder), name)
+                with LLM(path, **(SETTINGS | {"max_running_requests": 64}), **settings) as llm:
+                    llm.engine._executor._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
+                    forced.right.fill_(run_batch(llm, 1, 64, 8).tokens[0][-1])
+                    for batch in (1, 16, 64):
+                        before = llm.engine.counters()
+                        run_batch(llm, batch, 512, 8)
+                        run = run_batch(llm, batch, 512, 96)
+                        after = llm.engine.counters()
+                        drafted, accepted = (
+                            after[count] - before[count]
+                            for count in ("drafted_tokens", "accepted_tokens")
+                        )
+                        length = 1 + accepted * depth / max(1, drafted)
+                        took = run.seconds / max(1, run.num_steps)
+                        rate = batch * length / took
+                        found[f"depth {depth}, batch {batch}"] = {
+                            "length": length,
+                            "tokens_per_s": rate,
+                            "step_ms": 1e3 * took,
+                        }
+                        print(
+                            f"MTP {depth} drafts, batch {batch:2}: length {length:.2f}, "
+                            f"{rate:8.1f} tok/s, step {1e3 * took:.2f} ms",
+                            flush=True,
+                        )
+        finally:
+            StaticChains.run = run_of  # type: ignore[method-assign]
+    return found
+
+
 def main() -> None:
     """Runs the parts that are asked for; what fails is told, and the others go on."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -347,6 +427,11 @@ def main() -> None:
             found[name] = bench_engine(name, rates, arguments.budget)
         except (RuntimeError, WeftError) as error:
             print(f"{name}: {error!r}"[:1500], flush=True)
+    for name in arguments.models if "mtp" in arguments.parts else ():
+        try:
+            found[f"{name} mtp"] = bench_mtp(name, rates, arguments.budget)
+        except (RuntimeError, WeftError) as error:
+            print(f"{name} with MTP: {error!r}"[:1500], flush=True)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "rec_hybrid.json").write_text(json.dumps(found, indent=1))

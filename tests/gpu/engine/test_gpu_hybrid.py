@@ -28,7 +28,7 @@ VALUES: dict[str, Any] = {
     "page_size": PAGE,
     "poison_free_pages": True,
     "checkpoint_tokens": 6 * PAGE,
-    "max_running_requests": 16,
+    "max_running_requests": 6,
     "dtype": "float32",
     "num_pages": 200,
 }

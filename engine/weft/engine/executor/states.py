@@ -273,14 +273,17 @@ def _made(pools: StatePools, numbers: _Numbers, sent: Sequence[torch.Tensor]) ->
     """The step of these numbers, of which `_Numbers.flat` was sent to the device."""
     ring_slots, ring_rows, new_rows, new_slots, new_ring_rows, *rest = sent
     width = len(_Round._fields)
+    rounds = [
+        StateRound(*rest[number * width : (number + 1) * width])
+        for number in range(len(numbers.rounds))
+    ]
+    if len(rounds) == 1 and not len(ring_slots):
+        rounds = [rounds[0]._replace(rows=None)]
     return StateStep(
         pools=pools,
         ring_slots=ring_slots,
         ring_rows=ring_rows,
-        rounds=tuple(
-            StateRound(*rest[number * width : (number + 1) * width])
-            for number in range(len(numbers.rounds))
-        ),
+        rounds=tuple(rounds),
         new_rows=new_rows,
         new_slots=new_slots,
         new_ring_rows=new_ring_rows,

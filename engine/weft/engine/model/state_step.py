@@ -64,8 +64,8 @@ class StatePools(NamedTuple):
 class StateRound(NamedTuple):
     """Sequences that one call of a `Scan` continues, at most one of each request."""
 
-    rows: torch.Tensor
-    """[N] int64: rows of the gathered ring rows followed by the step's rows."""
+    rows: torch.Tensor | None
+    """[N] int64: rows of the gathered ring rows followed by the step's rows; None: all in order."""
     cu_lens: torch.Tensor
     """[S + 1] int64."""
     begins: torch.Tensor
@@ -137,21 +137,24 @@ class StateStep:
         """`run` of the rows behind those of `few`."""
         blocks, rings = self.pools.blocks, self.pools.rings
         num_old = self.ring_slots.shape[0]
-        gathered = [
-            torch.cat((ring[self.ring_slots, self.ring_rows, layer], new.to(ring.dtype)))
-            for ring, new in zip(rings, inputs, strict=True)
-        ]
+        gathered = [new.to(ring.dtype) for ring, new in zip(rings, inputs, strict=True)]
+        if num_old:
+            olds = [ring[self.ring_slots, self.ring_rows, layer] for ring in rings]
+            gathered = [torch.cat(both) for both in zip(olds, gathered, strict=True)]
         outputs: torch.Tensor | None = None
         states: Sequence[torch.Tensor] = ()
         for number, part in enumerate(self.rounds):
             begins = [pool[part.begins, layer] for pool in blocks]
             if number:
                 begins = [state.index_select(0, part.begins) for state in states]
-            rows = [each.index_select(0, part.rows) for each in gathered]
-            made, states = scan(rows, part.cu_lens, begins)
-            if outputs is None:
-                outputs = made.new_empty((gathered[0].shape[0], *made.shape[1:]))
-            outputs[part.rows] = made
+            if part.rows is None:
+                outputs, states = scan(gathered, part.cu_lens, begins)
+            else:
+                rows = [each.index_select(0, part.rows) for each in gathered]
+                made, states = scan(rows, part.cu_lens, begins)
+                if outputs is None:
+                    outputs = made.new_empty((gathered[0].shape[0], *made.shape[1:]))
+                outputs.index_copy_(0, part.rows, made)
             if part.kept.shape[0]:
                 for pool, state in zip(blocks, states, strict=True):
                     pool[part.blocks, layer] = state.index_select(0, part.kept).to(pool.dtype)

@@ -15,8 +15,10 @@ import triton.language as tl
 if TYPE_CHECKING:
     from weft.kernels.slot_states import HeadForm, LayerMemory
 
-_VALUES = 32
-"""Values of a program."""
+_TILES = {1: (32, 4), 16: (128, 8)}
+"""Values of a program and its warps, from so many requests on. With few requests many programs are
+needed; with many, what a program computes of keys should serve many values.
+"""
 _CHANNELS = 256
 """Channels of a program."""
 _MAX_TAPS = 4
@@ -50,7 +52,8 @@ def step_heads(
     if taps > _MAX_TAPS:
         raise ValueError(f"a convolution of {taps} taps; at most {_MAX_TAPS} are computed")
     out = new.new_zeros((new.shape[0], form.heads, form.value_dim))
-    values = min(_VALUES, triton.next_power_of_2(form.value_dim))
+    values, warps = _TILES[max(count for count in _TILES if count <= max(1, plan.shape[0]))]
+    values = min(values, triton.next_power_of_2(form.value_dim))
     grid = (plan.shape[0] * form.heads, triton.cdiv(form.value_dim, values))
     _heads_kernel[grid](
         *(plan, new, gate, beta[0] if beta else None),
@@ -64,7 +67,7 @@ def step_heads(
         RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
         VALUES=form.value_dim, BLOCK_KEYS=triton.next_power_of_2(form.key_dim),
         BLOCK_VALUES=values, TAPS=taps, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
-        num_warps=4,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
