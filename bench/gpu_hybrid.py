@@ -105,9 +105,10 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
             rows = plan_slots(slots, bounds, positions, borders, table, PAGE)
             took = seconds(lambda: step_heads(form, rows, memory, inputs))  # noqa: B023
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
-            found.append({"batch": batch, "behind": behind, "us": 1e6 * took, "share": roof / took})
+            row = {"tile": tile, "batch": batch, "behind": behind}
+            found.append(row | {"us": 1e6 * took, "share": roof / took})
             print(
-                f"step of {batch:3}, {tile}, {behind:2} rows behind a border: {1e6 * took:7.1f} us, "
+                f"step of {batch:3}, {tile}, {behind:2} rows behind: {1e6 * took:7.1f} us, "
                 f"{roof / took:6.1%} of the bytes' roof"
             )
     slot_states._TILES = chosen
