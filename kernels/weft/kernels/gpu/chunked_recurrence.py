@@ -43,9 +43,10 @@ def chunked_recurrence(
     rows, heads, values = v.shape
     keys, count, shared = k.shape[2], cu_lens.shape[0] - 1, heads // k.shape[1]
     q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
-    decay, beta, steps, skips = (
+    decay = decay.to(torch.float32).contiguous()
+    beta, steps, skips = (
         None if each is None else each.to(torch.float32).contiguous()
-        for each in (decay, beta, steps, skips)
+        for each in (beta, steps, skips)
     )
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
     most = rows // CHUNK + count
