@@ -19,7 +19,7 @@ KERNELS = {
     "fp8": "_fp8_spread _fp8_rows _fp8_tiles _direct_inner _direct_out _sorted",
     "fixed": "_fixed _fixed_linear _sorted",
     "latents": "_latent _merge_latents",
-    "recurrences": "_recurrence _conv _tails",
+    "recurrences": "_recurrence _conv _tails _norm _gates _states _outputs _plan _heads",
     "adapters": "_shrink _expand _expand_silu _small_linear _sliced_linear _product _embedding",
     "adapters of experts": "_direct_inner _sorted _shrink _expand _weigh",
     "drafts": "_join _keep _largest _sliced_linear",
