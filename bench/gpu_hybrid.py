@@ -38,7 +38,7 @@ MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
 MANY, MANY_IN, MANY_OUT = 384, 1024, 128
 """Requests sent at once, and their tokens."""
-STEP_TILES = ((32, 4), (64, 4), (128, 8), (16, 1))
+STEP_TILES = ((32, 4), (16, 1))
 """Values of a program of decode steps, and its warps."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
