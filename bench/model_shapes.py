@@ -6,6 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+_GATED_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 0,
+}
+"""Of Qwen3-Next and Qwen3.5."""
+_THREE_TO_ONE = [*["linear_attention"] * 3, "full_attention"]
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -228,6 +248,40 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "hidden_act": "silu",
         "eos_token_id": 1,
+    },
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        **_GATED_DELTA,
+        "layer_types": _THREE_TO_ONE * 8,
+        "vocab_size": 248320,
+        "mtp_num_hidden_layers": 1,
+    },
+    "qwen3-next-80b-a3b-12-layers": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        **_GATED_DELTA,
+        "layer_types": _THREE_TO_ONE * 3,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
     },
 }
 """Of large models as many layers as fit one card."""

@@ -14,6 +14,7 @@ rows are computed by matrix products: the updates u of a piece solve a triangula
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
 from weft.kernels.segments import LONGEST, Segments, Wave, num_rows_of
 
@@ -54,7 +55,8 @@ def gated_delta(
         from weft.kernels.gpu import recurrence as gpu
 
         scale = q.shape[2] ** -0.5
-        return gpu.recurrence(q, k, v, decay, states, cu_lens, beta=beta, scale=scale, is_unit=True)
+        given = q, k, v, decay, states, cu_lens
+        return gpu.fastest_recurrence(*given, beta=beta, scale=scale, is_unit=True)
     native = native_recurrence_for(v, states, q, k)
     if native is None:
         return gated_delta_reference(q, k, v, decay, beta, states, cu_lens)
@@ -65,6 +67,28 @@ def gated_delta(
         scale=q.shape[2] ** -0.5,
         is_unit=True,
     )
+
+
+def delta_gates(
+    ba: torch.Tensor, rates: torch.Tensor, dt_bias: torch.Tensor, shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of the decay, and beta, of rows' products.
+
+    Args:
+        ba: [T, 2 * Hv]: of each `shared` heads in turn those of beta, then those of the decay.
+        rates: [Hv] float32: negative rates of the decay.
+        dt_bias: [Hv] float32.
+        shared: Heads of a group.
+
+    Returns:
+        [T, Hv] float32 each.
+    """
+    if ba.is_cuda:
+        from weft.kernels.gpu import recurrent_rows as gpu
+
+        return gpu.delta_gates(ba, rates, dt_bias, shared)
+    b, a = (part.reshape(len(ba), -1) for part in ba.view(len(ba), -1, 2, shared).unbind(2))
+    return rates * F.softplus(a.float() + dt_bias), b.sigmoid().float()
 
 
 def gated_delta_reference(

@@ -32,6 +32,10 @@ def gated_norm(
     Returns:
         [T, G, D], dtype of `gate`; computed in float32.
     """
+    if x.is_cuda:
+        from weft.kernels.gpu import recurrent_rows as gpu
+
+        return gpu.gated_norm(x, gate, weight, eps, form=form, gates_first=gates_first)
     wide = x.float()
     factor = F.silu(gate.float()) if form == "silu" else torch.sigmoid(gate.float())
     if gates_first or weight is None:

@@ -66,7 +66,7 @@ def mamba2(
     if x.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
-        return gpu.recurrence(c, b, x, decay, states, cu_lens, steps=dt, skips=d)
+        return gpu.fastest_recurrence(c, b, x, decay, states, cu_lens, steps=dt, skips=d)
     native = native_recurrence_for(x, states, b, c)
     if native is None:
         return mamba2_reference(x, dt, a, b, c, d, states, cu_lens)

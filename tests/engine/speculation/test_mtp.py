@@ -111,13 +111,13 @@ def test_a_head_that_guesses_well_saves_steps(cycle_dir: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize("kind", ["glm", "deepseek", "qwen"])
 def test_chains_as_a_gpu_captures_them(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps begin where the device alone knows, and padding rows draft as well."""
     monkeypatch.setattr(cpu, "native_cpu", lambda: None)
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: None)
-    kind = random.choice(("glm", "deepseek"))
     naive = make_tiny_mtp(kind, tmp_path / "model", seed)
     prompts = [random_tokens(5 * index + 1) for index in range(6)]
     settings = {"max_running_requests": 4, "max_step_tokens": 40, "max_context_tokens": 64}

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.config import NEVER_SHIP_TOKENS
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.engine import Engine
 from weft.engine.loop.llm import LLM
+from weft.engine.loop.recurrent import check_recurrent
 from weft.testing.engine.engine_pair import WAYS, EnginePair, ManualClock, make_engine
 from weft.testing.engine.engine_storm import Storm, check_empty, make_texts, ride_out
 from weft.testing.engine.late_device import LateDevice
-from weft.testing.models.families import make_family
 from weft.testing.models.threads import one_thread
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -212,8 +212,9 @@ def test_drafts_and_faulty_prefill_workers_in_a_storm(
 
 
 def test_settings_that_such_models_do_not_take(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="device = cuda: must be cpu, the only device for recur"):
-        make_engine(make_family("lfm2", tmp_path, 0), "decode", ManualClock(), device="cuda")
+    check_recurrent(EngineConfig(model_dir=model_dir, device="cuda"), "gated-delta")
+    with pytest.raises(ConfigError, match="device = cuda: must be cpu for layers of the first"):
+        check_recurrent(EngineConfig(model_dir=model_dir, device="cuda"), "mamba")
     for settings, name in (
         ({"deterministic": True}, "deterministic"),
         ({"drafter": "model", "draft_dir": model_dir}, "draft_dir"),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from weft.engine.base.arrays import Int64Array
+
+NO_TABLE: Int64Array = np.zeros((0, 3), np.int64)
+"""Blocks of no request."""
 
 
 class StateRows(NamedTuple):
@@ -18,3 +22,9 @@ class StateRows(NamedTuple):
     """[3, W]: number of a request in the step, position and block of each state to be written; by
     request, positions rising.
     """
+    num_few: int = 0
+    """Number of leading requests, decodes and those whose drafts are verified, which a device can
+    take through by itself, since it knows where they begin.
+    """
+    table: Int64Array = NO_TABLE
+    """[R, 3]: each request's block at border b in column b / page_size mod 3."""

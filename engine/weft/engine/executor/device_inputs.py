@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.device_copies import DeviceCopies, PinnedBuffer
+from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.device_sampling import RowsOnDevice
 from weft.engine.executor.encodings import StepArrays, StepDecodes
@@ -25,8 +26,10 @@ from weft.engine.executor.ragged_columns import (
     requests_size,
     write_requests,
 )
+from weft.engine.executor.states import DeviceStates
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.page_table import PageChanges, PageTable
+from weft.engine.model.state_step import StateStep
 from weft.engine.model.step import Step
 from weft.kernels.attention import GroupStep
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
@@ -55,6 +58,7 @@ class DeviceInputs:
         lora: adapters on the device; None: steps have none.
         max_tokens: of the largest step with static inputs.
         windows: page table and pool of each further page group.
+        states: of recurrent layers; None: the model has none.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class DeviceInputs:
         lora: LoraPool | None = None,
         max_tokens: int = 0,
         windows: Sequence[tuple[PageTable, torch.Tensor]] = (),
+        states: DeviceStates | None = None,
     ) -> None:
         device = known.tokens.device
         self._known = known
@@ -81,6 +86,7 @@ class DeviceInputs:
         self._max_requests = max_decode_rows
         self._ragged: torch.Tensor | None = None
         self._ragged_views: dict[RaggedColumns, StepColumns] = {}
+        self._states = states
         self._lora = lora
         if lora is not None:
             columns = LoraColumns.of(max(max_tokens, max_decode_rows), lora.max_slots)
@@ -182,6 +188,9 @@ class DeviceInputs:
             logits_rows=logits_rows,
             lora=self._lora_step(arrays),
             slots=rows,
+            states=None
+            if self._states is None
+            else self._states.batch(arrays, rows, cu_q_lens, positions),
         )
 
     def _lora_step(self, arrays: StepArrays) -> LoraStep | None:
@@ -243,6 +252,7 @@ class DeviceInputs:
             logits_rows=self._static_rows[:num_rows],
             lora=self._static_lora(num_rows, has_lora=has_lora),
             slots=given.slots,
+            states=self._captured_states(given.slots, step.cu_q_lens, step.positions),
         )
 
     def send_decodes(self, decodes: StepDecodes, num_rows: int) -> None:
@@ -254,6 +264,19 @@ class DeviceInputs:
         memory.write(buffer.host, decodes, num_rows, self._host_table.null_row)
         self._send_static(memory.device_bytes, buffer, memory.used, changes)
         (self.drawing_slots, *_), self.step = memory.views(len(decodes.slots))
+
+    def send_states(self, rows: StateRows | None, num_requests: int) -> None:
+        """Sends the blocks of a captured step, padded to `num_requests`, if the model has any."""
+        if self._states is not None:
+            self._states.send(rows, num_requests)
+
+    def _captured_states(
+        self, slots: torch.Tensor, cu_q_lens: torch.Tensor, positions: torch.Tensor
+    ) -> StateStep | None:
+        """See `DeviceStates.captured`."""
+        if self._states is None:
+            return None
+        return self._states.captured(slots, cu_q_lens, positions)
 
     def send_verify_rows(self, rows: Int64Array) -> None:
         """Sends `StepArrays.verify_rows` of a decode step, in which no request has drafts."""
@@ -284,6 +307,7 @@ class DeviceInputs:
             logits_rows=views.logits_rows,
             lora=self._static_lora(columns.num_tokens, has_lora=has_lora),
             slots=views.rows,
+            states=self._captured_states(views.rows, views.cu_q_lens, views.positions),
         )
 
     def drawing_step(self, num_rows: int) -> tuple[StepRows, torch.Tensor]:

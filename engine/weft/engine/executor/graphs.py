@@ -24,6 +24,7 @@ import torch
 from weft.engine.base.arrays import Int64Array
 from weft.engine.base.config import MAX_DECODES_BESIDE, MAX_TREE_REQUESTS
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.state_rows import StateRows
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.encoder_config import tells_texts_apart
 from weft.engine.executor.device_inputs import DeviceInputs
@@ -126,6 +127,7 @@ def step_buckets(
     has_lora: bool = False,
     max_drafts: int = 0,
     tree_rows: Sequence[int] = (),
+    has_states: bool = False,
 ) -> list[GraphBucket]:
     """Lists the steps to capture, up to the given numbers of requests and tokens.
 
@@ -137,7 +139,12 @@ def step_buckets(
         has_lora: Whether each step is captured with adapters too.
         max_drafts: Most drafts of a request in a step; ragged steps have room for drafts too.
         tree_rows: Sizes of trees, the first row included.
+        has_states: Whether the model has recurrent layers. Of these only steps without prompts are
+            captured, since the host cuts prompts where states are kept.
     """
+    if has_states:
+        short = verify_buckets(max_requests, max_tokens, max_drafts)
+        return [*decode_buckets(max_requests), *short]
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
     if config.is_encoder:
         with_lora = [bucket._replace(has_lora=True) for bucket in ragged] if has_lora else []
@@ -384,6 +391,7 @@ class StepGraphs:
         Returns:
             [L, hidden], valid until the next step.
         """
+        self._inputs.send_states(arrays.states, bucket.requests)
         if bucket.kind == "decode":
             self._inputs.send_decodes(StepDecodes.of_arrays(arrays), bucket.tokens)
             if arrays.verify_rows is not None:
@@ -392,8 +400,11 @@ class StepGraphs:
             self._inputs.send_ragged(arrays, bucket.columns)
         return self._replay(bucket)[: len(arrays.logits_rows)]
 
-    def forward_decodes(self, decodes: StepDecodes, bucket: GraphBucket) -> torch.Tensor:
+    def forward_decodes(
+        self, decodes: StepDecodes, bucket: GraphBucket, states: StateRows | None = None
+    ) -> torch.Tensor:
         """`forward` of a step of one row a request."""
+        self._inputs.send_states(states, bucket.requests)
         self._inputs.send_decodes(decodes, bucket.tokens)
         return self._replay(bucket)[: len(decodes.slots)]
 
@@ -432,6 +443,7 @@ class StepGraphs:
         """`forward` of a step given by its requests. Starts the drafts that the step verifies
         before it, if there are any.
         """
+        self._inputs.send_states(step.states, bucket.requests)
         self._inputs.send_requests(step, bucket.columns)
         if step.drafts is not None:
             step.drafts.begin_within(bucket.requests, step.adapters, step.num_decodes)
@@ -470,6 +482,7 @@ class StepGraphs:
         memory would hold the step of another layout.
         """
         step = _ONE_LORA_TOKEN if bucket.has_lora else _ONE_TOKEN
+        self._inputs.send_states(None, bucket.requests)
         if bucket.kind == "decode":
             self._inputs.send_decodes(StepDecodes.of_arrays(step), bucket.tokens)
         else:

@@ -26,7 +26,7 @@ from weft.engine.executor.keeping import KeptStates, TokenKeeper
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
-from weft.engine.executor.states import RankBlocks, StateMemory
+from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.layout import FP8, CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
@@ -173,6 +173,7 @@ class LocalExecutor:
                 lora,
                 max_step_tokens,
                 list(zip(self._window_tables, self._pools[1:], strict=True)),
+                self._device_states(max_requests),
             )
             if cuda_graphs:
                 has_lora = lora is not None
@@ -184,8 +185,15 @@ class LocalExecutor:
                     has_lora=has_lora,
                     max_drafts=max_drafts,
                     tree_rows=tree_rows,
+                    has_states=layout.states is not None,
                 )
                 self.graphs = StepGraphs(model, self.pool, self._inputs, buckets, on_capture)
+
+    def _device_states(self, max_requests: int) -> DeviceStates | None:
+        """What steps on a GPU do with recurrent layers' states, if there are any."""
+        if self.states is None:
+            return None
+        return DeviceStates(self.states, self.page_size, max_requests, self.device)
 
     @property
     def page_table(self) -> PageTable:
@@ -295,7 +303,8 @@ class LocalExecutor:
         assert self.graphs is not None
         assert self._inputs is not None
         with torch.inference_mode():
-            hidden = self.graphs.forward_decodes(StepDecodes.of_step(step), bucket)
+            decodes = StepDecodes.of_step(step)
+            hidden = self.graphs.forward_decodes(decodes, bucket, step.states)
         self._verifying, count = None, step.num_decodes
         captured = None
         if self._draws is not None and self._draws.has(bucket, count):

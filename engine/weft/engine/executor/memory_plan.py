@@ -54,6 +54,8 @@ class MemoryNeeds:
     """Penalties, biases and masks if all requests use them, and logits of captured drawing."""
     drafts: int = 0
     """KV pool of a separate draft model."""
+    states: int = 0
+    """Blocks and rings of recurrent layers."""
     share: float = 1.0
     """Largest share of the memory that this engine may take, all in all."""
 
@@ -65,12 +67,14 @@ class MemoryNeeds:
     @property
     def for_pool(self) -> int:
         """Bytes that remain for the pool; negative if the needs exceed the memory."""
-        return self.free - self.step - self.graphs - self.sampling - self.drafts - self.margin
+        others = self.step + self.graphs + self.sampling + self.drafts + self.states
+        return self.free - others - self.margin
 
     def describe(self) -> str:
         """The calculation, in words."""
         share = f" ({self.share:.0%} for this worker)" if self.share < 1 else ""
         drafts = f"KV of the draft model {_gib(self.drafts)}, " if self.drafts else ""
+        drafts += f"states of recurrent layers {_gib(self.states)}, " if self.states else ""
         return (
             f"of {_gib(self.total)}{share} {_gib(self.free)} are free beside weights of "
             f"{_gib(self.weights)}; largest step {_gib(self.step)}, graphs {_gib(self.graphs)}, "
@@ -123,7 +127,8 @@ def divide_states(
     is_fixed: bool = False,
 ) -> tuple[int, int]:
     """Divides memory between pages and the blocks and rings of recurrent layers, which get what all
-    running requests need and blocks for the prefix cache, but at most half.
+    running requests need, but at most three quarters, and blocks for the prefix cache, but all in
+    all at most half.
 
     Args:
         layout: Of pages and blocks.
@@ -147,7 +152,9 @@ def divide_states(
     if is_fixed:
         return at_work + num_tokens // TOKENS_OF_CACHED_BLOCK, pool_bytes
     num_blocks = at_work + num_tokens // 2 // TOKENS_OF_CACHED_BLOCK
-    num_blocks = min(num_blocks, (pool_bytes // 2 - rings) // plane.block_bytes)
+    # What running requests need may take more than what is kept for later ones.
+    most = max(pool_bytes // 2, min(rings + at_work * plane.block_bytes, 3 * pool_bytes // 4))
+    num_blocks = min(num_blocks, (most - rings) // plane.block_bytes)
     if num_blocks < 1 + BLOCKS_OF_REQUEST:
         needed = 2 * (rings + (1 + BLOCKS_OF_REQUEST) * plane.block_bytes)
         raise ConfigError(
@@ -284,6 +291,7 @@ def measure_needs(
             has_lora=has_lora,
             max_drafts=max_drafts,
             tree_rows=tree_rows,
+            has_states=layout.states is not None,
         )
         graphs = _measure_graphs(executor, buckets)
     del executor

@@ -254,7 +254,7 @@ def _load_parts(
     models = _load_models(config, device, ranks, peers, progress)
     loaded, layout, vocab_size = models.loaded, models.layout, models.loaded.config.num_embeddings
     if layout.states is not None:
-        check_recurrent(config)
+        check_recurrent(config, layout.states.name)
     promise = promise_determinism(config, loaded, layout, device) if config.deterministic else []
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
@@ -467,6 +467,10 @@ def _size_pools(
         )
         if draft is not None:
             needs = draft.added_to(needs, context, page_bytes, device)
+        if layout.states is not None and needs.for_pool > 0:
+            most = config.max_running_requests, max_drafts(config)
+            num_blocks, left = divide_states(layout, needs.for_pool, *most)
+            needs = replace(needs, states=needs.for_pool - left)
         num_pages = pages_of(needs, page_bytes)
         num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
     else:

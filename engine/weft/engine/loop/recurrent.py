@@ -28,18 +28,36 @@ def num_block_pages(layout: CacheLayout) -> int:
     return 0 if layout.states is None else -(-layout.states.block_bytes // layout.page_bytes)
 
 
-def check_recurrent(config: EngineConfig) -> None:
+def check_recurrent(config: EngineConfig, kind: str = "") -> None:
     """Refuses settings under which no model with recurrent layers runs.
+
+    Args:
+        config: The settings.
+        kind: Name of the state plane, if the model is loaded.
 
     Raises:
         ConfigError: One of them is set.
     """
+    drafts = 0 if config.drafter == "none" else config.max_draft_tokens
     refused = (
-        ("device", config.is_on_gpu, "cpu, the only device for recurrent layers so far"),
+        ("device", config.is_on_gpu and kind == "mamba", "cpu for layers of the first Mamba"),
+        (
+            "max_draft_tokens",
+            config.is_on_gpu and drafts >= config.page_size,
+            f"below page_size = {config.page_size} on a GPU for models with recurrent layers",
+        ),
         (
             "tp",
             config.tp > 1 and config.is_on_gpu,
             "1 on GPUs for models with recurrent layers, whose states are divided on CPUs so far",
+        ),
+        *(
+            (
+                name,
+                config.is_on_gpu and bool(getattr(config, name)),
+                "off on GPUs for models with recurrent layers, which keep states in the pool alone",
+            )
+            for name in ("has_store", "host_cache_bytes", "disk_cache_dir")
         ),
         (
             "drafter",
@@ -83,7 +101,8 @@ def make_states(
     index = None if prefixes is None else StateIndex(prefixes)
     memory = PageMemory(num_blocks, index, tracks_freed=config.poison_free_pages)
     sizes = config.page_size, config.checkpoint_tokens, config.max_running_requests
-    return StateBlocks(memory, index, *sizes)
+    max_drafts = 0 if config.drafter == "none" else config.max_draft_tokens
+    return StateBlocks(memory, index, *sizes, max_drafts)
 
 
 def block_access(parts: EngineParts, pages: RequestPages) -> BlockAccess | None:

@@ -81,6 +81,7 @@ class StateBlocks:
         page_size: Token positions a page.
         checkpoint_tokens: Tokens from one kept block of a request to the next.
         max_requests: Number of slots.
+        max_drafts: Most drafts of a request in a step.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class StateBlocks:
         page_size: int,
         checkpoint_tokens: int,
         max_requests: int,
+        max_drafts: int = 0,
     ) -> None:
         self.memory = memory
+        self._max_drafts = max_drafts
         self._index = index
         self._page_size = page_size
         self._checkpoint = max(1, checkpoint_tokens // page_size)
@@ -107,6 +110,8 @@ class StateBlocks:
         self.on_given_up: Callable[[Evicted], None] = lambda evicted: None
         """Called with each kept block that is given up, while its bytes are still there."""
         memory.on_reclaimed = lambda evicted: self.on_given_up(evicted)
+        self._table = np.zeros((max_requests, 3), np.int64)
+        """By slot and border, in pages, mod 3: the newest blocks."""
         if index is not None:
             index.on_lost = self._lost
 
@@ -280,30 +285,43 @@ class StateBlocks:
     def begin(self, plan: Plan) -> StateRows:
         """Gives the requests of a step, which is about to begin, the blocks that it writes."""
         size, writes = self._page_size, list[tuple[int, int, int]]()
-        slots = [item.request.slot for item in plan.verifies]
-        slots += [item.request.slot for item in plan.chunks]
-        known = self._newest[:, np.concatenate([plan.slots, np.array(slots, np.int64)])]
+        of_items = [item.request.slot for item in plan.verifies]
+        of_items += [item.request.slot for item in plan.chunks]
+        slots = np.concatenate([plan.slots, np.array(of_items, np.int64)])
+        known = self._newest[:, slots]
         crossed = (plan.starts + 1) // size * size > known[0, : len(plan.slots)]
         for number in np.flatnonzero(crossed).tolist():
-            end = int(plan.starts[number]) + 1
-            self._write(plan.decodes[number], number, end, writes)
-        number = len(plan.decodes)
+            end, request = int(plan.starts[number]) + 1, plan.decodes[number]
+            is_late = plan.is_late is not None and bool(plan.is_late[number])
+            self._write(request, number, end, writes, is_late=is_late)
+        number = num_few = len(plan.decodes)
         for item in plan.verifies:
-            self._write(item.request, number, item.start + 1, writes)
+            self._write(item.request, number, item.start + 1, writes, is_late=item.starts_late)
             number += 1
+            num_few += 1
         for request, start, num_tokens, *_ in plan.chunks:
             # The slot may have been another request's.
             held = self._held[request]
             known[:, number] = held.newest * size, held.blocks[held.newest].number
+            self._table[request.slot, held.newest % 3] = known[1, number]
             self._newest[:, request.slot] = known[:, number]
             self._write(request, number, start + num_tokens, writes)
             number += 1
-        return StateRows(known[0], known[1], np.array(writes, np.int64).reshape(-1, 3).T)
+        made = np.array(writes, np.int64).reshape(-1, 3).T
+        return StateRows(known[0], known[1], made, num_few, self._table[slots])
 
     def _write(
-        self, request: Request, number: int, end: int, writes: list[tuple[int, int, int]]
+        self,
+        request: Request,
+        number: int,
+        end: int,
+        writes: list[tuple[int, int, int]],
+        *,
+        is_late: bool = False,
     ) -> None:
-        """Notes what is written of a request whose tokens up to `end` are certain."""
+        """Notes what is written of a request whose tokens up to `end` are certain; if only the
+        device knows where it begins, `end` is the largest possible one.
+        """
         held, newest = self._held[request], end // self._page_size
         if newest <= held.newest:
             return
@@ -315,7 +333,11 @@ class StateBlocks:
                 held.num_reserved += 1
                 self._num_reserved += 1
             (block,) = self.memory.allocate(1)
-            held.blocks[border] = _Block(block, end)
+            # A late step, or one behind it, writes the block where its first row passes the border:
+            # at the latest when the drafts of one more step were accepted behind that.
+            sure = border * self._page_size + self._max_drafts if is_late else end
+            held.blocks[border] = _Block(block, sure)
+            self._table[request.slot, border % 3] = block
             writes.append((number, border * self._page_size, block))
         self._newest[:, request.slot] = newest * self._page_size, block
 

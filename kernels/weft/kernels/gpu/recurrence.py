@@ -9,11 +9,33 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.gpu.chunked_recurrence import chunked_recurrence, takes_chunks
 
 _VALUES = 32
 """Values of a program."""
 _CHANNELS = 256
 """Channels of a program."""
+
+
+def fastest_recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    states: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    steps: torch.Tensor | None = None,
+    skips: torch.Tensor | None = None,
+    scale: float = 1.0,
+    is_unit: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors."""
+    is_long = takes_chunks(v, decay, k.shape[2], len(cu_lens) - 1)
+    run = chunked_recurrence if is_long else recurrence
+    gates = {"beta": beta, "steps": steps, "skips": skips}
+    return run(q, k, v, decay, states, cu_lens, **gates, scale=scale, is_unit=is_unit)
 
 
 def recurrence(
@@ -30,7 +52,7 @@ def recurrence(
     scale: float = 1.0,
     is_unit: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors."""
+    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors, row by row."""
     rows, heads, values = v.shape
     keys = k.shape[2]
     q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))

@@ -18,6 +18,7 @@ from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
 
 
@@ -76,6 +77,10 @@ class DeltaAttention(RecurrentMixer):
         self.dt_bias = dt_bias
         self.norm = norm
         self.heads = rates.shape[0]
+        dim = config.dim
+        first, second, third = (Channels(at, 3 * dim) for at in (0, dim, 2 * dim))
+        sizes = self.heads, 1, dim, dim
+        self._form = HeadForm(conv, None, first, second, third, *sizes, dim**-0.5, is_unit=True)
 
     @classmethod
     def read(
@@ -160,6 +165,12 @@ class DeltaAttention(RecurrentMixer):
         q, k, v = torch.unflatten(mixed, 1, (self.heads, 3, self.config.dim)).unbind(2)
         out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
         return out, (state, tail)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`."""
+        return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

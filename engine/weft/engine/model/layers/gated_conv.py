@@ -14,6 +14,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import LayerMemory, SlotRows, step_conv
 from weft.kernels.stream import Normed
 
 
@@ -102,6 +103,12 @@ class GatedConv(RecurrentMixer):
         (bx,), (tail,) = inputs, states
         out, tail = short_conv(bx, self.conv, self.conv_bias, tail, cu_lens, has_silu=False)
         return out, (tail,)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`."""
+        return step_conv(self.conv, self.conv_bias, rows, memory, inputs[0])
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from weft.engine.checkpoint.recurrent_config import GatedDeltaConfig
 from weft.engine.memory.layout import StatePart
 from weft.engine.model.layers.recurrent import Projected, RecurrentMixer, by_head, read_taps
 from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
-from weft.kernels.gated_delta import gated_delta
+from weft.kernels.gated_delta import delta_gates, gated_delta
 from weft.kernels.gated_norm import gated_norm
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, addition_to
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
 
 
@@ -67,6 +67,11 @@ class GatedDelta(RecurrentMixer):
         self.value_heads = rates.shape[0]
         self._shared = config.value_heads // config.key_heads
         self.key_heads = self.value_heads // self._shared
+        key = config.key_dim
+        step = 2 * key + self._shared * config.value_dim
+        first, second, third = (Channels(at, step) for at in (0, key, 2 * key))
+        sizes = self.value_heads, self._shared, key, config.value_dim
+        self._form = HeadForm(conv, None, first, second, third, *sizes, key**-0.5, is_unit=True)
 
     @classmethod
     def read(
@@ -147,16 +152,20 @@ class GatedDelta(RecurrentMixer):
         of_values = self._shared * config.value_dim
         channels = 2 * config.key_dim + of_values
         if config.is_fused:
-            qkvz, ba = (part.view(rows, self.key_heads, -1) for part in found)
+            qkvz = found[0].view(rows, self.key_heads, -1)
             qkv, z = torch.split(qkvz, [channels, of_values], dim=2)
-            b, a = (part.reshape(rows, -1) for part in ba.chunk(2, dim=2))
         else:
-            widths = (config.key_dim, config.key_dim, of_values)
-            qkv = by_head(found[0].t(), self.key_heads, widths).permute(2, 0, 1)
-            z, (b, a) = found[1], found[2].chunk(2, dim=1)
-        decay = self.rates * F.softplus(a.float() + self.dt_bias)
+            widths = [
+                self.key_heads * width for width in (config.key_dim, config.key_dim, of_values)
+            ]
+            kinds = torch.split(found[0], widths, dim=1)
+            qkv = torch.cat([kind.view(rows, self.key_heads, -1) for kind in kinds], dim=2)
+            z = found[1]
+        # One product has beta and the decay of all heads behind each other, or of each key head.
+        shared = self._shared if config.is_fused else self.value_heads
+        decay, beta = delta_gates(found[-1], self.rates, self.dt_bias, shared)
         gate = z.reshape(rows, self.value_heads, config.value_dim)
-        return Projected((qkv.flatten(1), decay, b.sigmoid().float()), gate)
+        return Projected((qkv.flatten(1), decay, beta), gate)
 
     def scan(
         self, inputs: Sequence[torch.Tensor], cu_lens: torch.Tensor, states: Sequence[torch.Tensor]
@@ -170,6 +179,12 @@ class GatedDelta(RecurrentMixer):
         v = v.reshape(len(v), self.value_heads, config.value_dim)
         out, state = gated_delta(q, k, v, decay, beta, state, cu_lens)
         return out, (state, tail)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`."""
+        return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

@@ -19,6 +19,7 @@ from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import Norm
 from weft.kernels.selective_scan import selective_scan
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import LayerMemory, SlotRows
 from weft.kernels.stream import Normed
 
 
@@ -149,6 +150,12 @@ class Mamba(RecurrentMixer):
         dt = F.softplus(linear(low, self.selection.dt_proj).float() + self.selection.dt_bias)
         out, state = selective_scan(x, dt, self.rates, b, c, self.skips, state, cu_lens)
         return out, (state, tail)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`: these layers run on a CPU alone."""
+        raise AssertionError("models with such layers are not loaded on a GPU")
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

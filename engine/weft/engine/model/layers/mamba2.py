@@ -18,6 +18,7 @@ from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.mamba2 import mamba2
 from weft.kernels.short_conv import short_conv
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, SlotRows, step_heads
 from weft.kernels.stream import Normed
 
 
@@ -69,6 +70,26 @@ class Mamba2(RecurrentMixer):
         self.norm = norm
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
+        size, shared = config.state_size, config.heads // config.groups
+        of_group = shared * config.head_dim + 2 * size
+        self._form = HeadForm(
+            conv,
+            conv_bias,
+            queries=Channels(self._inner + self._shared, size),
+            keys=Channels(self._inner, size),
+            values=Channels(0, shared * config.head_dim),
+            heads=config.heads,
+            shared=shared,
+            key_dim=size,
+            value_dim=config.head_dim,
+            rates=rates,
+            skips=skips,
+            tails=(
+                Channels(shared * config.head_dim + size, of_group),
+                Channels(shared * config.head_dim, of_group),
+                Channels(0, of_group),
+            ),
+        )
 
     @classmethod
     def read(
@@ -186,6 +207,12 @@ class Mamba2(RecurrentMixer):
         kinds = torch.split(tail, [self._inner, self._shared, self._shared], dim=1)
         by_group = [torch.unflatten(kind, 1, (self.config.groups, -1)) for kind in kinds]
         return torch.cat(by_group, dim=2)
+
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """See `RecurrentMixer.few_rows`."""
+        return step_heads(self._form, rows, memory, inputs)
 
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """See `RecurrentMixer.gated`."""

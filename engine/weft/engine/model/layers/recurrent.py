@@ -15,6 +15,7 @@ from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.pool import PlaneInPage
+from weft.kernels.slot_states import LayerMemory, SlotRows
 from weft.kernels.stream import Normed, Sum
 
 
@@ -74,6 +75,12 @@ class RecurrentMixer(ABC):
         """Takes sequences of rows through their states: a `Scan`."""
 
     @abstractmethod
+    def few_rows(
+        self, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """The same in place, on a GPU: a `FewRows`."""
+
+    @abstractmethod
     def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """[T, ...] from `scan` and the gate: [T, all heads], the input of the last projection."""
 
@@ -98,7 +105,7 @@ class RecurrentMixer(ABC):
         """Takes all rows through the states."""
         assert step.states is not None, "a model with recurrent layers has states"
         projected = self.project(x, step.lora)
-        out = step.states.run(self.in_plane, projected.inputs, self.scan)
+        out = step.states.run(self.in_plane, projected.inputs, self.scan, self.few_rows)
         return Query(self.gated(out, projected.gate))
 
     def attend(self, query: Query, step: Step, pool: torch.Tensor) -> Sum:

@@ -30,8 +30,9 @@ class RecordedSteps(StepGraphs):
         most, tokens = config.max_running_requests, config.max_step_tokens + config.decodes_beside
         table, page_size = executor.page_table, config.page_size
         windows = list(zip(executor.window_tables, executor._pools[1:], strict=True))
+        states = executor._device_states(most)
         inputs = DeviceInputs(
-            table, page_size, most, executor.known, executor._lora, tokens, windows
+            table, page_size, most, executor.known, executor._lora, tokens, windows, states
         )
         inputs._table = inputs._table.clone()  # Else the host's pages are seen before they come.
         inputs._windows = [(host, pages.clone(), pool) for host, pages, pool in inputs._windows]
@@ -42,6 +43,7 @@ class RecordedSteps(StepGraphs):
             tokens,
             max_drafts=max_drafts,
             tree_rows=tree_rows,
+            has_states=states is not None,
         )
         self._model, self._pool, self._inputs = executor._model, executor.pool, inputs
         self._types = self.new_types(buckets, executor.pool.device)

@@ -40,6 +40,7 @@ from weft.kernels.draft_head import (
 )
 from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu import (
+    chunked_recurrence,
     copied_tiles,
     dependent_launch,
     encoder_attention,
@@ -52,10 +53,12 @@ from weft.kernels.gpu import (
     peer_logits,
     peer_sum,
     recurrence,
+    recurrent_rows,
     replaced,
     sampling,
     sampling_top,
     slot_rows,
+    slot_states,
     step_requests,
     step_rows,
     tree_rows,
@@ -78,6 +81,7 @@ from weft.kernels.quantised import (
     Fp8Matrix,
 )
 from weft.kernels.rope import rope_and_cache, rotate_heads
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 from weft.kernels.stream import Taps
@@ -228,8 +232,10 @@ def compile_latents() -> None:
         latent_attention.attention_before(q, pool, 0, LatentSpec(heads, 512, 0.1), group)
 
 
-def compile_recurrences() -> None:
-    """States of heads, with decays of heads and of elements, and convolutions."""
+def compile_recurrences(is_full: bool) -> None:
+    """States of heads, with decays of heads and of elements, and convolutions: row by row, by
+    chunks, and in place.
+    """
     bounds, states = torch.tensor([0, 1, 4]), torch.zeros(2, 8, 128, 128)
     q, v = torch.zeros(4, 4, 128, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16)
     gate = torch.zeros(4, 8)
@@ -238,6 +244,23 @@ def compile_recurrences() -> None:
     recurrence.recurrence(q, q, v, gate, states, bounds, steps=gate, skips=gate[0])
     x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
     recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
+    recurrent_rows.gated_norm(v, v, v[0, 0], 1e-6, form="silu", gates_first=False)
+    recurrent_rows.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
+    if is_full:
+        chunked_recurrence.chunked_recurrence(q, q, v, gate, states, bounds, beta=gate)
+    chunked_recurrence.chunked_recurrence(q, q, v, gate, states, bounds, steps=gate, skips=gate[0])
+    step = 2 * 128 + 2 * 128
+    inputs, conv = torch.zeros(4, 4 * step, dtype=BF16), torch.zeros(4, 4 * step)
+    channels = (Channels(at, step) for at in (0, 128, 256))
+    form = HeadForm(conv, None, *channels, 8, 2, 128, 128, 0.1, is_unit=True)
+    numbers = torch.zeros(4, dtype=torch.int64)
+    table = torch.zeros(3, 3, dtype=torch.int64)
+    plan = slot_states.plan(numbers[:3], numbers.int(), numbers, numbers, table, PAGE_SIZE)
+    blocks = states, torch.zeros(2, 4 * step, 3, dtype=BF16)
+    rings = torch.zeros(2, 24, 4 * step, dtype=BF16), *(torch.zeros(2, 24, 8) for _ in "gb")
+    slot_states.step_heads(form, plan, LayerMemory(blocks, rings), (inputs, gate, gate))
+    memory = LayerMemory(blocks[1:], rings[:1])
+    slot_states.step_conv(conv, None, plan, memory, inputs)
 
 
 def compile_encoders() -> None:
@@ -498,7 +521,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "encoders": compile_encoders,
         "fixed": compile_fixed,
         "latents": compile_latents,
-        "recurrences": compile_recurrences,
+        "recurrences": partial(compile_recurrences, is_full),
         "fp8": partial(compile_fp8, is_full),
         "groups": partial(compile_groups, is_full),
         "fp8 kv": compile_fp8_kv,

@@ -1,0 +1,442 @@
+"""Speed of models with recurrent layers on a GPU, against the roof of the same run.
+
+    python bench/gpu_hybrid.py [--parts kernels engine] [--models qwen3.5-9b ...] [--out DIR]
+
+Kernels: a layer's states alone, decode steps against the bytes of states that they read, prompts
+against the rate of a large product. Engine: random weights in the models' real shapes, decode,
+prompts, and requests of 1,024 tokens in and 128 out that are sent at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_engine import release, run_batch
+from gpu_roof import Rates, measure_rates
+from gpu_setup import describe_gpu
+from model_shapes import write_config
+from torch.profiler import ProfilerActivity, profile
+from weft.engine.base.errors import WeftError
+from weft.engine.executor.drafts.chains import ChainShape, StaticChains
+from weft.engine.loop.llm import LLM
+from weft.kernels.gated_delta import gated_delta
+from weft.kernels.gpu import slot_states
+from weft.kernels.mamba2 import mamba2
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots, step_heads
+
+MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
+PAGE, PROMPT_ROWS = 16, 8192
+MANY, MANY_IN, MANY_OUT = 384, 1024, 128
+"""Requests sent at once, and their tokens."""
+STEP_TILES = ((32, 4), (16, 1))
+"""Values of a program of decode steps, and its warps."""
+BF16 = torch.bfloat16
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "dummy_weights": True,
+    "max_context_tokens": 5120,
+    "max_running_requests": 256,
+    "max_step_tokens": 8192,
+    "prefill_chunk_tokens": 8192,
+    "prefix_cache": False,
+    "inter_token_target_s": 1.0,
+}
+
+
+def seconds(call: Callable[[], object], count: int = 10) -> float:
+    """Median time of a call on the device."""
+    call()
+    times = []
+    for _ in range(count):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def delta_form() -> HeadForm:
+    """A layer of Qwen3.5-9B and Qwen3-Next."""
+    step = 2 * 128 + 2 * 128
+    conv = torch.randn(4, 16 * step, device="cuda")
+    first, second, third = (Channels(at, step) for at in (0, 128, 256))
+    return HeadForm(conv, None, first, second, third, 32, 2, 128, 128, 128**-0.5, is_unit=True)
+
+
+def bench_steps(rates: Rates) -> list[dict[str, Any]]:
+    """Decode steps of one layer of gated delta net, in the middle of a page."""
+    found, form, chosen = [], delta_form(), slot_states._TILES
+    channels = form.conv.shape[1]
+    for batch in (1, 64, 256):
+        blocks = (
+            torch.randn(batch + 1, 32, 128, 128, device="cuda"),
+            torch.randn(batch + 1, channels, 3, device="cuda", dtype=BF16),
+        )
+        rings = (
+            torch.randn(batch + 1, 18, channels, device="cuda", dtype=BF16),
+            *(torch.rand(batch + 1, 18, 32, device="cuda") for _ in "gb"),
+        )
+        memory = LayerMemory(blocks, rings)
+        inputs = (
+            torch.randn(batch, channels, device="cuda", dtype=BF16),
+            -torch.rand(batch, 32, device="cuda"),
+            torch.rand(batch, 32, device="cuda"),
+        )
+        slots = torch.arange(batch, device="cuda")
+        bounds = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        table = (slots + 1)[:, None].expand(-1, 3).contiguous()
+        for tile, behind in itertools.product(STEP_TILES, (0, 7, 14)):
+            slot_states._TILES = dict.fromkeys(slot_states._TILES, tile)
+            borders = torch.full((batch + 1,), 4 * PAGE, device="cuda")
+            positions = torch.full((batch,), 4 * PAGE + behind, device="cuda")
+            rows = plan_slots(slots, bounds, positions, borders, table, PAGE)
+            took = seconds(lambda: step_heads(form, rows, memory, inputs))  # noqa: B023
+            roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
+            row = {"tile": tile, "batch": batch, "behind": behind}
+            found.append(row | {"us": 1e6 * took, "share": roof / took})
+            print(
+                f"step of {batch:3}, {tile}, {behind:2} rows behind: {1e6 * took:7.1f} us, "
+                f"{roof / took:6.1%} of the bytes' roof"
+            )
+    slot_states._TILES = chosen
+    return found
+
+
+def bench_prompt(rates: Rates) -> list[dict[str, Any]]:
+    """A prompt's rows through one layer's states."""
+    found = []
+    rows = PROMPT_ROWS
+    bounds = torch.tensor([0, rows], device="cuda")
+    q, k = (torch.randn(rows, 16, 128, device="cuda", dtype=BF16) for _ in "qk")
+    v = torch.randn(rows, 32, 128, device="cuda", dtype=BF16)
+    decay, beta = -torch.rand(rows, 32, device="cuda") / 8, torch.rand(rows, 32, device="cuda")
+    by_element = -torch.rand(rows, 32, 128, device="cuda") / 8
+    states = torch.zeros(1, 32, 128, 128, device="cuda")
+    wide_q, wide_k = (part.repeat_interleave(2, dim=1) for part in (q, k))
+    x = torch.randn(rows, 128, 64, device="cuda", dtype=BF16)
+    b, c = (torch.randn(rows, 1, 128, device="cuda", dtype=BF16) for _ in "bc")
+    dt, a, d = (
+        torch.rand(rows, 128, device="cuda") / 8,
+        -torch.rand(128).cuda(),
+        torch.rand(128).cuda(),
+    )
+    ssd = torch.zeros(1, 128, 128, 64, device="cuda")
+    flop = 8 * rows * 32 * 128 * 128
+    """The least: each row's key finds, writes and reads in a state."""
+    calls: dict[str, tuple[float, Callable[[], object]]] = {
+        "gated delta": (flop, lambda: gated_delta(q, k, v, decay, beta, states, bounds)),
+        "delta by element": (
+            flop,
+            lambda: gated_delta(wide_q, wide_k, v, by_element, beta, states, bounds),
+        ),
+        "mamba2": (4 * rows * 128 * 128 * 64, lambda: mamba2(x, dt, a, b, c, d, ssd, bounds)),
+    }
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        calls["fla gated delta"] = (
+            flop,
+            lambda: chunk_gated_delta_rule(
+                wide_q[None],
+                wide_k[None],
+                v[None],
+                decay[None],
+                beta[None].to(BF16),
+                initial_state=states,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            ),
+        )
+        calls["fla simple gla, as mamba2"] = (
+            4 * rows * 128 * 128 * 64,
+            lambda: chunk_simple_gla(
+                c[None].expand(-1, -1, 128, -1).contiguous(),
+                b[None].expand(-1, -1, 128, -1).contiguous(),
+                x[None],
+                (dt * a)[None],
+                initial_state=ssd,
+                output_final_state=True,
+                scale=1.0,
+            ),
+        )
+    except Exception as error:
+        print(f"no fla-core here: {error!r}"[:200])
+    for name, (work, call) in calls.items():
+        try:
+            took = seconds(call, 4)
+        except Exception as error:
+            print(f"{name}: {error!r}"[:300])
+            continue
+        share = work / rates.flop_per_s / took
+        found.append({"kernel": name, "ms": 1e3 * took, "share": share})
+        print(f"{name}, {rows} rows: {1e3 * took:.3f} ms, {share:.1%} of the products' rate")
+    return found
+
+
+class Costs:
+    """The least bytes and products of a model's steps.
+
+    Args:
+        llm: With the model.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        info = llm.engine.info
+        executor = llm.engine._executor
+        config = executor._model.config
+        self.config = config
+        self.kv_bytes = info.page_bytes / info.page_size
+        states = executor.states
+        assert states is not None
+        self.state_bytes = sum(pool[0].nbytes for pool in states.pools.blocks)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        moe, layers = config.moe, config.num_layers
+        seen: set[int] = set()
+        total = float(sum(sizes_of(executor._model, seen)))
+        self.dense = total - 2 * vocab * hidden
+        self.experts = 0.0
+        if moe is not None:
+            self.experts = 6.0 * hidden * moe.intermediate_size * moe.num_experts * layers
+            self.dense -= self.experts
+
+    def decode_seconds(self, rates: Rates, batch: int, context: float) -> float:
+        """Least time of a decode step: weights, K and V, states, each read once."""
+        moe, read = self.config.moe, 0.0
+        if moe is not None:
+            missed = (1 - moe.num_experts_per_tok / moe.num_experts) ** batch
+            read = self.experts * (1 - missed)
+        kept = batch * (context * self.kv_bytes + self.state_bytes)
+        return (self.dense + read + kept) / rates.bytes_per_s
+
+    def prompt_seconds(self, rates: Rates, tokens: int) -> float:
+        """Least time of prompts' products with weights, without attention."""
+        moe, used = self.config.moe, self.dense
+        head = 2.0 * self.config.vocab_size * self.config.hidden_size
+        if moe is not None:
+            used += self.experts * moe.num_experts_per_tok / moe.num_experts
+        return tokens * (used - head) / rates.flop_per_s
+
+
+def sizes_of(part: Any, seen: set[int]) -> list[int]:
+    """Bytes of all tensors that belong to a model, each once."""
+    if isinstance(part, torch.Tensor):
+        at = part.untyped_storage().data_ptr()
+        if at in seen or not part.is_cuda:
+            return []
+        seen.add(at)
+        return [part.untyped_storage().nbytes()]
+    if id(part) in seen or isinstance(part, str | int | float | type(None)):
+        return []
+    seen.add(id(part))
+    if isinstance(part, dict):
+        inner = list(part.values())
+    elif isinstance(part, list | tuple | set):
+        inner = list(part)
+    elif hasattr(part, "__dict__"):
+        inner = list(vars(part).values())
+    elif hasattr(part, "__slots__"):
+        inner = [getattr(part, name, None) for name in part.__slots__]
+    else:
+        return []
+    return [size for each in inner for size in sizes_of(each, seen)]
+
+
+def told_kernels(call: Callable[[], object], what: str, steps: int) -> None:
+    """Prints the kernels that take the most time of a call."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as taken:
+        call()
+        torch.cuda.synchronize()
+    rows = [row for row in taken.key_averages() if row.self_device_time_total > 0]
+    rows.sort(key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    print(f"{what}: device {total / steps / 1e3:.2f} ms a step")
+    for row in rows[:9]:
+        share = row.self_device_time_total / total
+        print(
+            f"  {share:6.1%} {row.self_device_time_total / row.count:8.1f} us x {row.count:5} "
+            f"{row.key[:70]}"
+        )
+
+
+def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
+    """All measurements of one model that fit into the time."""
+    began, found = time.perf_counter(), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(Path(folder), name)
+        with LLM(path, **SETTINGS) as llm:
+            print(*llm.engine.info.notices, sep="\n")
+            gc.collect()
+            gc.freeze()
+            costs = Costs(llm)
+            print(
+                f"{name}: loaded and captured after {time.perf_counter() - began:.0f} s; weights "
+                f"{costs.dense / 1e9:.1f} + {costs.experts / 1e9:.1f} GB, a state "
+                f"{costs.state_bytes / 1e6:.1f} MB"
+            )
+            for batch in (1, 64, 256):
+                if time.perf_counter() - began > budget_s:
+                    return found
+                run_batch(llm, batch, 512, 8)
+                run = run_batch(llm, batch, 512, 64)
+                took = run.seconds / max(1, run.num_steps)
+                host = statistics.median(run.host_s) if run.host_s else 0.0
+                least = costs.decode_seconds(rates, batch, 544)
+                found[f"decode {batch}"] = {
+                    "tokens_per_s": batch / took,
+                    "share": least / took,
+                    "step_ms": 1e3 * took,
+                    "host_ms": 1e3 * host,
+                }
+                print(
+                    f"decode {batch:3}: {batch / took:9.1f} tok/s, step {1e3 * took:.2f} ms, "
+                    f"host {1e3 * host:.2f} ms, {least / took:.1%} of the roof, "
+                    f"{run.num_steps} steps",
+                    flush=True,
+                )
+            if time.perf_counter() - began < budget_s:
+                times = [run_batch(llm, 8, 4096, 2).first_token_s for _ in range(2)]
+                least = costs.prompt_seconds(rates, 8 * 4096)
+                rate = 8 * 4096 / min(times)
+                found["prefill"] = {"tokens_per_s": rate, "share": least / min(times)}
+                print(
+                    f"prefill 8 x 4,096: {rate:,.0f} tok/s, {least / min(times):.1%} of the roof",
+                    flush=True,
+                )
+            if time.perf_counter() - began < budget_s:
+                run = run_batch(llm, MANY, MANY_IN, MANY_OUT)
+                rate = MANY * (MANY_IN + MANY_OUT) / run.all_seconds
+                found["total"] = {"tokens_per_s": rate}
+                print(f"{MANY} of {MANY_IN}/{MANY_OUT}: {rate:,.0f} total tok/s", flush=True)
+            if time.perf_counter() - began < budget_s:
+                told_kernels(lambda: run_batch(llm, 64, 32, 20), "decode 64", 20)
+                told_kernels(lambda: run_batch(llm, 1, 4096, 2), "prefill 4,096", 1)
+    return found
+
+
+class ForcedChains:
+    """Has a head's chains be accepted at a mean length, whatever its weights: the LM head gives all
+    tokens the same logits, so that one token is always drawn, and drafts are it or another.
+
+    Args:
+        depth: Drafts of a chain.
+        slots: Number of slots.
+    """
+
+    def __init__(self, depth: int, slots: int) -> None:
+        self.right = torch.zeros((), dtype=torch.int64, device="cuda")
+        """The token that is drawn."""
+        # Each number of accepted drafts is as likely as another.
+        self._accepted = torch.randint(0, depth + 1, (slots + 1, 61), device="cuda")
+        self._run = StaticChains.run
+
+    def run(self, chains: StaticChains, shape: ChainShape) -> torch.Tensor:
+        """In place of `StaticChains.run`, which does its work too."""
+        found = self._run(chains, shape)
+        slots, starts, *_ = chains._inputs.request_rows(shape.requests)
+        known = chains._known
+        at = torch.where(starts < 0, known.starts[slots], starts) % 61
+        drafts = torch.arange(shape.depth, device="cuda")[:, None]
+        is_right = drafts < self._accepted[slots, at]
+        found.copy_(torch.where(is_right, self.right, self.right + 1))
+        known.tokens[1 : 1 + shape.depth].index_copy_(1, slots, found)
+        return found
+
+
+def bench_mtp(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
+    """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
+    found, began = dict[str, Any](), time.perf_counter()
+    for depth in (0, 1, 2, 3):
+        if time.perf_counter() - began > budget_s:
+            break
+        release()
+        forced, run_of = ForcedChains(max(1, depth), 64), StaticChains.run
+        settings: dict[str, Any] = {"mtp_head": True}
+        if depth:
+            settings = {"drafter": "mtp", "draft_gate": "fixed", "max_draft_tokens": depth}
+            StaticChains.run = lambda chains, shape: forced.run(chains, shape)  # type: ignore[method-assign]  # noqa: B023
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = write_config(Path(folder), name)
+                with LLM(path, **(SETTINGS | {"max_running_requests": 64}), **settings) as llm:
+                    llm.engine._executor._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
+                    forced.right.fill_(run_batch(llm, 1, 64, 8).tokens[0][-1])
+                    for batch in (1, 16, 64):
+                        before = llm.engine.counters()
+                        run_batch(llm, batch, 512, 8)
+                        run = run_batch(llm, batch, 512, 96)
+                        after = llm.engine.counters()
+                        drafted, accepted = (
+                            after[count] - before[count]
+                            for count in ("drafted_tokens", "accepted_tokens")
+                        )
+                        length = 1 + accepted * depth / max(1, drafted)
+                        took = run.seconds / max(1, run.num_steps)
+                        rate = batch * length / took
+                        found[f"depth {depth}, batch {batch}"] = {
+                            "length": length,
+                            "tokens_per_s": rate,
+                            "step_ms": 1e3 * took,
+                        }
+                        print(
+                            f"MTP {depth} drafts, batch {batch:2}: length {length:.2f}, "
+                            f"{rate:8.1f} tok/s, step {1e3 * took:.2f} ms",
+                            flush=True,
+                        )
+        finally:
+            StaticChains.run = run_of  # type: ignore[method-assign]
+    return found
+
+
+def main() -> None:
+    """Runs the parts that are asked for; what fails is told, and the others go on."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["kernels", "engine"])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of each model")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    arguments = parser.parse_args()
+    setup, rates = describe_gpu(), measure_rates()
+    release()
+    found: dict[str, Any] = {**setup, "bytes_per_s": rates.bytes_per_s}
+    found["flop_per_s"] = rates.flop_per_s
+    print(
+        f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, products "
+        f"{rates.flop_per_s / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    if "kernels" in arguments.parts:
+        found["steps"] = bench_steps(rates)
+        found["prompt"] = bench_prompt(rates)
+    for name in arguments.models if "engine" in arguments.parts else ():
+        release()
+        try:
+            found[name] = bench_engine(name, rates, arguments.budget)
+        except (RuntimeError, WeftError) as error:
+            print(f"{name}: {error!r}"[:1500], flush=True)
+    for name in arguments.models if "mtp" in arguments.parts else ():
+        try:
+            found[f"{name} mtp"] = bench_mtp(name, rates, arguments.budget)
+        except (RuntimeError, WeftError) as error:
+            print(f"{name} with MTP: {error!r}"[:1500], flush=True)
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "rec_hybrid.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Recurrent operations on a GPU for many rows a sequence: by chunks of 64, in matrix products.
+
+The states at the beginnings of chunks are computed one after another, everything else at once. The
+gated delta rule's updates of a chunk solve a triangular system (arXiv 2412.06464, section 3.3): its
+inverse T turns values and keys into U and W, so that the updates behind a state S are U - W S.
+Mamba 2 (arXiv 2405.21060, section 6) has given updates. Products take the operands' 16 bits and
+accumulate in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 64
+_FEWEST = 32
+"""Fewest rows a sequence, on average, for which chunks are faster than row by row."""
+_LARGEST_KEY = 256
+
+
+def takes_chunks(v: torch.Tensor, decay: torch.Tensor, keys: int, sequences: int) -> bool:
+    """Whether rows [T, H, Dv] of so many sequences are computed by chunks."""
+    is_narrow = v.dtype in (torch.bfloat16, torch.float16) and keys <= _LARGEST_KEY
+    return is_narrow and decay.dim() == 2 and v.shape[0] >= _FEWEST * sequences
+
+
+def chunked_recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    states: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    steps: torch.Tensor | None = None,
+    skips: torch.Tensor | None = None,
+    scale: float = 1.0,
+    is_unit: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors that `takes_chunks`."""
+    rows, heads, values = v.shape
+    keys, count, shared = k.shape[2], cu_lens.shape[0] - 1, heads // k.shape[1]
+    q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
+    decay = decay.to(torch.float32).contiguous()
+    beta, steps, skips = (
+        None if each is None else each.to(torch.float32).contiguous()
+        for each in (beta, steps, skips)
+    )
+    states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
+    most = rows // CHUNK + count
+    chunks = torch.zeros((most, 2), dtype=torch.int64, device=v.device)
+    firsts = torch.empty(count, dtype=torch.int64, device=v.device)
+    _chunks_kernel[(count,)](
+        cu_lens, chunks, firsts, count, BLOCK=triton.next_power_of_2(count), CHUNK=CHUNK
+    )
+    block_keys = triton.next_power_of_2(max(16, keys))
+    tile = min(64, triton.next_power_of_2(max(16, values)))
+    sizes = {"KEYS": keys, "VALUES": values, "BLOCK_KEYS": block_keys, "CHUNK": CHUNK}
+    rows_of = (q.stride(0), k.stride(0), v.stride(0))
+    heads_of = (q.stride(1), k.stride(1), v.stride(1))
+    updates = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
+    weights: torch.Tensor | None = None
+    if beta is not None:
+        weights = torch.empty((rows, heads, keys), dtype=v.dtype, device=v.device)
+        _solve_kernel[(most, heads)](
+            *(k, v, decay, beta, weights, updates, chunks, *rows_of[1:], *heads_of[1:]),
+            *(heads, shared),
+            **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    begins = torch.empty((most, heads, keys, values), dtype=v.dtype, device=v.device)
+    narrow = min(32, tile)
+    _states_kernel[(count * heads, triton.cdiv(values, narrow))](
+        *(k, v, decay, steps, weights, updates, states, after, begins, cu_lens, firsts),
+        *(*rows_of[1:], *heads_of[1:], heads, shared),
+        **sizes, TILE=narrow, IS_UNIT=is_unit, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    out = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
+    _outputs_kernel[(most, heads, triton.cdiv(values, tile))](
+        *(q, k, v, decay, skips, updates, begins, out, chunks, *rows_of, *heads_of),
+        *(heads, shared, scale),
+        **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out, after
+
+
+@triton.jit(do_not_specialize=["count"])
+def _chunks_kernel(
+    cu_lens: tl.tensor,
+    chunks: tl.tensor,
+    firsts: tl.tensor,
+    count: int,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Begin and length of each chunk, and each sequence's first chunk."""
+    sequence, other = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = other < count
+    lengths = tl.load(cu_lens + other + 1, mask=mask, other=0)
+    lengths -= tl.load(cu_lens + other, mask=mask, other=0)
+    first = tl.sum(tl.where(other < sequence, (lengths + CHUNK - 1) // CHUNK, 0), axis=0)
+    tl.store(firsts + sequence, first)
+    begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
+    for number in range(0, (end - begin + CHUNK - 1) // CHUNK):
+        own = begin + number * CHUNK
+        tl.store(chunks + (first + number) * 2, own)
+        tl.store(chunks + (first + number) * 2 + 1, tl.minimum(end - own, CHUNK))
+
+
+@triton.jit
+def _keys(
+    x: tl.tensor, row: tl.tensor, element: tl.tensor, mask: tl.tensor, IS_UNIT: tl.constexpr
+) -> tl.tensor:
+    """Keys or queries of a chunk in float32, [CHUNK, BLOCK_KEYS], of length 1 if `IS_UNIT`."""
+    found = tl.load(x + row[:, None] + element[None], mask=mask, other=0.0).to(tl.float32)
+    if IS_UNIT:
+        found *= tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
+    return found
+
+
+@triton.jit
+def _solve_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    decay: tl.tensor,
+    beta: tl.tensor,
+    weights: tl.tensor,
+    updates: tl.tensor,
+    chunks: tl.tensor,
+    k_row: int,
+    v_row: int,
+    k_head: int,
+    v_head: int,
+    heads: int,
+    shared: int,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+) -> None:
+    """W and U of a chunk of one head."""
+    head = tl.program_id(1)
+    begin = tl.load(chunks + tl.program_id(0) * 2)
+    length = tl.load(chunks + tl.program_id(0) * 2 + 1)
+    if length > 0:
+        index = tl.arange(0, CHUNK)
+        element = tl.arange(0, BLOCK_KEYS)
+        is_row = index < length
+        row = begin + index
+        both = is_row[:, None] & (element < KEYS)[None]
+        keys = _keys(k + head // shared * k_head, row * k_row, element, both, IS_UNIT)
+        grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
+        share = tl.load(beta + row * heads + head, mask=is_row, other=0.0)
+        kind = k.dtype.element_ty
+        narrow = keys.to(kind)
+        alike = tl.dot(narrow, tl.trans(narrow))
+        between = tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
+        system = tl.where(index[:, None] > index[None], alike * between * share[:, None], 0.0)
+        # Its inverse: blocks of 16 by substitution, all four at once, then pairs of blocks.
+        is_own = index[:, None] // 16 == index[None] // 16
+        own = tl.where(is_own, system, 0.0)
+        inverse = tl.where(index[:, None] == index[None], 1.0, 0.0)
+        for number in range(1, 16):
+            is_here = index % 16 == number
+            factors = tl.sum(tl.where(is_here[:, None], own, 0.0), axis=0)
+            found = tl.sum(factors[:, None] * inverse, axis=0)
+            here = is_here[:, None] & is_own & (index[:, None] != index[None])
+            inverse = tl.where(here, -found[None], inverse)
+        pairs = (index[:, None] // 32 == index[None] // 32) & (is_own == 0)
+        left = tl.dot(inverse, tl.where(pairs, system, 0.0), input_precision="tf32x3")
+        inverse -= tl.dot(left, inverse, input_precision="tf32x3")
+        halves = index[:, None] // 32 != index[None] // 32
+        left = tl.dot(inverse, tl.where(halves, system, 0.0), input_precision="tf32x3")
+        inverse -= tl.dot(left, inverse, input_precision="tf32x3")
+        solved = inverse.to(kind)
+        weight = tl.dot(solved, (keys * (share * tl.exp(grown))[:, None]).to(kind))
+        to = weights + (row * heads + head)[:, None] * KEYS + element[None]
+        tl.store(to, weight.to(kind), mask=both)
+        for first in tl.static_range(0, VALUES, TILE):
+            value = first + tl.arange(0, TILE)
+            mask = is_row[:, None] & (value < VALUES)[None]
+            at = v + head * v_head + (row * v_row)[:, None] + value[None]
+            given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            update = tl.dot(solved, (given * share[:, None]).to(kind))
+            to = updates + (row * heads + head)[:, None] * VALUES + value[None]
+            tl.store(to, update.to(kind), mask=mask)
+
+
+@triton.jit
+def _states_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    decay: tl.tensor,
+    steps: tl.tensor,
+    weights: tl.tensor,
+    updates: tl.tensor,
+    states: tl.tensor,
+    after: tl.tensor,
+    begins: tl.tensor,
+    cu_lens: tl.tensor,
+    firsts: tl.tensor,
+    k_row: int,
+    v_row: int,
+    k_head: int,
+    v_head: int,
+    heads: int,
+    shared: int,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+) -> None:
+    """The states of some values of one head of a sequence, and the updates of its rows."""
+    sequence, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    element, index = tl.arange(0, BLOCK_KEYS), tl.arange(0, CHUNK)
+    value = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_key, is_value = element < KEYS, value < VALUES
+    both = is_key[:, None] & is_value[None]
+    place = element[:, None] * VALUES + value[None]
+    own = tl.program_id(0).to(tl.int64) * KEYS * VALUES
+    state = tl.load(states + own + place, mask=both, other=0.0)
+    begin, end = tl.load(cu_lens + sequence), tl.load(cu_lens + sequence + 1)
+    first = tl.load(firsts + sequence)
+    kind = k.dtype.element_ty
+    for number in range(0, (end - begin + CHUNK - 1) // CHUNK):
+        row = begin + number * CHUNK + index
+        is_row = row < end
+        at_key = is_row[:, None] & is_key[None]
+        at_value = is_row[:, None] & is_value[None]
+        before = begins + ((first + number) * heads + head) * KEYS * VALUES
+        narrow = state.to(kind)
+        tl.store(before + place, narrow, mask=both)
+        taken = updates + (row * heads + head)[:, None] * VALUES + value[None]
+        if weights is not None:
+            at = weights + (row * heads + head)[:, None] * KEYS + element[None]
+            weight = tl.load(at, mask=at_key, other=0.0)
+            update = tl.load(taken, mask=at_value, other=0.0).to(tl.float32)
+            update -= tl.dot(weight, narrow)
+        else:
+            at = v + head * v_head + (row * v_row)[:, None] + value[None]
+            update = tl.load(at, mask=at_value, other=0.0).to(tl.float32)
+            update *= tl.load(steps + row * heads + head, mask=is_row, other=0.0)[:, None]
+        tl.store(taken, update.to(kind), mask=at_value)
+        keys = _keys(k + head // shared * k_head, row * k_row, element, at_key, IS_UNIT)
+        gate = tl.load(decay + row * heads + head, mask=is_row, other=0.0)
+        total = tl.sum(gate, axis=0)
+        left = tl.exp(total - tl.cumsum(gate, axis=0))
+        state *= tl.exp(total)
+        state += tl.dot(tl.trans((keys * left[:, None]).to(kind)), update.to(kind))
+    tl.store(after + own + place, state, mask=both)
+
+
+@triton.jit
+def _outputs_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    decay: tl.tensor,
+    skips: tl.tensor,
+    updates: tl.tensor,
+    begins: tl.tensor,
+    out: tl.tensor,
+    chunks: tl.tensor,
+    q_row: int,
+    k_row: int,
+    v_row: int,
+    q_head: int,
+    k_head: int,
+    v_head: int,
+    heads: int,
+    shared: int,
+    scale: float,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+) -> None:
+    """What the queries of a chunk read, of some values of one head."""
+    head = tl.program_id(1)
+    chunk = tl.program_id(0).to(tl.int64)
+    begin, length = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)
+    if length > 0:
+        index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
+        value = tl.program_id(2) * TILE + tl.arange(0, TILE)
+        is_row, is_key, is_value = index < length, element < KEYS, value < VALUES
+        row = begin + index
+        both = is_row[:, None] & is_key[None]
+        at_value = is_row[:, None] & is_value[None]
+        of_keys = head // shared
+        keys = _keys(k + of_keys * k_head, row * k_row, element, both, IS_UNIT)
+        queries = _keys(q + of_keys * q_head, row * q_row, element, both, IS_UNIT)
+        grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
+        kind = q.dtype.element_ty
+        alike = tl.dot(queries.to(kind), tl.trans(keys.to(kind)))
+        between = tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
+        alike = tl.where(index[:, None] >= index[None], alike * between, 0.0)
+        before = begins + (chunk * heads + head) * KEYS * VALUES
+        place = element[:, None] * VALUES + value[None]
+        state = tl.load(before + place, mask=is_key[:, None] & is_value[None], other=0.0)
+        made = tl.dot((queries * tl.exp(grown)[:, None]).to(kind), state)
+        taken = (row * heads + head)[:, None] * VALUES + value[None]
+        update = tl.load(updates + taken, mask=at_value, other=0.0)
+        made = (made + tl.dot(alike.to(kind), update)) * scale
+        if skips is not None:
+            at = v + head * v_head + (row * v_row)[:, None] + value[None]
+            given = tl.load(at, mask=at_value, other=0.0).to(tl.float32)
+            made += given * tl.load(skips + head)
+        tl.store(out + taken, made.to(out.dtype.element_ty), mask=at_value)

@@ -1,0 +1,418 @@
+"""`weft.kernels.slot_states` on a GPU: one launch a layer.
+
+A program has some values of one head of one request, whose part of the state it keeps in registers.
+It convolves its head's keys and values itself, row by row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from weft.kernels.slot_states import HeadForm, LayerMemory
+
+_TILES = {1: (32, 4), 16: (16, 1)}
+"""Values of a program and its warps, from so many requests on. One warp alone sums over keys
+without waiting for others (bench/gpu_hybrid.py: half the time of 256 requests on an H100).
+"""
+_CHANNELS = 256
+"""Channels of a program."""
+_MAX_TAPS = 4
+
+
+def plan(
+    slots: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    positions: torch.Tensor,
+    borders: torch.Tensor,
+    blocks: torch.Tensor,
+    page_size: int,
+) -> torch.Tensor:
+    """The plan of `weft.kernels.slot_states.plan_slots`, [R, 8]."""
+    count = slots.shape[0]
+    made = torch.empty((count, 8), dtype=torch.int64, device=slots.device)
+    _plan_kernel[(count,)](
+        *(slots, cu_q_lens, positions, borders, blocks, made), PAGE_SIZE=page_size, num_warps=1
+    )
+    return made
+
+
+def step_heads(
+    form: HeadForm, plan: torch.Tensor, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """`weft.kernels.slot_states.step_heads` for CUDA tensors."""
+    new, gate, *beta = (part if part.stride(-1) == 1 else part.contiguous() for part in inputs)
+    states, tails = memory.blocks
+    ring, ring_gate, *ring_beta = memory.rings
+    taps = form.conv.shape[0]
+    if taps > _MAX_TAPS:
+        raise ValueError(f"a convolution of {taps} taps; at most {_MAX_TAPS} are computed")
+    out = new.new_zeros((new.shape[0], form.heads, form.value_dim))
+    values, warps = _TILES[max(count for count in _TILES if count <= max(1, plan.shape[0]))]
+    values = min(values, triton.next_power_of_2(form.value_dim))
+    grid = (plan.shape[0] * form.heads, triton.cdiv(form.value_dim, values))
+    _heads_kernel[grid](
+        *(plan, new, gate, beta[0] if beta else None),
+        *(ring, ring_gate, ring_beta[0] if ring_beta else None),
+        *(states, tails, form.conv, form.bias, form.rates, form.skips, out),
+        *(new.stride(0), gate.stride(0), beta[0].stride(0) if beta else 0),
+        *(ring.stride(0), ring.stride(1), ring_gate.stride(0), ring_gate.stride(1)),
+        *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
+        *(states.stride(0), tails.stride(0), form.conv.shape[1], form.scale),
+        *(*form.queries, *form.keys, *form.values),
+        *(number for part in form.tail_channels for number in part),
+        RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
+        VALUES=form.value_dim, BLOCK_KEYS=triton.next_power_of_2(form.key_dim),
+        BLOCK_VALUES=values, TAPS=taps, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def step_conv(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: torch.Tensor,
+    memory: LayerMemory,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """`weft.kernels.slot_states.step_conv` for CUDA tensors."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (tails,), (ring,), taps = memory.blocks, memory.rings, weight.shape[0]
+    if taps > _MAX_TAPS:
+        raise ValueError(f"a convolution of {taps} taps; at most {_MAX_TAPS} are computed")
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    _conv_kernel[(plan.shape[0], triton.cdiv(x.shape[1], _CHANNELS))](
+        *(plan, x, ring, tails, weight, bias, out),
+        *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), x.shape[1]),
+        RING_ROWS=ring.shape[1], TAPS=taps, BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _plan_kernel(
+    slots: tl.tensor,
+    cu_q_lens: tl.tensor,
+    positions: tl.tensor,
+    borders: tl.tensor,
+    blocks: tl.tensor,
+    made: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+) -> None:
+    request = tl.program_id(0)
+    slot = tl.load(slots + request)
+    first = tl.load(cu_q_lens + request).to(tl.int64)
+    count = tl.load(cu_q_lens + request + 1).to(tl.int64) - first
+    is_real = count > 0
+    start = tl.load(positions + first, mask=is_real, other=0)
+    before = tl.load(borders + slot, mask=is_real, other=0)
+    after = (start + 1) // PAGE_SIZE * PAGE_SIZE
+    own = blocks + request * 3
+    old = tl.load(own + before // PAGE_SIZE % 3, mask=before > 0, other=0)
+    new = tl.load(own + after // PAGE_SIZE % 3)
+    is_new = (after > before) & (new > 0)
+    tl.store(borders + slot, after, mask=is_new)
+    to = made + request * 8
+    tl.store(to, slot)
+    tl.store(to + 1, first)
+    tl.store(to + 2, count)
+    tl.store(to + 3, start)
+    tl.store(to + 4, before)
+    tl.store(to + 5, old)
+    tl.store(to + 6, tl.where(is_new, after, -1))
+    tl.store(to + 7, new)
+
+
+@triton.jit
+def _input(
+    new: tl.tensor,
+    ring: tl.tensor,
+    tail: tl.tensor,
+    new_row: int,
+    ring_row: int,
+    position: tl.tensor,
+    start: tl.tensor,
+    border: tl.tensor,
+    channel: tl.tensor,
+    in_tail: tl.tensor,
+    mask: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    BEFORE: tl.constexpr,
+) -> tl.tensor:
+    """What the convolution reads of a position: of a new row, of the ring, or of the block."""
+    at = position + channel * 0
+    own = new + (at - start) * new_row + channel
+    old = ring + at % RING_ROWS * ring_row + channel
+    place = at - border + BEFORE
+    found = tl.load(own, mask=mask & (at >= start), other=0.0).to(tl.float32)
+    is_old = mask & (at >= border) & (at < start)
+    found += tl.load(old, mask=is_old, other=0.0).to(tl.float32)
+    is_before = mask & (at < border) & (place >= 0)
+    before = tl.load(tail + in_tail * BEFORE + place, mask=is_before, other=0.0)
+    return found + before.to(tl.float32)
+
+
+@triton.jit
+def _tap(
+    conv: tl.tensor,
+    channels: int,
+    channel: tl.tensor,
+    mask: tl.tensor,
+    TAPS: tl.constexpr,
+    BACK: tl.constexpr,
+) -> tl.tensor:
+    """The weight of the value so many rows back; zeros behind the last one."""
+    if BACK < TAPS:
+        found = tl.load(conv + (TAPS - 1 - BACK) * channels + channel, mask=mask, other=0.0)
+    else:
+        found = tl.zeros(channel.shape, tl.float32)
+    return found
+
+
+@triton.jit
+def _rounded(total: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """SiLU, in the precision of the model."""
+    return (total * tl.sigmoid(total)).to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _heads_kernel(
+    plan: tl.tensor,
+    new: tl.tensor,
+    gates: tl.tensor,
+    betas: tl.tensor,
+    ring: tl.tensor,
+    ring_gates: tl.tensor,
+    ring_betas: tl.tensor,
+    states: tl.tensor,
+    tails: tl.tensor,
+    conv: tl.tensor,
+    bias: tl.tensor,
+    rates: tl.tensor,
+    skips: tl.tensor,
+    out: tl.tensor,
+    new_row: int,
+    gate_row: int,
+    beta_row: int,
+    ring_slot: int,
+    ring_row: int,
+    gate_slot: int,
+    ring_gate_row: int,
+    beta_slot: int,
+    ring_beta_row: int,
+    state_block: int,
+    tail_block: int,
+    channels: int,
+    scale: float,
+    q_first: int,
+    q_step: int,
+    k_first: int,
+    k_step: int,
+    v_first: int,
+    v_step: int,
+    q_tail_first: int,
+    q_tail_step: int,
+    k_tail_first: int,
+    k_tail_step: int,
+    v_tail_first: int,
+    v_tail_step: int,
+    RING_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    TAPS: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+    BY_KEY: tl.constexpr,
+) -> None:
+    request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    tile, of_keys = tl.program_id(1), head // SHARED
+    given = plan + request * 8
+    slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
+    start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
+    border_to, block_to = tl.load(given + 6), tl.load(given + 7)
+    end = tl.where(count > 0, start + count, border)
+    element = tl.arange(0, BLOCK_KEYS)
+    value = tile * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_key, is_value = element < KEYS, value < VALUES
+    both = is_key[:, None] & is_value[None]
+    place = head * KEYS * VALUES + element[:, None] * VALUES + value[None]
+    state = tl.load(states + block * state_block + place, mask=both, other=0.0)
+    q_channel = q_first + of_keys * q_step + element
+    k_channel = k_first + of_keys * k_step + element
+    v_channel = v_first + of_keys * v_step + head % SHARED * VALUES + value
+    q_in_tail = q_tail_first + of_keys * q_tail_step + element
+    k_in_tail = k_tail_first + of_keys * k_tail_step + element
+    v_in_tail = v_tail_first + of_keys * v_tail_step + head % SHARED * VALUES + value
+    is_all = is_key & (element * 0 + tile * SHARED + head % SHARED == 0)
+    new += first * new_row
+    gates += first * gate_row
+    ring += slot * ring_slot
+    ring_gates += slot * gate_slot
+    tail = tails + block * tail_block
+    BEFORE: tl.constexpr = TAPS - 1
+    k_tap0 = _tap(conv, channels, k_channel, is_key, TAPS, 0)
+    k_tap1 = _tap(conv, channels, k_channel, is_key, TAPS, 1)
+    k_tap2 = _tap(conv, channels, k_channel, is_key, TAPS, 2)
+    k_tap3 = _tap(conv, channels, k_channel, is_key, TAPS, 3)
+    v_tap0 = _tap(conv, channels, v_channel, is_value, TAPS, 0)
+    v_tap1 = _tap(conv, channels, v_channel, is_value, TAPS, 1)
+    v_tap2 = _tap(conv, channels, v_channel, is_value, TAPS, 2)
+    v_tap3 = _tap(conv, channels, v_channel, is_value, TAPS, 3)
+    k_bias = tl.zeros((BLOCK_KEYS,), tl.float32)
+    q_bias = tl.zeros((BLOCK_KEYS,), tl.float32)
+    v_bias = tl.zeros((BLOCK_VALUES,), tl.float32)
+    if bias is not None:
+        k_bias += tl.load(bias + k_channel, mask=is_key, other=0.0)
+        q_bias += tl.load(bias + q_channel, mask=is_key, other=0.0)
+        v_bias += tl.load(bias + v_channel, mask=is_value, other=0.0)
+    k1 = _input(new, ring, tail, new_row, ring_row, border - 1, end, border, k_channel,
+                k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+    k2 = _input(new, ring, tail, new_row, ring_row, border - 2, end, border, k_channel,
+                k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+    k3 = _input(new, ring, tail, new_row, ring_row, border - 3, end, border, k_channel,
+                k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+    v1 = _input(new, ring, tail, new_row, ring_row, border - 1, end, border, v_channel,
+                v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
+    v2 = _input(new, ring, tail, new_row, ring_row, border - 2, end, border, v_channel,
+                v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
+    v3 = _input(new, ring, tail, new_row, ring_row, border - 3, end, border, v_channel,
+                v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
+    for position in range(border, end):
+        behind = position - start
+        ring_at = position % RING_ROWS
+        k0 = _input(new, ring, tail, new_row, ring_row, position, start, border, k_channel,
+                    k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+        v0 = _input(new, ring, tail, new_row, ring_row, position, start, border, v_channel,
+                    v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
+        key = k_bias + k_tap0 * k0 + k_tap1 * k1 + k_tap2 * k2 + k_tap3 * k3
+        key = tl.where(is_key, _rounded(key, new), 0.0)
+        taken = v_bias + v_tap0 * v0 + v_tap1 * v1 + v_tap2 * v2 + v_tap3 * v3
+        taken = _rounded(taken, new)
+        if IS_UNIT:
+            key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+        if BY_KEY:
+            at = head * KEYS + element
+            is_new = is_key & (element * 0 + behind >= 0)
+            gate = tl.load(gates + behind * gate_row + at, mask=is_new, other=0.0)
+            old = ring_gates + ring_at * ring_gate_row + at
+            gate += tl.load(old, mask=is_key & (element * 0 + behind < 0), other=0.0)
+            state *= tl.exp(gate)[:, None]
+            tl.store(old, gate, mask=is_new & (element * 0 + tile == 0))
+        else:
+            gate = tl.load(gates + behind * gate_row + head, mask=behind >= 0, other=0.0)
+            old = ring_gates + ring_at * ring_gate_row + head
+            gate += tl.load(old, mask=behind < 0, other=0.0)
+            if rates is None:
+                state *= tl.exp(gate)
+            else:
+                state *= tl.exp(gate * tl.load(rates + head))
+            tl.store(old, gate, mask=(behind >= 0) & (tile == 0))
+        update = taken
+        if betas is not None:
+            beta = tl.load(betas + (first + behind) * beta_row + head, mask=behind >= 0, other=0.0)
+            old = ring_betas + slot * beta_slot + ring_at * ring_beta_row + head
+            beta += tl.load(old, mask=behind < 0, other=0.0)
+            tl.store(old, beta, mask=(behind >= 0) & (tile == 0))
+            update = (taken - tl.sum(state * key[:, None], axis=0)) * beta
+        if rates is not None:
+            update *= gate
+        state += key[:, None] * update[None]
+        if behind >= 0:
+            query = q_bias
+            for back in tl.static_range(TAPS):
+                raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border,
+                             q_channel, q_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+                query += raw * _tap(conv, channels, q_channel, is_key, TAPS, back)
+            query = tl.where(is_key, _rounded(query, new), 0.0)
+            if IS_UNIT:
+                query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
+            made = tl.sum(state * (query * scale)[:, None], axis=0)
+            if skips is not None:
+                made += taken * tl.load(skips + head)
+            to = out + ((first + behind) * HEADS + head) * VALUES + value
+            tl.store(to, made.to(out.dtype.element_ty), mask=is_value)
+            kept = ring + ring_at * ring_row
+            tl.store(kept + v_channel, v0.to(ring.dtype.element_ty), mask=is_value)
+            raw = tl.load(new + behind * new_row + q_channel, mask=is_key, other=0.0)
+            tl.store(kept + q_channel, raw.to(ring.dtype.element_ty), mask=is_all)
+            tl.store(kept + k_channel, k0.to(ring.dtype.element_ty), mask=is_all)
+        if position + 1 == border_to:
+            tl.store(states + block_to * state_block + place, state, mask=both)
+        k3 = k2
+        k2 = k1
+        k1 = k0
+        v3 = v2
+        v2 = v1
+        v1 = v0
+    if border_to >= 0:
+        to = tails + block_to * tail_block
+        for index in tl.static_range(BEFORE):
+            at = border_to - BEFORE + index
+            q0 = _input(new, ring, tail, new_row, ring_row, at, start, border, q_channel,
+                        q_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+            k0 = _input(new, ring, tail, new_row, ring_row, at, start, border, k_channel,
+                        k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
+            v0 = _input(new, ring, tail, new_row, ring_row, at, start, border, v_channel,
+                        v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
+            kind = tails.dtype.element_ty
+            tl.store(to + q_in_tail * BEFORE + index, q0.to(kind), mask=is_all)
+            tl.store(to + k_in_tail * BEFORE + index, k0.to(kind), mask=is_all)
+            tl.store(to + v_in_tail * BEFORE + index, v0.to(kind), mask=is_value)
+
+
+@triton.jit
+def _conv_kernel(
+    plan: tl.tensor,
+    new: tl.tensor,
+    ring: tl.tensor,
+    tails: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    new_row: int,
+    ring_slot: int,
+    ring_row: int,
+    tail_block: int,
+    channels: int,
+    RING_ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    given = plan + tl.program_id(0) * 8
+    slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
+    start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
+    border_to, block_to = tl.load(given + 6), tl.load(given + 7)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < channels
+    new += first * new_row
+    ring += slot * ring_slot
+    tail = tails + block * tail_block
+    BEFORE: tl.constexpr = TAPS - 1
+    for position in range(start, start + count):
+        total = tl.zeros((BLOCK,), tl.float32)
+        if bias is not None:
+            total += tl.load(bias + channel, mask=mask, other=0.0)
+        for back in tl.static_range(TAPS):
+            raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border,
+                         channel, channel, mask, RING_ROWS, BEFORE)  # fmt: skip
+            total += raw * _tap(weight, channels, channel, mask, TAPS, back)
+        behind = position - start
+        to = out + (first + behind) * channels + channel
+        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+        raw = tl.load(new + behind * new_row + channel, mask=mask, other=0.0)
+        kept = ring + position % RING_ROWS * ring_row + channel
+        tl.store(kept, raw.to(ring.dtype.element_ty), mask=mask)
+    if border_to >= 0:
+        for index in tl.static_range(BEFORE):
+            raw = _input(new, ring, tail, new_row, ring_row, border_to - BEFORE + index, start,
+                         border, channel, channel, mask, RING_ROWS, BEFORE)  # fmt: skip
+            to = tails + block_to * tail_block + channel * BEFORE + index
+            tl.store(to, raw.to(tails.dtype.element_ty), mask=mask)

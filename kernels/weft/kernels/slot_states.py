@@ -1,0 +1,165 @@
+"""Recurrent layers in steps of few rows a request, on a GPU: blocks and rings are read and written
+in place, and only the device needs to know where requests begin.
+
+A layer begins with the block of a request's last border, takes the positions since then from the
+ring, then the step's rows. Where the row behind a page border is certain, it writes the next block:
+
+    border          start   start + count
+    |-- ring rows ----|-- new rows --|       a block is written at the last border <= start + 1
+
+The states that lie between are kept in registers. So a step reads a request's states once, and
+writes them once in `page_size` tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MAX_TAPS = 4
+"""Most taps of a convolution."""
+
+
+class SlotRows(NamedTuple):
+    """The first requests of a step, R, none of which has many rows."""
+
+    plan: torch.Tensor
+    """[R, 8] int64; for each request its slot, first row of the step, number of rows, position of
+    that row, border, block of that border, border that is written (-1: none), and its block.
+    """
+
+
+class LayerMemory(NamedTuple):
+    """What one layer keeps of requests."""
+
+    blocks: tuple[torch.Tensor, ...]
+    """[num_blocks, *shape] of each part; contiguous within a block."""
+    rings: tuple[torch.Tensor, ...]
+    """[slots + 1, ring_rows, *shape] of each part; contiguous within a row."""
+
+
+class Channels(NamedTuple):
+    """Where heads lie in the channels of a convolution."""
+
+    first: int
+    """The first head's first channel."""
+    step: int
+    """Channels from one head of keys to the next."""
+
+
+class HeadForm(NamedTuple):
+    """A layer whose heads have a matrix as state: the gated delta rule, or Mamba 2's.
+
+    The first part of its ring is what the convolution reads, the second one the logarithm of the
+    decay, [H] or [H, Dk], or, with `rates`, time steps [H]. The delta rule has beta, [H], as third.
+    Blocks have states [H, Dk, Dv] float32 and the convolution's tail, [channels, taps - 1], whose
+    channels may have an order of their own.
+    """
+
+    conv: torch.Tensor
+    """[taps, channels] float32; SiLU follows."""
+    bias: torch.Tensor | None
+    """[channels] float32."""
+    queries: Channels
+    keys: Channels
+    values: Channels
+    heads: int
+    shared: int
+    """Heads for each head of keys, whose values lie side by side."""
+    key_dim: int
+    value_dim: int
+    scale: float = 1.0
+    """Factor on queries."""
+    is_unit: bool = False
+    """Whether keys and queries are normalised to length 1."""
+    rates: torch.Tensor | None = None
+    """[H] float32: the decay of a time step of 1."""
+    skips: torch.Tensor | None = None
+    """[H] float32: share of the values that is added to the result."""
+    tails: tuple[Channels, Channels, Channels] | None = None
+    """Where queries, keys and values lie in the tail; None: as in the convolution."""
+
+    @property
+    def tail_channels(self) -> tuple[Channels, Channels, Channels]:
+        """`tails`, given or not."""
+        return self.tails or (self.queries, self.keys, self.values)
+
+
+def plan_slots(
+    slots: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    positions: torch.Tensor,
+    borders: torch.Tensor,
+    blocks: torch.Tensor,
+    page_size: int,
+) -> SlotRows:
+    """Decides where requests begin and what they write.
+
+    Args:
+        slots: [R] int64, all different but for padding.
+        cu_q_lens: [R + 1] int32: rows of each request; padding may have none.
+        positions: [T] int64: of rows, complete.
+        borders: [slots + 1] int64: border of each slot's newest block; written.
+        blocks: [R, 3] int64: the block at border b in column b / page_size mod 3; 0: there is none
+            to be written.
+        page_size: Token positions a page.
+    """
+    if slots.is_cuda:
+        from weft.kernels.gpu import slot_states as gpu
+
+        return SlotRows(gpu.plan(slots, cu_q_lens, positions, borders, blocks, page_size))
+    first, counts = cu_q_lens[:-1].long(), cu_q_lens.diff().long()
+    starts = positions[first.clamp(max=len(positions) - 1)] * (counts > 0)
+    before = borders[slots] * (counts > 0)
+    after = (starts + 1) // page_size * page_size
+    requests = torch.arange(len(slots))
+    old = blocks[requests, before // page_size % 3] * (before > 0)
+    new = blocks[requests, after // page_size % 3]
+    is_new = (after > before) & (new > 0)
+    borders[slots[is_new]] = after[is_new]
+    columns = (slots, first, counts, starts, before, old, torch.where(is_new, after, -1), new)
+    return SlotRows(torch.stack(columns, dim=1))
+
+
+def step_heads(
+    form: HeadForm, rows: SlotRows, memory: LayerMemory, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Takes rows through the states of a layer.
+
+    Args:
+        form: The layer.
+        rows: Requests and their rows.
+        memory: Rings get the new rows; blocks that `rows` names are written.
+        inputs: For each part of the ring, [T, *shape].
+
+    Returns:
+        [T, H, Dv] of the dtype of the first part; zeros for rows of no request.
+    """
+    from weft.kernels.gpu import slot_states as gpu
+
+    return gpu.step_heads(form, rows.plan, memory, inputs)
+
+
+def step_conv(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: SlotRows,
+    memory: LayerMemory,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Takes rows through a short convolution, the whole state of a layer.
+
+    Args:
+        weight: [taps, channels] float32.
+        bias: [channels] float32, or None.
+        rows: Requests and their rows.
+        memory: The ring has x, [channels]; blocks have its tail, [channels, taps - 1].
+        x: [T, channels].
+
+    Returns:
+        [T, channels] of the dtype of `x`; zeros for rows of no request.
+    """
+    from weft.kernels.gpu import slot_states as gpu
+
+    return gpu.step_conv(weight, bias, rows.plan, memory, x)

@@ -1,0 +1,64 @@
+"""Recurrent operations by chunks, and what layers compute of rows, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from weft.kernels.gated_delta import delta_gates, gated_delta_reference
+from weft.kernels.gated_norm import GateForm, gated_norm
+from weft.kernels.gpu import recurrent_rows as rows_gpu
+from weft.kernels.gpu.chunked_recurrence import chunked_recurrence
+from weft.kernels.mamba2 import mamba2_reference
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+CU_LENS = torch.tensor([0, 70, 73, 150])
+ROWS, HEADS, KEYS, VALUES = 150, 2, 24, 40
+
+
+def close(made: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for mine, wanted in zip(made, expected, strict=True):
+        bound = 2**-8 * float(wanted.abs().max())
+        torch.testing.assert_close(mine.double(), wanted.double(), rtol=0.0, atol=bound)
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.1])
+def test_gated_delta(spread: float) -> None:
+    """Keys in all directions, and keys that are nearly one."""
+    q, k = torch.randn(2, ROWS, 1, KEYS) * spread
+    k += torch.randn(KEYS)
+    q, k, v = q.half(), k.half(), torch.randn(ROWS, HEADS, VALUES).half()
+    decay, beta = -torch.rand(ROWS, HEADS) / 8, torch.rand(ROWS, HEADS)
+    states = torch.randn(3, HEADS, KEYS, VALUES)
+    made = chunked_recurrence(
+        *(q, k, v, decay, states, CU_LENS), beta=beta, scale=KEYS**-0.5, is_unit=True
+    )
+    wide = (each.double() for each in (q, k, v, decay, beta, states))
+    close(made, gated_delta_reference(*wide, CU_LENS))
+
+
+def test_mamba2() -> None:
+    x, (b, c) = torch.randn(ROWS, HEADS, VALUES).half(), torch.randn(2, ROWS, 1, KEYS).half()
+    dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
+    states = torch.randn(3, HEADS, KEYS, VALUES)
+    made = chunked_recurrence(c, b, x, dt * a, states, CU_LENS, steps=dt, skips=d)
+    wide = (each.double() for each in (x, dt, a, b, c, d, states))
+    close(made, mamba2_reference(*wide, CU_LENS))
+
+
+@pytest.mark.parametrize("form", ["silu", "sigmoid"])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_norms_with_gates(form: GateForm, has_weight: bool) -> None:
+    x, gate = torch.randn(5, 3, 20), torch.randn(5, 3, 27)[..., :20]
+    for weight in (torch.randn(20), torch.randn(3, 20)) if has_weight else (None,):
+        for first in (False, True):
+            settings = {"form": form, "gates_first": first}
+            made = rows_gpu.gated_norm(x, gate, weight, 1e-3, **settings)
+            torch.testing.assert_close(made, gated_norm(x, gate, weight, 1e-3, **settings))
+
+
+def test_gates() -> None:
+    ba, rates, bias = torch.randn(7, 24) * 9, -torch.rand(12), torch.randn(12)
+    for shared in (12, 3):
+        made = rows_gpu.delta_gates(ba, rates, bias, shared)
+        torch.testing.assert_close(made, delta_gates(ba, rates, bias, shared))

@@ -1,0 +1,147 @@
+"""Recurrent layers in steps of few rows a request: the same as sequences taken through at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from weft.kernels.gated_delta import gated_delta_reference
+from weft.kernels.gpu import slot_states as gpu
+from weft.kernels.mamba2 import mamba2_reference
+from weft.kernels.short_conv import short_conv_reference
+from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots
+
+pytestmark = pytest.mark.needs("triton-interpreter")
+
+PAGE, DRAFTS, SLOTS, LENGTH = 4, 2, 2, 11
+RING_ROWS = PAGE + 2 * (1 + DRAFTS)
+HEADS, SHARED, KEYS, VALUES = 2, 2, 6, 40
+GROUPS = HEADS // SHARED
+
+
+class Case:
+    """One layer: its memory, and what it makes of whole sequences."""
+
+    def __init__(self, kind: str, taps: int) -> None:
+        self.kind = kind
+        step = 2 * KEYS + SHARED * VALUES
+        self.channels = GROUPS * step
+        self.conv = torch.randn(taps, self.channels)
+        first, second, third = (Channels(at, step) for at in (0, KEYS, 2 * KEYS))
+        sizes = HEADS, SHARED, KEYS, VALUES
+        self.form = HeadForm(self.conv, None, first, second, third, *sizes, KEYS**-0.5, True)
+        gates: tuple[tuple[int, ...], ...] = ((HEADS,), (HEADS,))
+        if kind == "by element":
+            gates = ((HEADS, KEYS), (HEADS,))
+        if kind == "mamba2":
+            gates = ((HEADS,),)
+            bias = torch.randn(self.channels)
+            rates, skips = -torch.rand(HEADS), torch.randn(HEADS)
+            forms = self.form._replace(bias=bias, scale=1.0, is_unit=False)
+            self.form = forms._replace(rates=rates, skips=skips)
+        tail = (self.channels, taps - 1)
+        blocks = [
+            torch.full((40, HEADS, KEYS, VALUES), torch.nan),
+            torch.full((40, *tail), torch.nan),
+        ]
+        for pool in blocks:
+            pool[0] = 0.0
+        widths = ((self.channels,), *gates)
+        rings = [torch.full((SLOTS + 1, RING_ROWS, *width), torch.nan) for width in widths]
+        self.memory = LayerMemory(tuple(blocks), tuple(rings))
+        self.gates = gates
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        rows = torch.randn(LENGTH, self.channels)
+        gates = [torch.rand(LENGTH, *shape) for shape in self.gates]
+        if self.kind != "mamba2":
+            gates[0] = -gates[0]
+        return rows, *gates
+
+    def whole(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        x, gate, *beta = inputs
+        bounds, form = torch.tensor([0, len(x)]), self.form
+        tail = torch.zeros(1, self.channels, self.conv.shape[0] - 1)
+        mixed = short_conv_reference(x, form.conv, form.bias, tail, bounds, has_silu=True)[0]
+        parts = torch.unflatten(mixed, 1, (GROUPS, -1)).split([KEYS, KEYS, SHARED * VALUES], dim=2)
+        values = parts[2].reshape(len(x), HEADS, VALUES)
+        states = torch.zeros(1, HEADS, KEYS, VALUES)
+        if form.rates is not None and form.skips is not None:
+            b, c = parts[1], parts[0]
+            return mamba2_reference(values, gate, form.rates, b, c, form.skips, states, bounds)[0]
+        return gated_delta_reference(parts[0], parts[1], values, gate, beta[0], states, bounds)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "taps"),
+    [
+        ("one", 4),
+        pytest.param("by element", 2, marks=pytest.mark.full),
+        pytest.param("mamba2", 3, marks=pytest.mark.full),
+    ],
+)
+def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> None:
+    """Requests bring a row and drafts, of which some are wrong; blocks come from a table that is
+    ahead of what the device knows.
+    """
+    case = Case(kind, taps)
+    texts = [case.inputs() for _ in range(SLOTS)]
+    wholes = [case.whole(text) for text in texts]
+    known = [0] * SLOTS
+    borders, shadow = torch.zeros(SLOTS + 1, dtype=torch.int64), torch.zeros(SLOTS + 1).long()
+    table = torch.arange(3 * SLOTS).view(SLOTS, 3) + 1
+    for _ in range(8):
+        slots = [slot for slot in range(SLOTS) if known[slot] < LENGTH and random.random() < 0.9]
+        random.shuffle(slots)
+        counts = [min(1 + random.randrange(1 + DRAFTS), LENGTH - known[slot]) for slot in slots]
+        good = [random.randrange(1, count + 1) for count in counts]
+        rows: list[list[torch.Tensor]] = [[] for _ in texts[0]]
+        positions = list[int]()
+        for slot, count, right in zip(slots, counts, good, strict=True):
+            begin = known[slot]
+            positions += range(begin, begin + count)
+            for part, whole in zip(rows, texts[slot], strict=True):
+                part.append(whole[begin : begin + right])
+                part.append(torch.randn_like(whole[:1]).expand(count - right, *whole.shape[1:]))
+        if not slots:
+            continue
+        inputs = tuple(torch.cat(part) for part in rows)
+        bounds = torch.tensor([0, *counts, 0]).cumsum(0).int()
+        bounds[-1] = bounds[-2]  # A request of padding.
+        of_slots = torch.tensor([*slots, SLOTS])
+        blocks = torch.cat([table[torch.tensor(slots)], torch.zeros(1, 3, dtype=torch.int64)])
+        given = of_slots, bounds, torch.tensor(positions)
+        plan = gpu.plan(*given, borders, blocks, PAGE)
+        expected = plan_slots(*given, shadow, blocks, PAGE).plan
+        written = expected[:, 6] >= 0
+        assert torch.equal(plan[:, :7], expected[:, :7])
+        assert torch.equal(plan[written, 7], expected[written, 7])
+        assert torch.equal(borders, shadow)
+        made = gpu.step_heads(case.form, plan, case.memory, inputs)
+        for number, (slot, right) in enumerate(zip(slots, good, strict=True)):
+            first, begin = int(bounds[number]), known[slot]
+            own = made[first : first + right]
+            wanted = wholes[slot][begin : begin + right]
+            torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-3)
+            known[slot] += right
+
+
+def test_convolutions() -> None:
+    """The whole state is the last rows."""
+    channels, taps = 30, 3
+    weight, bias = torch.randn(taps, channels), torch.randn(channels)
+    blocks = torch.full((7, channels, taps - 1), torch.nan)
+    blocks[0] = 0.0
+    memory = LayerMemory((blocks,), (torch.full((2, RING_ROWS, channels), torch.nan),))
+    x, bounds = torch.randn(LENGTH, channels), torch.tensor([0, LENGTH])
+    tail = torch.zeros(1, channels, taps - 1)
+    whole = short_conv_reference(x, weight, bias, tail, bounds, has_silu=False)[0]
+    borders, at = torch.zeros(2, dtype=torch.int64), 0
+    while at < LENGTH:
+        count = min(random.randrange(1, 2 + DRAFTS), LENGTH - at)
+        given = torch.tensor([0]), torch.tensor([0, count]).int(), torch.arange(at, at + count)
+        plan = gpu.plan(*given, borders, torch.tensor([[1, 2, 3]]), PAGE)
+        made = gpu.step_conv(weight, bias, plan, memory, x[at : at + count])
+        torch.testing.assert_close(made, whole[at : at + count], rtol=1e-4, atol=1e-4)
+        at += random.randrange(1, count + 1)
