@@ -173,13 +173,18 @@ def _repeated(items: list[pytest.Item]) -> set[str]:
     are alike, modulo the count of values of the one with fewer. Names that a test of a marked
     module lacks count for nothing.
     """
+    numbers: dict[tuple[str, str], dict[str, int]] = {}
     indices: dict[str, dict[str, list[int]]] = {}
     for item in items:
         marker = item.get_closest_marker("each_of")
         if marker is not None:
-            given = item.callspec.indices if hasattr(item, "callspec") else {}
-            row = [given[name] for name in marker.args if name in given]
-            indices.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = row
+            function = item.nodeid.partition("[")[0]
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            row = []
+            for name in filter(given.__contains__, marker.args):
+                known = numbers.setdefault((function, name), {})
+                row.append(known.setdefault(repr(given[name]), len(known)))
+            indices.setdefault(function, {})[item.nodeid] = row
     repeated: set[str] = set()
     for rows in indices.values():
         counts = [max(column) + 1 for column in zip(*rows.values(), strict=True)]

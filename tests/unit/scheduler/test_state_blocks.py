@@ -139,11 +139,16 @@ def hit_rate(bench: Bench | StateBench, rng: random.Random) -> float:
 
 
 def test_agents_find_nearly_as_much_as_with_attention_alone() -> None:
-    """With ten blocks beside those of running requests, which have the KV of hundreds of pages."""
-    limits, seed = SchedulerLimits(PAGE, 160, 128, 6), random.SystemRandom().randrange(1 << 32)
+    """With ten blocks beside those of running requests, which have the KV of hundreds of pages.
+
+    Of several loads together: one in fifty loses a long prefix by chance, and a tenth with it.
+    """
+    limits, found, most = SchedulerLimits(PAGE, 160, 128, 6), 0.0, 0.0
     num_blocks = 1 + 6 * BLOCKS_OF_REQUEST + 10
-    states = StateBench(random.Random(), 700, num_blocks, limits, checkpoint_tokens=64 * PAGE)
-    found = hit_rate(states, random.Random(seed))
-    most = hit_rate(Bench(random.Random(), 700, limits), random.Random(seed))
-    print(f"seed {seed}: {found:.3f} of prompt tokens found, {most:.3f} with attention alone")
+    for _ in range(4):
+        seed = random.SystemRandom().randrange(1 << 32)
+        states = StateBench(random.Random(), 700, num_blocks, limits, checkpoint_tokens=64 * PAGE)
+        found += (own := hit_rate(states, random.Random(seed)))
+        most += (other := hit_rate(Bench(random.Random(), 700, limits), random.Random(seed)))
+        print(f"seed {seed}: {own:.3f} of prompt tokens found, {other:.3f} with attention alone")
     assert found >= 0.9 * most
