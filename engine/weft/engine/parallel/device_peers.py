@@ -158,21 +158,27 @@ class DevicePeers:
 
 
 def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
-    """Makes the process group by which ranks exchange the handles of their memory.
+    """Makes the process group by which ranks exchange the handles of their memory: one in the life
+    of a process, since torch numbers its exchanges by process.
 
     Args:
         rank: Of this process.
         size: Number of ranks.
         store_path: A file that all ranks use to find one another, new for each group.
+
+    Raises:
+        ConfigError: This process has had a group before.
     """
+    if dist.is_initialized():
+        raise ConfigError(
+            f"tp = {size}: a process can have one engine with ranks on GPUs; start another process",
+            param="tp",
+        )
     # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if dist.is_initialized():
-        dist.destroy_process_group()  # An earlier engine's.
     store = FileStore(store_path, size)
-    # Without a device this makes no communicator.
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
     return group

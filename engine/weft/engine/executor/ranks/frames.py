@@ -86,6 +86,10 @@ class Pages(NamedTuple):
     pages: list[int]
 
 
+_NUM_STATES = 3
+"""Arrays of `StateRows` in a frame: all but what a GPU needs, where such layers are not divided."""
+
+
 def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     """Encodes a step; its drafts must be on the host."""
     assert step.drafts is None, "drafts of another rank's device"
@@ -99,8 +103,10 @@ def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     lengths = [_NONE if array is None else len(array) for array in arrays]
     if step.starts is step.bounds:
         arrays[1], lengths[1] = None, _SAME
-    states = (None,) * 3 if step.states is None else step.states
-    of_states = [None if array is None else array.reshape(-1) for array in states]
+    rows = step.states
+    of_states: list[Int64Array | None] = [None] * _NUM_STATES
+    if rows is not None:
+        of_states = [rows.borders, rows.blocks, rows.writes.reshape(-1)]
     arrays += [np.array(scores, np.int64), *pages, *of_states]
     lengths += [len(scores), *(len(array) for array in pages)]
     lengths += [_NONE if array is None else len(array) for array in of_states]
@@ -151,7 +157,7 @@ def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages
 
 def _step(numbers: Int64Array) -> Step:
     num_pages = len(NewPages._fields)
-    num_lengths = len(_ARRAYS) + 1 + num_pages + len(StateRows._fields)
+    num_lengths = len(_ARRAYS) + 1 + num_pages + _NUM_STATES
     _, num_decodes, num_verified, has_trees = numbers[:4].tolist()
     at, arrays = 4 + num_lengths, list[Int64Array | None]()
     for length in numbers[4:at].tolist():

@@ -1,0 +1,114 @@
+"""An engine with ranks in a process of its own, since a process can have one on GPUs.
+
+    python -m weft.testing.engine.ranked_texts texts|killed|stopped MODEL_DIR SETTINGS PROMPTS
+
+Settings and prompts are JSON, as are the results on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from weft.engine.base.errors import RanksLost
+from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM, GeneratedSample
+
+VOCAB = 517
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    """An engine with drafts and small steps."""
+    sizes = {"page_size": 16, "prefill_chunk_tokens": 64, "max_step_tokens": 96, "num_pages": 60}
+    sizes |= {"max_running_requests": 6, "poison_free_pages": True}
+    drafts = {"drafter": "ngram", "draft_gate": "fixed", "max_draft_tokens": 3}
+    return LLM(folder, **{"device": "cuda", "dtype": "float32"} | sizes | drafts | settings)
+
+
+def sampled(rows: int) -> list[SamplingParams]:
+    """Greedy, drawn, penalised and constrained ones, and ones that repeat themselves."""
+    kinds = (
+        GREEDY,
+        SamplingParams(temperature=0.8, top_k=20, seed=11),
+        replace(GREEDY, repetition_penalty=1.3),
+        replace(GREEDY, constraint=Constraint(kind="regex", text="[ab]{3,9}c")),
+        replace(GREEDY, logit_bias=dict.fromkeys((7, 8, 9), 50.0)),
+    )
+    return [kinds[row % len(kinds)] for row in range(rows)]
+
+
+def texts_of(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Texts of all kinds of requests, and prefix hits."""
+    stop, kinds = StopCriteria(max_tokens=40), sampled(len(prompts))
+    found: list[GeneratedSample] = llm.generate(prompts, kinds, stop, top_logprobs=2)
+    found += llm.generate(prompts, kinds, stop, prompt_logprobs=1)
+    found += llm.generate(prompts, GREEDY, stop)
+    for _ in range(2):
+        found += llm.generate(prompts[1:2], GREEDY, stop)
+    return [
+        {
+            "tokens": one.token_ids,
+            "reason": str(one.finish_reason),
+            "logprobs": [entry.logprob for entry in [*one.logprobs, *one.prompt_logprobs]],
+        }
+        for one in found
+    ]
+
+
+def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
+    """Kills or stops a rank under load; what is raised, and seconds after which it is."""
+    ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
+    lost_at = 0.0
+
+    def strike() -> None:
+        nonlocal lost_at
+        lost_at = time.monotonic()
+        os.kill(ranks[-1].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+    timer = threading.Timer(1.0, strike)
+    timer.start()
+    try:
+        while True:
+            prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in (50, 20)]
+            llm.generate(prompts, stop=StopCriteria(max_tokens=60))
+    except RanksLost as error:
+        timer.join()
+        return {"error": str(error), "seconds": time.monotonic() - lost_at}
+
+
+def ranked(what: str, folder: Path, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:
+    """Starts the process; its results."""
+    command = [sys.executable, "-m", __name__, what, str(folder)]
+    command += [json.dumps(settings), json.dumps(prompts)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=300, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    """Runs the engine."""
+    what, folder, settings, prompts = argv
+    found: dict[str, Any] = {}
+    with make_llm(Path(folder), **json.loads(settings)) as llm:
+        if what == "texts":
+            found["texts"] = texts_of(llm, json.loads(prompts))
+            found["notices"] = llm.engine.info.notices
+            found["counters"] = llm.engine.counters()
+        else:
+            found |= lose_a_rank(llm, what)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
