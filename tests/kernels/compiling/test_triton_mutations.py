@@ -71,10 +71,10 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     ("name", "change"),
     [
         ("rope", None),
-        ("rope", ("triton.cdiv(heads, _BLOCK_HEADS))", "heads // _BLOCK_HEADS)")),
+        ("rope", ("cache_kernel[(rows, triton.cdiv(heads, ", "cache_kernel[(rows, (heads // ")),
         ("rope", ("normed_high * cos + normed_low", "normed_high * cos - normed_low")),
         ("rope", ("* PAGE_SIZE + slot % PAGE_SIZE", "* PAGE_SIZE")),
-        ("rope", ("in_half = column < HALF", "in_half = column < HALF - 4")),
+        ("rope", ("column < HALF\n    if", "column < HALF - 4\n    if")),
         ("greedy", None),
         ("greedy", ("tiles = triton.cdiv(vocab_size, _TILE)", "tiles = vocab_size // _TILE")),
         ("greedy", ("mask = column < vocab_size", "mask = column < vocab_size - 8")),
