@@ -678,6 +678,8 @@ class Tiers:
             at = self._loader.current
             tier = at.tier if isinstance(at, LoadChunk) else self.host
             self._load_pool = self._make_pool()
+            if self._blocks is not None:
+                self._load_blocks = self._blocks.make_pool()
             for load in list(self._loads.values()):
                 self._give_up(load)
             self._loader = self._replace(self._loader, tier)
