@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from weft.engine.loop import recurrent
 from weft.engine.protocol.timeline import FillCandidate
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
@@ -93,3 +94,15 @@ def test_a_load_without_room_leaves_its_store(
         assert not pair.commands
     finally:
         pair.close()
+
+
+def test_states_that_no_store_takes_are_told_of(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "MAX_STORED_BLOCK_PAGES", 1)
+    engine = make_engine(model_dir, "decode", ManualClock(), has_store=True)
+    try:
+        assert engine.store is None
+        assert any("page_size" in notice for notice in engine.info.notices)
+    finally:
+        engine.close()

@@ -214,10 +214,11 @@ class StoreLink:
         first, root = node, node.parent
         while root is not None and root.parent is not None:
             first, root = root, root.parent
-        room = self._transport.port.max_queued_pages - len(self._queue)
         if root is None or keys[0] in self._known:
             return
-        pages = None if room < len(keys) else self._blocks.copy(block, root.tokens)
+        # A block is queued whole, or one that is longer than the queue would never be.
+        has_room = len(self._queue) < self._transport.port.max_queued_pages
+        pages = self._blocks.copy(block, root.tokens) if has_room else None
         if pages is None:
             self.counters.store_dropped_pages += len(keys)
             self._make_due(keys[:1])
