@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ async def on_disk(store: KvStore, num_pages: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["memory", "disk"])
-async def test_pages_count_and_come_with_their_block(backend: str, tmp_path: Path) -> None:
-    """On disk a later store finds what an earlier one had."""
+async def test_pages_count_and_come_with_their_block(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On disk a later store finds what an earlier one had. Few pages are searched at a time."""
+    monkeypatch.setattr("weft.kvstore.store.CONTINUABLE_KEYS", random.randint(1, NUM_PAGES))
     settings: dict[str, Any] = {"memory_bytes": 32 * PAGE_BYTES}
     settings |= {"disk_cache_dir": tmp_path} if backend == "disk" else {}
     chain, content = Chain(NUM_PAGES), random_pages(NUM_PAGES, PAGE_BYTES)
