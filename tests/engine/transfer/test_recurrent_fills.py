@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from weft.engine.loop import recurrent
+from weft.engine.protocol.timeline import FillCandidate
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.models.tiny_hybrid import greedy, make_hybrid, reference_hybrid, serve_hybrid
 
@@ -62,3 +64,45 @@ def test_no_prompt_is_computed_in_vain(
             assert not counters["computed_tokens"]
     finally:
         pair.close()
+
+
+@pytest.mark.parametrize("has_filler", [False, True])
+def test_a_load_without_room_leaves_its_store(
+    model_dir: Path,
+    model: torch.nn.Module,
+    has_filler: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store has no states before its last page, so a load has room for all or does not begin;
+    the cost rule then decides about other fillers.
+    """
+    clock, values = ManualClock(), dict[str, Any](local_prefill_max_tokens=2 * LENGTH * PAGE)
+    owner = make_engine(model_dir, "decode", clock, **values)
+    fillers = [make_engine(model_dir, "prefill", clock, **values)] if has_filler else []
+    pair = EnginePair(owner, fillers, clock)
+    try:
+        most = owner.fills.num_block_pages + LENGTH // 2
+        monkeypatch.setattr(owner.fills, "_room", lambda: (most, most))
+        prompt = [random.randrange(3, VOCAB) for _ in range(LENGTH * PAGE + 1)]
+        store = FillCandidate(
+            worker_id="s", address="s", epoch=1, match_tokens=LENGTH * PAGE, kind="kvstore"
+        )
+        others = [pair.candidate(name) for name in pair.fillers]
+        request = pair.submit(prompt, 5, [store, *others])
+        assert pair.finish(request) == [greedy(model, prompt, 5)]
+        pair.settle()
+        assert not pair.commands
+    finally:
+        pair.close()
+
+
+def test_states_that_no_store_takes_are_told_of(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "MAX_STORED_BLOCK_PAGES", 1)
+    engine = make_engine(model_dir, "decode", ManualClock(), has_store=True)
+    try:
+        assert engine.store is None
+        assert any("page_size" in notice for notice in engine.info.notices)
+    finally:
+        engine.close()

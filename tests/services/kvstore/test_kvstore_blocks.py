@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from weft.engine.memory.keys import block_keys
+from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.kvstore.store import KvStore
 from weft.testing.services.kv_chain import Chain, StoreCaller, random_pages
 from weft.testing.services.store_server import store_here
-from weft.v1 import kvstore_pb2
+from weft.v1 import kv_pb2, kvstore_pb2
 
 PAGE_BYTES, NUM_PAGES, BLOCK = 4096, 8, 3
 
@@ -38,8 +40,11 @@ async def on_disk(store: KvStore, num_pages: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["memory", "disk"])
-async def test_pages_count_and_come_with_their_block(backend: str, tmp_path: Path) -> None:
-    """On disk a later store finds what an earlier one had."""
+async def test_pages_count_and_come_with_their_block(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On disk a later store finds what an earlier one had. Few pages are searched at a time."""
+    monkeypatch.setattr("weft.kvstore.store.CONTINUABLE_KEYS", random.randint(1, NUM_PAGES))
     settings: dict[str, Any] = {"memory_bytes": 32 * PAGE_BYTES}
     settings |= {"disk_cache_dir": tmp_path} if backend == "disk" else {}
     chain, content = Chain(NUM_PAGES), random_pages(NUM_PAGES, PAGE_BYTES)
@@ -70,3 +75,24 @@ async def check_fills(caller: StoreCaller, chain: Chain, expected: list[Any]) ->
     declined = await caller.fill(chain, 2, 7, pages=range(5 + BLOCK))
     assert declined.kinds == ["declined"]
     await caller.settled()
+
+
+async def test_blocks_of_malformed_handles_are_not_looked_for() -> None:
+    """The numbers of a handle are checked before the keys of so many pages are made."""
+    chain = Chain(NUM_PAGES)
+    async with (
+        store_here(memory_bytes=32 * PAGE_BYTES) as (_, address),
+        StoreCaller(address) as caller,
+    ):
+        await caller.put_data(chain, range(NUM_PAGES), random_pages(NUM_PAGES, PAGE_BYTES))
+        wrong: list[dict[str, int]] = [
+            {"start_token": 2**32 - 16, "end_token": 16, "page_size": 1},
+            {"end_token": 2**32 - 16},
+            {"page_size": 0},
+        ]
+        for changes in wrong:
+            declined = await caller.fill(chain, 0, 4, **changes)
+            assert declined.last.declined.reason == kv_pb2.DECLINE_REASON_INVALID
+        num_pages = NUM_PAGES + MAX_STORED_BLOCK_PAGES + 1
+        declined = await caller.fill(chain, pages=range(num_pages))
+        assert declined.last.declined.reason == kv_pb2.DECLINE_REASON_TOO_LONG

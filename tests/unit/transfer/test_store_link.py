@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from weft.engine.memory.keys import block_keys
 from weft.engine.memory.page_memory import PageMemory
-from weft.engine.memory.tree import PrefixTree
+from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.protocol.handle import NixlTargetInfo
 from weft.engine.protocol.store import (
     StoreAnswer,
@@ -18,7 +19,7 @@ from weft.engine.protocol.store import (
 )
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
-from weft.engine.sources.store import MAX_OPEN_PUTS, RETRY_S, StoreLink
+from weft.engine.sources.store import MAX_OPEN_PUTS, RETRY_S, StoredBlocks, StoreLink
 from weft.engine.transfer.digester import MAX_PUT_PAGES, MAX_QUEUED_PAGES
 from weft.testing.scheduling.bare_request import bare_request
 from weft.testing.services.fill_commands import nixl_target
@@ -73,7 +74,7 @@ class FakePlane:
 class Bench:
     """A store link with its surroundings."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: StoredBlocks | None = None) -> None:
         self.now = 0.0
         cache = PrefixTree(PAGE)
         self.memory = PageMemory(2000, cache)
@@ -87,6 +88,7 @@ class Bench:
             self.plane,
             self.sent.append,
             lambda: self.now,
+            blocks,
         )
 
     def request(self, num_pages: int) -> Request:
@@ -113,6 +115,23 @@ class Bench:
                 result = StorePutResult(put=put.put, is_answered=True, stored_pages=len(put.keys))
                 self.link.on_result(result)
         return keys
+
+
+class OneBlock:
+    """Blocks of recurrent layers, of which one is kept, behind a prompt's last page."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.bench = Bench(self)
+
+    def copy(self, block: int, namespace: bytes) -> list[int]:
+        return self.bench.memory.allocate(self.num_pages, namespace)
+
+    def kept_of(self, request: Request, first: int, end: int) -> list[tuple[Node, int]]:
+        node = Node(request.namespace, b"", 0, None, 0, 0)
+        for key in request.keys.upto(request.tokens, end):
+            node = Node(b"", key, 1, node, 0, 0)
+        return [(node, 1)]
 
 
 def answer_of(lookup: StoreLookup, *num_pages: int) -> StoreAnswer:
@@ -325,3 +344,31 @@ def test_what_is_cached_here_is_not_looked_up(bench: Bench) -> None:
     bench.pages.publish(request)
     bench.link.look_up(request)
     assert bench.sent == []
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_block_is_put_again_whichever_of_its_pages_were_lost(failing: int) -> None:
+    """A block longer than the queue is put whole, in several puts, of which one is not answered."""
+    blocks = OneBlock(MAX_QUEUED_PAGES + 40)
+    bench = blocks.bench
+    request = bench.request(2)
+    bench.link.offer(request, 0, 2)
+    expected = [*request.keys.upto(request.tokens, 2)]
+    expected += block_keys(expected[-1], blocks.num_pages)
+    keys, number = [], 0
+    while puts := bench.puts():
+        for put in puts:
+            keys += put.keys
+            is_answered = number != failing
+            bench.link.on_result(StorePutResult(put=put.put, is_answered=is_answered))
+            number += 1
+    assert keys == expected
+    bench.now = RETRY_S
+    bench.link.offer_again(request, 2)
+    again = bench.put_all()
+    assert again[-blocks.num_pages :] == expected[2:]
+    assert again[: -blocks.num_pages] == (expected[:2] if failing == 0 else [])
+    bench.link.offer_again(request, 2)
+    assert bench.put_all() == []
+    bench.memory.release(request.pages)
+    assert bench.memory.counts().used == 0

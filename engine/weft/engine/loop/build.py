@@ -62,6 +62,8 @@ from weft.engine.loop.intake import Intake
 from weft.engine.loop.recurrent import (
     check_recurrent,
     describe_recurrent,
+    describe_store,
+    keeps_in_store,
     make_states,
     num_block_pages,
 )
@@ -321,6 +323,7 @@ def _load_parts(
         *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
+        *describe_store(config, layout),
     ]
     prefixes: PrefixTree | None = None
     if config.prefix_cache and not loaded.config.is_encoder:
@@ -356,8 +359,8 @@ def make_store(
     clock: Clock,
     blocks: StoredBlocks | None,
 ) -> StoreLink | None:
-    """An engine's side of the KV store, if there is one; see `StoreLink`."""
-    if not config.has_store:
+    """An engine's side of the KV store, if there is one for its model; see `StoreLink`."""
+    if not keeps_in_store(config, parts.layout):
         return None
     sizes = config.page_size, parts.memory
     store = StoreLink(*sizes, num_held_pages, parts.transport, send, clock, blocks)

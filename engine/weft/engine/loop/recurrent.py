@@ -13,6 +13,7 @@ from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.state_index import StateIndex
 from weft.engine.memory.tree import Node, PrefixTree
 from weft.engine.protocol.handle import KvHandle
+from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.scheduler.pages import RequestPages
 from weft.engine.scheduler.state import Request
 from weft.engine.scheduler.state_blocks import StateBlocks
@@ -89,6 +90,24 @@ def describe_recurrent(layout: CacheLayout, num_blocks: int) -> list[str]:
         f"{states.layers} recurrent layers ({states.name}): {num_blocks:,} blocks of "
         f"{states.block_bytes:,} bytes, as much as the KV of "
         f"{states.block_bytes * layout.page_size // layout.page_bytes:,} tokens"
+    ]
+
+
+def keeps_in_store(config: EngineConfig, layout: CacheLayout) -> bool:
+    """Whether the KV store keeps this model's pages: not those of a model whose blocks are longer
+    than it takes.
+    """
+    return config.has_store and num_block_pages(layout) <= MAX_STORED_BLOCK_PAGES
+
+
+def describe_store(config: EngineConfig, layout: CacheLayout) -> list[str]:
+    """Tells what to do if the KV store is not used for this model."""
+    if not config.has_store or keeps_in_store(config, layout):
+        return []
+    return [
+        f"the KV store keeps nothing of this model: its states take {num_block_pages(layout):,} "
+        f"pages a block, at most {MAX_STORED_BLOCK_PAGES:,}; set a larger page_size "
+        f"({config.page_size} tokens now)"
     ]
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from weft.engine.protocol.handle import NixlTargetInfo
 
+MAX_STORED_BLOCK_PAGES = 1024
+"""Most pages of a block of recurrent layers that a store keeps."""
+
 
 @dataclass(slots=True, kw_only=True)
 class StoreSegment:

@@ -314,7 +314,7 @@ class Scheduler:
         most = self._limits.max_tokens_in_flight
         if most is None or not request.is_fill:
             return True
-        fills = (other for other in self.prefilling if other.is_fill)
+        fills = (other for other in chain(self.prefilling, self.filling) if other.is_fill)
         others = sum(len(other.tokens) - other.num_computed for other in fills)
         others += self.num_leaving_tokens()
         return not others or others + request.num_to_compute <= most

@@ -296,9 +296,12 @@ class Filler:
         return self._leases.values()
 
     def num_leaving_tokens(self) -> int:
-        """Tokens whose pages are computed and have not all been written."""
-        chunks = (chunk for lease in self._leases.values() for chunk in lease.shipping.values())
-        return sum(chunk.end_token - chunk.start_token for chunk in chunks)
+        """Tokens whose pages are computed and have not all been written; a block counts none."""
+        return sum(
+            max(0, min(chunk.end_token, lease.end_token) - chunk.start_token)
+            for lease in self._leases.values()
+            for chunk in lease.shipping.values()
+        )
 
     def sizes(self) -> dict[str, int]:
         """Numbers of open leases, of their streams, and of chunks being shipped."""

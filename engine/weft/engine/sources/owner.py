@@ -137,7 +137,7 @@ class OwnerFills:
         """See `Fills.start`. Waits while too little of the cap is free (`fill_queue.py`)."""
         if id(request) in self._by_request:
             return True
-        if self._is_silent(request.candidates[0]) or self._is_blocked:
+        if not self._has_filler(request) or self._is_blocked:
             self._line.leaves(request)
             return False
         if any(fill.is_proven for fill in self._fills.values()):
@@ -376,6 +376,14 @@ class OwnerFills:
         if num_more and num_more > min(most, self._memory.num_available_pages):
             return True
         return self._num_quarantined_pages() + num_more > landing.max_pages - landing.least_pages
+
+    def _has_filler(self, request: Request) -> bool:
+        """Whether the first candidate is one for which the request's state was chosen, and
+        answers. A load without room has dropped its store.
+        """
+        if not request.candidates or self._is_silent(request.candidates[0]):
+            return False
+        return request.state is not State.LOADING or request.candidates[0].kind == "kvstore"
 
     def _is_silent(self, candidate: FillCandidate) -> bool:
         """Whether its answer about a stopped lease is overdue."""

@@ -53,6 +53,8 @@ class _Offer:
     parent: bytes
     shard: bytes
     page: int
+    noted: bytes
+    """Key under which it is known or due: its own, or that of the first page of its block."""
 
 
 @dataclass(slots=True)
@@ -214,18 +216,19 @@ class StoreLink:
         first, root = node, node.parent
         while root is not None and root.parent is not None:
             first, root = root, root.parent
-        room = self._transport.port.max_queued_pages - len(self._queue)
         if root is None or keys[0] in self._known:
             return
-        pages = None if room < len(keys) else self._blocks.copy(block, root.tokens)
+        # A block is queued whole, or one that is longer than the queue would never be.
+        has_room = len(self._queue) < self._transport.port.max_queued_pages
+        pages = self._blocks.copy(block, root.tokens) if has_room else None
         if pages is None:
             self.counters.store_dropped_pages += len(keys)
             self._make_due(keys[:1])
             return
         self._due.pop(keys[0], None)
+        self._note_known(keys[0])
         for key, parent, page in zip(keys, [node.key, *keys[:-1]], pages, strict=True):
-            self._note_known(key)
-            self._queue.append(_Offer(root.tokens, key, parent, first.key, page))
+            self._queue.append(_Offer(root.tokens, key, parent, first.key, page, keys[0]))
 
     def offer_again(self, request: Request, end_page: int) -> None:
         """Queues again those of a request's first pages that an earlier put dropped."""
@@ -249,7 +252,8 @@ class StoreLink:
             parent = keys[index - 1] if index else b""
             # With recurrent layers all pages of a prompt are on one replica, as its block is.
             shard = keys[shard_start(index) if self._blocks is None else 0]
-            self._queue.append(_Offer(request.namespace, key, parent, shard, request.pages[index]))
+            page = request.pages[index]
+            self._queue.append(_Offer(request.namespace, key, parent, shard, page, key))
         self.counters.store_dropped_pages += len(new[room:])
         self._make_due(keys[index] for index in new[room:])
 
@@ -301,8 +305,8 @@ class StoreLink:
         self.counters.store_stored_pages += result.stored_pages
         if not result.is_answered:
             for offer in put.offers:
-                self._known.pop(offer.key, None)
-            self._make_due(offer.key for offer in put.offers)
+                self._known.pop(offer.noted, None)
+            self._make_due(offer.noted for offer in put.offers)
             self._retry_at = self._clock() + RETRY_S
             self.counters.store_dropped_pages += len(put.offers)
 

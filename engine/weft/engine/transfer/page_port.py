@@ -21,7 +21,7 @@ class PagePort(Protocol):
 
     @property
     def max_queued_pages(self) -> int:
-        """Most pages queued for puts; queued pages keep their place in the pool."""
+        """Pages queued for puts at which no more are queued; they keep their place in the pool."""
         ...
 
     def read(self, page: int) -> bytes:

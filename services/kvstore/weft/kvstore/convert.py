@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weft.common.worker.fills import target_from_proto
 from weft.engine.base.errors import InvalidRequest
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, NixlTargetInfo
+from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.transfer.digest import WORD_BYTES
 from weft.kvstore.pages import Offer
 from weft.v1 import kvstore_pb2
@@ -42,9 +43,10 @@ def lookup_keys(request: kvstore_pb2.LookupRequest) -> list[bytes]:
     if len(keys) > MAX_LOOKUP_KEYS:
         raise InvalidRequest(f"{len(keys)} keys, at most {MAX_LOOKUP_KEYS}", param="keys")
     check_keys(keys, "keys")
-    if request.block_pages > MAX_PUT_PAGES:
+    if request.block_pages > MAX_STORED_BLOCK_PAGES:
         raise InvalidRequest(
-            f"{request.block_pages} pages a block, at most {MAX_PUT_PAGES}", param="block_pages"
+            f"{request.block_pages} pages a block, at most {MAX_STORED_BLOCK_PAGES}",
+            param="block_pages",
         )
     return keys
 

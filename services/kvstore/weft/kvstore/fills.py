@@ -10,6 +10,7 @@ from weft.engine.base.clock import Clock
 from weft.engine.memory.keys import PageKeys, block_keys
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import KvHandle
+from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.sources.filler import Filler, FillerCounters
 from weft.engine.transfer.chunks import ChunkPosted, ShipResult
 from weft.kvstore.backends.base import Backend
@@ -111,7 +112,7 @@ class StoreFills:
             keys = await asyncio.to_thread(_keys_of, handle, num_pages)
         if keys and self._backend is not None and handle.page_size > 0:
             await self._backend.fetch(keys[handle.start_token // handle.page_size :])
-            if num_more := self._jobs.num_pages_of(handle):
+            if 0 < (num_more := self._jobs.num_pages_of(handle)) <= MAX_STORED_BLOCK_PAGES:
                 await self._backend.fetch(block_keys(keys[-1], num_more))
         is_used = self._jobs.get(handle.lease_id) is not None
         self._jobs.expected_keys = keys

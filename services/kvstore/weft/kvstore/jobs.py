@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from weft.engine.memory.keys import block_keys
 from weft.engine.protocol.handle import KvHandle, NixlTargetInfo
+from weft.engine.protocol.store import MAX_STORED_BLOCK_PAGES
 from weft.engine.sources.lease import FillJob
 from weft.engine.transfer.chunks import ShipChunk, Shipper
 from weft.kvstore.pages import PageStore
@@ -64,12 +65,15 @@ class StoreJobs:
         keys = self.expected_keys
         if keys is None:
             return "too_long", f"{len(handle.tokens)} tokens are over {MAX_FILL_PAGES} pages"
+        num_more = self.num_pages_of(handle)
+        if num_more > MAX_STORED_BLOCK_PAGES:
+            return "too_long", f"a block of {num_more} pages, at most {MAX_STORED_BLOCK_PAGES}"
         if len(self._jobs) >= self._max_fills:
             return "busy", f"{self._max_fills} fills are under way"
         first = handle.start_token // handle.page_size
         if not self._pages.num_held(keys[first : first + 1]):
             return "not_held", "the first page asked for is not here"
-        of_block = block_keys(keys[-1], self.num_pages_of(handle))
+        of_block = block_keys(keys[-1], num_more)
         if of_block and self._pages.num_held([*keys[first:], *of_block]) < (
             len(keys) - first + len(of_block)
         ):
@@ -109,15 +113,19 @@ class StoreJobs:
     def end(self, job: FillJob) -> None:
         """See `Jobs.end`. The pins stay: see `forget`."""
 
-    # -- BlockPages ------------------------------------------------------------------------------
+    # -- BlockSource -----------------------------------------------------------------------------
 
     def num_pages_of(self, handle: KvHandle) -> int:
-        """See `BlockPages.num_pages_of`: what is asked for beside the pages of the range."""
-        num_pages = (handle.end_token - handle.start_token) // handle.page_size
-        return max(0, len(handle.pages) - num_pages)
+        """See `BlockSource.num_pages_of`: what is asked for beside the pages of the range; 0 for a
+        malformed range, which the filler declines.
+        """
+        start, end = handle.start_token, handle.end_token
+        if handle.page_size < 1 or not 0 <= start < end == len(handle.tokens):
+            return 0
+        return max(0, len(handle.pages) - (end - start) // handle.page_size)
 
     def pack(self, job: FillJob, end_token: int) -> list[int] | None:
-        """See `BlockPages.pack`: the block is in pages already."""
+        """See `BlockSource.pack`: the block is in pages already."""
         assert isinstance(job, StoreJob)
         self._pages.memory.retain(job.block)
         return job.block.copy()

@@ -38,6 +38,8 @@ IDLE_CHECK_S = 30.0
 NUM_THREADS = 4
 """Most puts read, and pages digested, in parallel."""
 CLOSE_TIMEOUT_S = 2.0
+CONTINUABLE_KEYS = 256
+"""Pages of a prompt behind which blocks are looked for at a time."""
 
 
 class KvStore:
@@ -136,15 +138,17 @@ class KvStore:
             if page_bytes and self._arena_pages is None:
                 self._make_arena_pages(page_bytes)
         num_held = 0
-        if self._arena_pages is not None:
-            backend = self._arena_pages.backend
+        if (arena := self._arena_pages) is not None:
+            backend = arena.backend
             num_held = (
-                self._arena_pages.pages.num_held(keys)
-                if backend is None
-                else await backend.look_up(keys)
+                arena.pages.num_held(keys) if backend is None else await backend.look_up(keys)
             )
-        if block_pages and self._arena_pages is not None:
-            num_held = await self._continuable(self._arena_pages, keys[:num_held], block_pages)
+            if block_pages:
+                num_held = await self._continuable(arena, keys[:num_held], block_pages)
+            if num_held and backend is not None:
+                backend.prefetch(keys[:num_held])
+                if block_pages:
+                    backend.prefetch(block_keys(keys[num_held - 1], block_pages))
         self.counters.lookups += 1
         self.counters.lookup_pages += len(keys)
         self.counters.hit_pages += num_held
@@ -152,19 +156,25 @@ class KvStore:
 
     async def _continuable(self, arena: PageArena, keys: list[bytes], block_pages: int) -> int:
         """The most leading keys behind the last of which a whole block is held."""
-        firsts = [block_keys(key, 1)[0] for key in keys]
-        held = set(arena.pages.held_of(firsts))
-        if arena.backend is not None:
-            held |= await arena.backend.held_of(firsts)
-        for index in range(len(keys) - 1, -1, -1):
-            if firsts[index] in held:
-                names = block_keys(keys[index], block_pages)
-                if arena.pages.num_held(names) == block_pages:
-                    return index + 1
-                kept = 0 if arena.backend is None else await arena.backend.look_up(names)
-                if kept == block_pages:
-                    return index + 1
+        for end in range(len(keys), 0, -CONTINUABLE_KEYS):
+            part = keys[max(0, end - CONTINUABLE_KEYS) : end]
+            firsts = [block_keys(key, 1)[0] for key in part]
+            held = await self._held_of(arena, firsts)
+            for index in range(len(part) - 1, -1, -1):
+                if firsts[index] in held:
+                    names = block_keys(part[index], block_pages)
+                    if len(await self._held_of(arena, names)) == block_pages:
+                        return end - len(part) + index + 1
+            await asyncio.sleep(0)  # So that other calls are served during a long search.
         return 0
+
+    async def _held_of(self, arena: PageArena, keys: list[bytes]) -> set[bytes]:
+        """Those of the keys that the arena or its back end holds; fetches none."""
+        held = set(arena.pages.held_of(keys))
+        lacking = [key for key in keys if key not in held]
+        if lacking and arena.backend is not None:
+            held |= await arena.backend.held_of(lacking)
+        return held
 
     async def report_corrupt(self, key: bytes) -> bool:
         """Checks a page's bytes against its digest; returns whether they were wrong and the page

@@ -57,7 +57,9 @@ MIN_CHUNKS = 32
 chunk keeps if it never ends.
 """
 MAX_WRITE_BACK_BYTES = 64 << 20
-"""Most bytes copied within one step; further evicted pages are lost."""
+"""Most bytes of pages copied within one step, and of blocks of recurrent layers, the last of which
+may exceed them; what is evicted further is lost.
+"""
 MAX_OPEN_SAVES = 512
 """Most pages on their way to host memory, and to disk."""
 MAX_OPEN_FETCHES = 256
@@ -137,6 +139,8 @@ class Tiers:
         """Threads that are stalled in a tier, which is not used until they continue."""
         self.num_written_back_pages = 0
         """Pages copied within a step when the pool evicted them, since start."""
+        self._block_room = self._most_written_back
+        """Pages of blocks that may still be copied within this turn."""
         self.listener: FillListener | None = None
         memory.on_reclaimed = self._reclaimed.append
         self._blocks = blocks
@@ -152,6 +156,11 @@ class Tiers:
         if self.disk is not None:
             self.host.on_evicted = self._host_evicted
             self.disk.remove = self._remove_from_disk
+
+    @property
+    def _most_written_back(self) -> int:
+        """Most pages copied within one step."""
+        return MAX_WRITE_BACK_BYTES // self._page_bytes
 
     @property
     def _tiers(self) -> list[Tier]:
@@ -221,16 +230,23 @@ class Tiers:
             self._write_through(move.save.name.key)
 
     def _write_block_back(self, evicted: Evicted) -> None:
-        """Copies a block that the pool gives up to host memory, at once."""
-        blocks = self._blocks
+        """Copies a block that the pool gives up to host memory, at once: all of it, if there is
+        room, or nothing.
+        """
+        blocks, host = self._blocks, self.host
         assert blocks is not None
-        pages = blocks.pages_of(evicted.page)
-        for name, page in zip(blocks.names(evicted.key), pages, strict=True):
-            if self.host.pages.knows(name.key):
-                continue
-            save = self.host.save(name)
+        pages = zip(blocks.names(evicted.key), blocks.pages_of(evicted.page), strict=True)
+        missing = [(name, page) for name, page in pages if not host.pages.knows(name.key)]
+        # One block may be larger than what is copied within a turn, and would always be lost.
+        has_room = len(missing) <= host.pages.memory.num_available_pages
+        if not has_room or self._block_room <= 0:
+            host.counters.dropped_pages += len(missing)
+            return
+        self._block_room -= len(missing)
+        for name, page in missing:
+            save = host.save(name)
             if save is None:
-                self.host.counters.dropped_pages += 1
+                host.counters.dropped_pages += 1
                 continue
             self.num_written_back_pages += 1
             self._rows.write(save.place, self._step_blocks.read(page))
@@ -242,7 +258,7 @@ class Tiers:
             return
         reclaimed = self._reclaimed.copy()
         self._reclaimed.clear()
-        room = MAX_WRITE_BACK_BYTES // self._page_bytes
+        room = self._most_written_back
         for evicted in reclaimed:
             if self.host.pages.knows(evicted.key):
                 continue
@@ -637,6 +653,7 @@ class Tiers:
 
     def tick(self) -> None:
         """Makes room, and starts to fetch for requests that could not be admitted at once."""
+        self._block_room = self._most_written_back
         self._make_room()
         self._leave_stuck()
         self._give_up_late()
@@ -678,6 +695,8 @@ class Tiers:
             at = self._loader.current
             tier = at.tier if isinstance(at, LoadChunk) else self.host
             self._load_pool = self._make_pool()
+            if self._blocks is not None:
+                self._load_blocks = self._blocks.make_pool()
             for load in list(self._loads.values()):
                 self._give_up(load)
             self._loader = self._replace(self._loader, tier)

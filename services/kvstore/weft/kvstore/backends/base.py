@@ -22,9 +22,11 @@ class Backend(Protocol):
     """
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys in the arena or the back end; starts fetching those not in the
-        arena.
-        """
+        """Number of leading keys in the arena or the back end."""
+        ...
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Starts fetching those of the keys, which `look_up` found, that are not in the arena."""
         ...
 
     async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:

@@ -130,9 +130,12 @@ class DiskBackend:
         self._keep_on_disk(keys[:num_held])
         self.disk.counters.queried_pages += len(keys) - num_arena
         self.disk.counters.hit_pages += num_disk
-        if num_disk:
-            self._fetching.begin(keys[:num_held])
         return num_held
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.prefetch`."""
+        if not self._num_late and self._pages.num_held(keys) < len(keys):
+            self._fetching.begin(keys)
 
     async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Backend.held_of`."""

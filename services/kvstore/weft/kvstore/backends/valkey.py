@@ -235,15 +235,26 @@ class ValkeyBackend:
                 break
         self.counters.queried_pages += len(keys) - num_arena
         self.counters.hit_pages += num_kept
-        if num_kept:
-            self._fetching.begin(keys[:num_held])
         return num_held
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.prefetch`."""
+        if self._pages.num_held(keys) < len(keys):
+            self._fetching.begin(keys)
 
     async def held_of(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Backend.held_of`."""
-        commands: list[Command] = [("EXISTS", self._name(key)) for key in keys]
-        replies = await self._servers.call(commands, self._lookup_timeout_s)
-        return {key for key, reply in zip(keys, replies, strict=True) if _is_number(reply, 1)}
+        deadline = monotonic() + self._lookup_timeout_s
+        held: set[bytes] = set()
+        for first in range(0, len(keys), LOOKUP_KEYS):
+            if (left_s := deadline - monotonic()) <= 0:
+                break
+            part = keys[first : first + LOOKUP_KEYS]
+            commands: list[Command] = [("EXISTS", self._name(key)) for key in part]
+            replies = await self._servers.call(commands, left_s)
+            pairs = zip(part, replies, strict=True)
+            held.update(key for key, reply in pairs if _is_number(reply, 1))
+        return held
 
     async def fetch(self, keys: Sequence[bytes]) -> None:
         """See `Backend.fetch`."""
