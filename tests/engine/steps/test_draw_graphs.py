@@ -18,7 +18,7 @@ from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.drawing.encode import step_input
 from weft.engine.drawing.sampler import Sampler, SampleRow
 from weft.engine.executor.device_inputs import DeviceInputs
-from weft.engine.executor.device_sampling import CapturedDraws, Way
+from weft.engine.executor.device_sampling import WAYS, CapturedDraws, Way
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket
@@ -78,7 +78,7 @@ class Desk:
         self.keeper = TokenKeeper(self.known, self.pool, self.states)
         model: Any = SimpleNamespace(logits=lambda hidden, lora=None: hidden @ self.weight.T)
         tables = self.sampler.plain_tables
-        self.draws = DrawGraphs(model, graphs, self.inputs, self.keeper, tables)
+        self.draws = DrawGraphs(model, graphs, self.inputs, self.keeper, tables, WAYS)
 
     def _results(self) -> Iterator[tuple[GraphBucket, torch.Tensor]]:
         yield from self.hidden.items()
