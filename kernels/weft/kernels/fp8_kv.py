@@ -25,11 +25,6 @@ def head_dim(pool: torch.Tensor) -> int:
     return pool.shape[-1] - (SCALE_BYTES if is_fp8(pool) else 0)
 
 
-def rows_dtype(pool: torch.Tensor) -> torch.dtype:
-    """The dtype of rows that attend to a pool, or of FP8 one that is as wide."""
-    return torch.bfloat16 if is_fp8(pool) else pool.dtype
-
-
 def holds(pool: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a pool holds vectors of a model that computes in a dtype."""
     return pool.dtype == dtype or (is_fp8(pool) and dtype.itemsize == 2)
