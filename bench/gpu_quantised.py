@@ -135,7 +135,9 @@ def shapes_of(
     chosen = product_shape(
         rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
     )  # fmt: skip
-    return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
+    others = SWEEP[rows] if is_sweep else ()
+    can_run = [shape for shape in others if shape.splits == 1 or not product.is_gated]
+    return list(dict.fromkeys([chosen, *can_run]))
 
 
 def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:

@@ -1,8 +1,9 @@
 """K and V in FP8 (e4m3), each vector with a scale of its own.
 
 A pool of them is `[num_pages, Hkv, layers, 2, page_size, D + SCALE_BYTES]` uint8: of each head,
-layer and part first the numbers of all the page's positions, then their scales, float32. So what a
-position has in a page does not depend on other positions, nor on how its prompt was cut.
+layer and part first the numbers of all the page's positions, then their scales, float32. So how a
+position's vectors are rounded does not depend on other positions. The vectors themselves may depend
+on how a prompt was cut, as in floats.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from weft.kernels.quantised import FP8, FP8_MAX
 
 SCALE_BYTES = 4
 """Of a vector's scale."""
-FP8_KV = "fp8_e4m3"
-"""Name of the format."""
 
 
 def is_fp8(pool: torch.Tensor) -> bool:
@@ -24,11 +23,6 @@ def is_fp8(pool: torch.Tensor) -> bool:
 def head_dim(pool: torch.Tensor) -> int:
     """D: elements of a vector of a pool in any format."""
     return pool.shape[-1] - (SCALE_BYTES if is_fp8(pool) else 0)
-
-
-def rows_dtype(pool: torch.Tensor) -> torch.dtype:
-    """The dtype of rows that attend to a pool, or of FP8 one that is as wide."""
-    return torch.bfloat16 if is_fp8(pool) else pool.dtype
 
 
 def holds(pool: torch.Tensor, dtype: torch.dtype) -> bool:

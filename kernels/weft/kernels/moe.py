@@ -175,7 +175,7 @@ def pack_experts(
                 f"expert {num_packed}: {given} {dtypes} do not fit, or not the first's {shape}"
             )
         if down.data.is_cuda:
-            pair = _on_gpu(gate_up, dtype), _on_gpu(down, dtype)
+            pair = _pair_on_gpu(gate_up, down, dtype)
             stacked = stacked or [_room(count, matrix) for matrix in pair]
             stacked = [
                 _put(stack, num_packed, matrix) for stack, matrix in zip(stacked, pair, strict=True)
@@ -216,6 +216,22 @@ def _on_gpu(matrix: PackableMatrix, dtype: torch.dtype | None) -> _Stackable:
         return matrix
     form = gpu_form(matrix, dtype)
     return form if isinstance(form, PackedGroups) else matrix.dequantised(dtype)
+
+
+def _pair_on_gpu(
+    gate_up: PackableMatrix, down: PackableMatrix, dtype: torch.dtype | None
+) -> tuple[_Stackable, _Stackable]:
+    """Both matrices of an expert. If only one has 4 bits it becomes floats, since the products of a
+    layer share blocks of rows.
+    """
+    pair = _on_gpu(gate_up, dtype), _on_gpu(down, dtype)
+    if isinstance(pair[0], PackedGroups) == isinstance(pair[1], PackedGroups):
+        return pair
+    assert dtype is not None
+    first, second = (
+        one.dequantised(dtype) if isinstance(one, PackedGroups) else one for one in pair
+    )
+    return first, second
 
 
 def _room(count: int, first: _Stackable) -> StackedWeight:

@@ -97,7 +97,7 @@ class PackedExperts:
         )
         assert data is not None
         assert scales is not None
-        return cls(data, scales, offsets, first)
+        return cls(data, scales, offsets, _first_of(first, data, scales, offsets))
 
     def put(self, index: int, matrix: PackedGroups) -> PackedExperts:
         """Copies an expert's matrix to its place.
@@ -115,12 +115,22 @@ class PackedExperts:
             raise ValueError(f"expert {index}: groups {its} are not like the others, {mine}")
         if matrix.scales.dtype == torch.float32 != self.scales.dtype:
             offsets = None if self.offsets is None else self.offsets.float()
-            return replace(self, scales=self.scales.float(), offsets=offsets).put(index, matrix)
+            scales = self.scales.float()
+            first = _first_of(self.first, self.data, scales, offsets)
+            return PackedExperts(self.data, scales, offsets, first).put(index, matrix)
         self.data[index].copy_(matrix.data)
         self.scales[index].copy_(matrix.scales)
         if self.offsets is not None and matrix.offsets is not None:
             self.offsets[index].copy_(matrix.offsets)
         return self
+
+
+def _first_of(
+    like: PackedGroups, data: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
+) -> PackedGroups:
+    """The first of experts, in their memory."""
+    first = None if offsets is None else offsets[0]
+    return replace(like, data=data[0], scales=scales[0], offsets=first)
 
 
 def half_of(unit: int) -> int:

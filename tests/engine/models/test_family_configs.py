@@ -91,6 +91,8 @@ def parse(architecture: str, **fields: Any) -> ModelConfig:
         ("Laguna", "gating", {"gating": "other", **EXPERTS}),
         ("MiMoV2Flash", "hybrid_layer_pattern", {"hybrid_layer_pattern": [0, 2, 1, 0]}),
         ("MiMoV2Flash", "swa_head_dim", {"swa_head_dim": 16}),
+        ("Afmoe", "score_func", {**EXPERTS, "score_func": "softmax"}),
+        ("Afmoe", "n_group", {**EXPERTS, "n_group": 2}),
         ("Step3p5", "swiglu_limits", {"swiglu_limits": [0.0]}),
         ("Llama4", "layer_types", {"layer_types": ["sliding_attention"] * 4}),
     ],

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from weft.kernels.gpu import moe as gpu
+from weft.kernels.moe import pack_experts
 from weft.kernels.packed_groups import PackedExperts, pack_groups
+from weft.testing.kernels.as_on_gpu import as_on_gpu
 from weft.testing.kernels.group_cases import Kind, draw_groups
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
@@ -25,6 +27,21 @@ def stack(
     for index, matrix in enumerate(matrices):
         stacked = stacked.put(index, pack_groups(matrix))
     return stacked, torch.stack([matrix.dequantised(torch.float32) for matrix in matrices])
+
+
+@pytest.mark.parametrize("floats", [0, 1])
+def test_a_single_matrix_of_4_bits_becomes_floats(floats: int) -> None:
+    fresh_seed()
+    groups = draw_groups(128, 96, 32, "plain"), draw_groups(96, 64, 32, "plain")
+    pair = [
+        matrix.dequantised(torch.float16) if index == floats else matrix
+        for index, matrix in enumerate(groups)
+    ]
+    with as_on_gpu():
+        found = pack_experts([(pair[0], pair[1])] * 2, 2, dtype=torch.float16).stacked
+    assert found is not None
+    for stack, matrix in zip(found, groups, strict=True):
+        assert torch.equal(stack, matrix.dequantised(torch.float16).expand(2, -1, -1))
 
 
 # Rows, hidden, inner, experts, experts a row.

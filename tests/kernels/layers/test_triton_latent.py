@@ -144,3 +144,26 @@ def test_prompts_by_heads(
     for on_gpu in (False, True):
         out = run(torch.float32, by_heads=True, on_gpu=on_gpu)
         assert_as_exact(out, peer, exact, slack=1e-4)
+
+
+def test_a_single_row_keeps_its_precision_beside_whole_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a step that is not cold, where no row is added to another."""
+    fresh_seed()
+    monkeypatch.setattr(latent, "own_attention", own_attention_reference)
+    dtype, lengths = torch.bfloat16, [(1, 30), (12, 12)]
+    mixer = Weights().layer(0, dtype, is_stacked=False).mixer
+    assert isinstance(mixer, LatentAttention)
+    pool = torch.randn(8, 1, 2, 1, PAGE_SIZE, SIZES.kv_rank + SIZES.rope_dim).to(dtype)
+    group = make_step(lengths, pool).groups[0]
+    # Its own position weighs little, and its values are large.
+    pool.view(8, 2, PAGE_SIZE, -1)[
+        group.places[0] // PAGE_SIZE, :, group.places[0] % PAGE_SIZE
+    ] *= 64
+    q = (0.001 * torch.randn(13, HEADS, SIZES.nope_dim + SIZES.rope_dim)).to(dtype)
+    cold, warm = (
+        mixer._by_heads(q, group._replace(is_cold=is_cold), pool) for is_cold in (True, False)
+    )
+    torch.testing.assert_close(cold[0], warm[0], rtol=2**-6, atol=0.01)
+    assert torch.equal(cold[1:], warm[1:])

@@ -19,6 +19,28 @@ pytestmark = pytest.mark.needs("triton-interpreter")
 
 
 @pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.full), 4])
+def test_fixed_rows_do_not_depend_on_others_adapters(bits: int) -> None:
+    fresh_seed()
+    k, columns, slots = 80, 96, [0, 1, 0]
+    case = make_lora(k, columns, [0, 8], torch.float16)
+    lora = LoraAddition((case.weights,), 0, segments_of(slots))
+    x, residual = torch.randn(3, k).half(), torch.randn(3, columns).half()
+    if bits == 4:
+        form, module = pack_groups(draw_groups(columns, k, 32, "offsets")), groups_linear
+    else:
+        form, module = quantise_channels(torch.randn(columns, k) / k**0.5), int8_linear
+    w = LinearWeight(columns, k, torch.float16, True, form, None, is_fixed=True)
+    with as_on_gpu():
+        for run in (
+            lambda lora: module.linear(x, w, residual, lora=lora),
+            lambda lora: module.gate_up_silu(x, w, lora),
+        ):
+            plain, added = run(None), run(lora)
+            assert torch.equal(plain[::2], added[::2])
+            assert not torch.equal(plain[1], added[1])
+
+
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.full), 4])
 def test_few_rows_with_adapters(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)

@@ -37,7 +37,7 @@ from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
-from weft.kernels.fp8_kv import is_fp8, rows_dtype
+from weft.kernels.fp8_kv import is_fp8
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
@@ -179,7 +179,7 @@ class LocalExecutor:
                 has_lora = lora is not None
                 buckets = step_buckets(
                     model.config,
-                    rows_dtype(self.pool),
+                    activations_dtype(model),
                     max_requests,
                     max_step_tokens,
                     has_lora=has_lora,
@@ -611,6 +611,12 @@ def _rows_of(verifying: Verifying) -> torch.Tensor:
     step, count = verifying.step, verifying.num_rows
     words = step.token_ids if step.ancestors is None else step.ancestors
     return torch.stack([step.token_ids[:count], words[:count]])
+
+
+def activations_dtype(model: Model) -> torch.dtype:
+    """The dtype that a model computes in: its own layout's, whatever pages keep."""
+    dtype: torch.dtype = getattr(torch, model.kv_layout(1).plane.dtype)
+    return dtype
 
 
 def _new_pool(

@@ -13,12 +13,11 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.executor.adapter_rows import LoraPool
 from weft.engine.executor.encodings import StepArrays
 from weft.engine.executor.graphs import TREE_REQUESTS, GraphBucket, step_buckets
-from weft.engine.executor.local import LocalExecutor
+from weft.engine.executor.local import LocalExecutor, activations_dtype
 from weft.engine.memory.layout import CacheLayout, PageGroup, num_ring_rows
 from weft.engine.memory.page_memory import NULL_PAGE, step_reserve, window_reserve
 from weft.engine.memory.state_index import BLOCKS_OF_REQUEST
 from weft.engine.model.interface import Model
-from weft.kernels.fp8_kv import rows_dtype
 
 MIN_PAGES = 4
 """Fewest pages: the null page and a minimum to run with."""
@@ -285,7 +284,7 @@ def measure_needs(
         has_lora = lora is not None
         buckets = step_buckets(
             model.config,
-            rows_dtype(executor.pool),
+            activations_dtype(model),
             max_requests,
             max_step_tokens,
             has_lora=has_lora,

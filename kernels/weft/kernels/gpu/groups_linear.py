@@ -46,9 +46,11 @@ def linear(
     if lora is not None:
         check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     dtype = out_dtype or x.dtype
-    if w.is_fixed and lora is not None:
+    if w.is_fixed:
+        # As with adapters, so that rows do not depend on whether another row has one.
         out = _product(x, w, matrix, None, dtype)
-        add_fixed_lora(out, x, lora)
+        if lora is not None:
+            add_fixed_lora(out, x, lora)
         return out if residual is None else out.add_(residual)
     ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
     out = _product(x, w, matrix, residual, dtype)
@@ -60,10 +62,10 @@ def linear(
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for weights in groups on a GPU."""
     matrix = _check(x, w, None)
-    if lora is not None or not _is_own(x.shape[0], w):
+    if lora is not None or w.is_fixed or not _is_own(x.shape[0], w):
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
-    shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=w.is_fixed)
+    shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=False)
     multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
     return out
 

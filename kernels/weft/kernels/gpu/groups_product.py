@@ -39,7 +39,7 @@ class GroupsShape(NamedTuple):
     stages: int
     """Parts of K that are being loaded."""
     splits: int = 1
-    """Programs that share K; a further launch sums their parts. Not for experts."""
+    """Programs that share K; a further launch sums their parts. Not for experts, nor gated."""
 
 
 _SUMMED = 1024
@@ -138,6 +138,7 @@ def multiply_groups(
         if experts.is_raw:
             columns //= 2
     is_split = shape.splits > 1
+    assert not (is_split and is_gated)
     parts, target = (shape.splits, x.shape[0], first.rows), out
     if is_split:
         target = torch.empty(parts, dtype=torch.float32, device=x.device)
@@ -176,7 +177,6 @@ def multiply_groups(
             residual,
             columns,
             target.stride(0),
-            IS_GATED=is_gated,
             SPLITS=shape.splits,
             TILE=_SUMMED,
             num_warps=4,
@@ -272,10 +272,8 @@ def _groups_kernel(
             up += tl.load(bias + of_expert + columns + last).to(tl.float32)[:, None]
     at = row[None, :] * columns + column[:, None]
     if SPLITS > 1:
-        stride = tl.cast(weight_rows, tl.int64)
+        stride = tl.cast(columns, tl.int64)
         at = (tl.program_id(2) * rows + row)[None, :] * stride + column[:, None]
-        if IS_GATED:
-            tl.store(out + at + columns, up, mask=mask)
     elif IS_RAW:
         at = row[None, :] * (2 * columns) + column[:, None]
         tl.store(out + at + columns, up.to(out.dtype.element_ty), mask=mask)
@@ -394,7 +392,8 @@ def _tiled(
     row_at = row_at[:, None] + part
     product = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    at_scale = first_block * PER_BLOCK * width + column
+    # Of programs that share K some may have no block; the first scales are read nevertheless.
+    at_scale = tl.minimum(first_block, BLOCKS - 1) * PER_BLOCK * width + column
     given = _given(scales, offsets, at_scale, True, width, UNIT, HALF)
     given_up = given
     if IS_GATED:
@@ -529,7 +528,6 @@ def _sum_kernel(
     columns: int,
     stride: int,
     IS_DEPENDENT: tl.constexpr,
-    IS_GATED: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
@@ -539,21 +537,13 @@ def _sum_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
-    at = row * (columns * 2 if IS_GATED else columns) + column
+    at = row * columns + column
     total = tl.zeros([TILE], tl.float32)
-    up = tl.zeros([TILE], tl.float32)
     for split in tl.static_range(SPLITS):
         part = parts + tl.cast(split, tl.int64) * stride + at
         total += tl.load(part, mask=mask, other=0.0)
-        if IS_GATED:
-            up += tl.load(part + columns, mask=mask, other=0.0)
     if bias is not None:
         total += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        if IS_GATED:
-            up += tl.load(bias + columns + column, mask=mask, other=0.0).to(tl.float32)
-    if IS_GATED:
-        total = total / (1.0 + tl.exp(-total)) * up
-    at = row * columns + column
     if residual is not None:
         total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

@@ -42,9 +42,11 @@ def linear(
     if lora is not None:
         check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
     dtype = out_dtype or x.dtype
-    if w.is_fixed and lora is not None:
+    if w.is_fixed:
+        # As with adapters, so that rows do not depend on whether another row has one.
         out = _product(x, w, matrix, None, dtype)
-        add_fixed_lora(out, x, lora)
+        if lora is not None:
+            add_fixed_lora(out, x, lora)
         return out if residual is None else out.add_(residual)
     ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
     out = _product(x, w, matrix, residual, dtype)

@@ -48,6 +48,13 @@ def read_afmoe(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
         feed_post="post_mlp_layernorm",
         moe=MoENamesConfig(router="router.gate", correction="expert_bias"),
     )
+    for name, value in (
+        ("route_norm", True),
+        ("score_func", "sigmoid"),
+        ("n_group", 1),
+        ("topk_group", 1),
+    ):
+        family.only(name, value)
     inner = fields.positive("moe_intermediate_size")
     moe = MoEConfig(
         **counts(fields, "num_experts"),

@@ -256,8 +256,11 @@ class LatentAttention:
         )
         own = values.index_select(0, rows)
         both = merged(own, sums.index_select(0, rows), self._values(before), sums_before)
-        # Requests of padding, without rows, name another's row: they add zeros to it.
-        return values.index_add_(0, rows, both - own)
+        # Requests of padding, without rows, name another's row: they add zeros to it. A difference
+        # would be rounded, so rows become zeros first.
+        is_single = (count == 1)[:, None, None]
+        values.index_add_(0, rows, torch.where(is_single, -own, 0))
+        return values.index_add_(0, rows, torch.where(is_single, both, 0))
 
     def _own_heads(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, rank + rope] -> keys [T, H, nope + rope] and values [T, H, value]."""
