@@ -91,7 +91,7 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> Non
     known = [0] * SLOTS
     borders, shadow = torch.zeros(SLOTS + 1, dtype=torch.int64), torch.zeros(SLOTS + 1).long()
     table = torch.arange(3 * SLOTS).view(SLOTS, 3) + 1
-    for _ in range(8):
+    for _ in range(5):
         slots = [slot for slot in range(SLOTS) if known[slot] < LENGTH and random.random() < 0.9]
         random.shuffle(slots)
         counts = [min(1 + random.randrange(1 + DRAFTS), LENGTH - known[slot]) for slot in slots]
