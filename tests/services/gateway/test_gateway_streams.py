@@ -61,8 +61,8 @@ async def test_every_chunk_has_the_usage_so_far(mesh: Harness, n: int) -> None:
                 model.model_validate_json(json.dumps(event))
             counts = [event["usage"]["completion_tokens"] for event in events]
             assert counts == sorted(counts)
-            # The first chunk of a chat tells the role alone.
-            assert counts[1 if method == "ChatCompletions" else 0] in range(1, n * 2 + 1)
+            # The first chunk of a chat tells the role alone. A late reader gets several tokens.
+            assert counts[1 if method == "ChatCompletions" else 0] in range(1, n * 7 + 1)
             assert (counts[0] == 0) == (method == "ChatCompletions")
             assert counts[-1] == counts[-2] == 7 * n
             assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
