@@ -59,9 +59,9 @@ def test_native_and_reference(
     fresh_seed()
     case, softmax = make_case(Geometry(6, 2, 24, 16), LENGTHS, dtype), make_softmax(6, way)
     exact, eager = exact_attention(case, **softmax), attend(case, softmax, is_reference=True)
-    assert_as_exact(eager, exact.to(dtype), exact)
-    # Of rows beside a large sink torch's results are exact by chance.
+    # Few values are large beside sinks, so the mean error is that of few sums.
     slack = 4 * torch.finfo(dtype).eps * exact.abs().max().item()
+    assert_as_exact(eager, exact.to(dtype), exact, slack=slack)
     assert_as_exact(attend(case, softmax), eager, exact, slack=slack)
 
 
