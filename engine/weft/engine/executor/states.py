@@ -125,7 +125,7 @@ class StateMemory:
     def numbers(
         self, slots: Int64Array, starts: Int64Array, counts: Int64Array, rows: StateRows | None
     ) -> _Numbers:
-        """The numbers of a step; arguments as above."""
+        """Where each request begins and what it writes; arguments as `step` takes them."""
         ends, is_kept = starts + counts, rows is not None
         if rows is None:
             nowhere = np.zeros_like(slots)

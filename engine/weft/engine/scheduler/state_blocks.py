@@ -221,8 +221,8 @@ class StateBlocks:
         return self.memory.allocate(1)[0]
 
     def hold(self, block: int) -> bool:
-        """Holds a kept block until `give_back`, so that it may be copied; False: running requests
-        need all of the room.
+        """Keeps a block from being given up until `give_back`, so that it can be copied. Returns
+        False, and does nothing, if running requests need all of the room.
         """
         if self._num_reserved >= self.memory.num_usable_pages:
             return False

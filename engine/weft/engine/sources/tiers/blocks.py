@@ -70,7 +70,9 @@ class BlockAccess:
         return range(block * self.num_pages, (block + 1) * self.num_pages)
 
     def names(self, key: bytes) -> list[PageName]:
-        """Names of the pages of the block behind a page; each is the parent of the next one."""
+        """Names of the pages that hold the block behind page `key`, in order. The parent of the
+        first one is that page, of each other one the page before it.
+        """
         keys = block_keys(key, self.num_pages)
         return [PageName(*pair) for pair in zip(keys, [key, *keys[:-1]], strict=True)]
 

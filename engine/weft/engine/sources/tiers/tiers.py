@@ -441,7 +441,7 @@ class Tiers:
         record: FillRecord,
         is_of_block: bool = False,
     ) -> None:
-        """Adds chunks of a run, the first of `loads` and `pages` being those of its first page."""
+        """Cuts a run into chunks to load; `loads[i]` and `pages[i]` belong to its page i."""
         pool = self._load_blocks if is_of_block else self._load_pool
         for piece in chunked(run, self._chunk_pages(run.tier)):
             part = slice(piece.first_page - run.first_page, piece.end_page - run.first_page)
