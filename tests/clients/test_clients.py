@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,11 @@ ROOT = HERE.parents[1]
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 POOLING = ("cohere_sdk", "langchain_embeddings", "llama_index_embeddings")
 """Scripts that ask for vectors: they get a mesh with small models for that."""
+ABOVE_OTHERS = (
+    *("langchain_chat.py", "litellm_completion.py", "openai_agents.py"),
+    "pydantic_ai_agent.py",
+)
+"""Scripts whose packages call Weft by the same requests as those of other scripts."""
 LOAD_TOOLS = ("aiperf_profile", "guidellm_benchmark")
 """Scripts whose packages `make test` does not install."""
 pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(600)]
@@ -57,9 +62,13 @@ def pooling_mesh(
     assert mesh.stop() == 0, mesh.text
 
 
-def scripts(folder: str, suffix: str) -> list[str]:
-    found = (path.stem for path in (HERE / folder).glob(f"*{suffix}") if path.stem != "settings")
-    return sorted(found)
+def scripts(folder: str, suffix: str, without: Collection[str] = ()) -> list[Any]:
+    found = sorted(path.stem for path in (HERE / folder).glob(f"*{suffix}"))
+    return [
+        pytest.param(name, marks=[pytest.mark.full] if name + suffix in ABOVE_OTHERS else ())
+        for name in found
+        if name not in ("settings", *without)
+    ]
 
 
 def run(mesh: LocalMesh, *command: str) -> None:
@@ -96,9 +105,7 @@ def test_a_client_that_asks_for_vectors_works(pooling_mesh: LocalMesh, name: str
 
 
 @pytest.mark.needs("python-clients")
-@pytest.mark.parametrize(
-    "name", [n for n in scripts("python", ".py") if n not in (*LOAD_TOOLS, *POOLING)]
-)
+@pytest.mark.parametrize("name", scripts("python", ".py", without=(*LOAD_TOOLS, *POOLING)))
 def test_a_python_client_works(mesh: LocalMesh, name: str) -> None:
     run(mesh, str(PYTHON), f"python/{name}.py")
 

@@ -44,7 +44,13 @@ PAGE, VOCAB, MAX_REQUESTS, DRAFTS = 4, 517, 4, 5
 
 @pytest.mark.parametrize(
     ("drafter", "temperature"),
-    [("none", 0.0), ("none", 1.0), ("known", 1.0), ("head", 0.0), ("head", 1.0)],
+    [
+        ("none", 0.0),
+        pytest.param("none", 1.0, marks=pytest.mark.full),
+        pytest.param("known", 1.0, marks=pytest.mark.full),
+        pytest.param("head", 0.0, marks=pytest.mark.full),
+        ("head", 1.0),
+    ],
 )
 def test_graphs_change_no_token(
     drafter: str, temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

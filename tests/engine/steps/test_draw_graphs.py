@@ -152,6 +152,7 @@ def check_limits(requests: StepInput, plan: Plan) -> None:
         assert limit == (min(len(item.request.pages) * PAGE, last) if item.max_drafts else 1)
 
 
+@pytest.mark.full_after(3)
 @pytest.mark.parametrize("kind", BUCKETS)
 def test_a_graph_draws_and_keeps_as_single_calls_do(kind: str) -> None:
     fresh_seed()

@@ -74,6 +74,7 @@ def texts(model_dir: Path) -> list[Text]:
     return texts_of(model_dir, 20)
 
 
+@pytest.mark.each_of("leaves", "is_staged")
 @pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
 @pytest.mark.parametrize("is_staged", [False, True], ids=["direct", "staged"])
 def test_freed_pages_are_not_touched_however_late_the_device_is(

@@ -72,8 +72,9 @@ def in_floats(layer: Layer, dtype: torch.dtype) -> Layer:
     return Layer(index, first, attention, post, mlp)
 
 
+@pytest.mark.each_of("block_rows", "rows")
 @pytest.mark.parametrize("block_rows", [0, 8])
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full), 20])
+@pytest.mark.parametrize("rows", [1, 20, pytest.param(2, marks=pytest.mark.full)])
 def test_layers(rows: int, block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)

@@ -460,6 +460,7 @@ def test_drafts_in_trees_change_no_text_through_a_kill(mesh: TinyMesh, root: Pat
     assert unload(mesh, "leaning").status_code == 200
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-1"])
 def test_a_worker_killed_during_a_load(mesh: TinyMesh, peft: Peft, victim: str) -> None:
     """The name is served everywhere or nowhere."""

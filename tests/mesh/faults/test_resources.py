@@ -356,6 +356,7 @@ async def others(mesh: TinyMesh, prompts: list[Prompt]) -> list[tuple[Prompt, st
         return list(await asyncio.gather(*(one(number) for number in range(NUM_CLIENTS - 1))))
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("face", ["typed", "rest"])
 def test_one_of_many_never_reads(narrow_mesh: TinyMesh, face: str) -> None:
     mesh = narrow_mesh

@@ -225,6 +225,7 @@ def test_a_service_that_cannot_be_started_at_first_ends_the_others(
     wait_gone(mesh.pids())
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_stubborn_service_is_killed(start: Callable[..., Mesh], hurry: bool) -> None:
     mesh = start("decode-0:worker:stubborn", "gateway:stubborn")

@@ -79,6 +79,7 @@ def test_it_loses_little_anywhere(kind: str, chance: str, num_requests: int) -> 
     check_loss(kind, chance, num_requests, 60)
 
 
+@pytest.mark.each_of("kind", "sibling_chance")
 @pytest.mark.parametrize("kind", ["flat", "knee", "cpu"])
 @pytest.mark.parametrize("sibling_chance", [0.0, 0.7])
 def test_trees_are_run_where_they_pay(kind: str, sibling_chance: float) -> None:

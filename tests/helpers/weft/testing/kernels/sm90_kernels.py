@@ -2,8 +2,8 @@
 
     python -m weft.testing.kernels.sm90_kernels [--all]
 
-With --all it compiles all variants of each kernel, without it one or two. It prints a line for each
-group of operations: its name, then its kernels. The operations run on CPU
+With --all it compiles all variants of each kernel, without it the first that is launched. It
+prints a line for each group of operations: its name, then its kernels. The operations run on CPU
 tensors, and each launch only compiles: results are not computed. Triton's interpreter, which
 computes them in other tests, takes much that the compiler does not.
 """
@@ -538,12 +538,16 @@ def main(is_full: bool) -> None:
     """Compiles each group, and prints the kernels of it."""
     launch = JITFunction.run
     compiled: set[str] = set()
+    before: set[str] = set()
 
     def only_compile(
         kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> Any:
-        compiled.add(kernel.fn.__name__)
-        return launch(kernel, *args, grid=grid, warmup=True, **options)
+        name = kernel.fn.__name__
+        is_new = name not in compiled | before
+        compiled.add(name)
+        if is_new or is_full:
+            launch(kernel, *args, grid=grid, warmup=True, **options)
 
     def product(
         x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None
@@ -560,6 +564,7 @@ def main(is_full: bool) -> None:
         mock.patch.object(copied_tiles, "is_dependent", return_value=True),
     ):
         for name, compile_group in groups(is_full).items():
+            before |= compiled
             compiled.clear()
             compile_group()
             print(name, *sorted(compiled), sep="\t", flush=True)
