@@ -104,6 +104,10 @@ class Watch:
         if num_whole == self.batch and not plan.chunks:
             self.steps_s.append(duration_s)
 
+    def depths(self) -> dict[int, int]:
+        """See `DraftGate.depths`: nothing is chosen."""
+        return {}
+
     def draft(self, items: Sequence[VerifyItem]) -> Sequence[Sequence[int]]:
         """See `Drafter.draft`."""
         assert self.drafter is not None
