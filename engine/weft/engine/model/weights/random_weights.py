@@ -51,8 +51,15 @@ class RandomWeights:
         elif part.size == part.shape:
             out.normal_(0.0, 0.02, generator=self._generator)
         else:
-            whole = out.new_empty(part.shape).normal_(0.0, 0.02, generator=self._generator)
-            out.copy_(whole[part.slices])
+            # Of a stack of matrices only the one that is asked for is made.
+            axes = (*part.slices, *[slice(None)] * (len(part.shape) - len(part.slices)))
+            kept = [at for at, one in enumerate(axes) if isinstance(one, slice)]
+            whole = out.new_empty([part.shape[at] for at in kept])
+            whole.normal_(0.0, 0.02, generator=self._generator)
+            out.copy_(whole[tuple(axes[at] for at in kept)])
+
+    def skip(self, prefix: str) -> None:
+        """Nothing is left over in any case."""
 
     def finish(self) -> None:
         """Nothing is missing or left over."""
