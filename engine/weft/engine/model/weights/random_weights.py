@@ -17,7 +17,7 @@ class RandomWeights:
 
     def has(self, name: str) -> bool:
         """Reports experts as separate tensors."""
-        return not name.endswith("experts.gate_up_proj")
+        return not name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """None: any shape will do."""
@@ -51,12 +51,8 @@ class RandomWeights:
         elif part.size == part.shape:
             out.normal_(0.0, 0.02, generator=self._generator)
         else:
-            # Of a stack of matrices only the one that is asked for is made.
-            axes = (*part.slices, *[slice(None)] * (len(part.shape) - len(part.slices)))
-            kept = [at for at, one in enumerate(axes) if isinstance(one, slice)]
-            whole = out.new_empty([part.shape[at] for at in kept])
-            whole.normal_(0.0, 0.02, generator=self._generator)
-            out.copy_(whole[tuple(axes[at] for at in kept)])
+            whole = out.new_empty(part.shape).normal_(0.0, 0.02, generator=self._generator)
+            out.copy_(whole[part.slices])
 
     def skip(self, prefix: str) -> None:
         """Nothing is left over in any case."""
