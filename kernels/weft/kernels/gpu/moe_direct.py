@@ -259,13 +259,13 @@ def _direct_out_kernel(
     if BLOCK_K > 1:
         number = tl.arange(0, BLOCK_K)
         pair = row * TOP_K + number
-        is_pair = number < TOP_K
-        expert = tl.load(ids + pair, mask=is_pair, other=0).to(tl.int64)
+        expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
+        share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
+        mask = ((number < TOP_K)[:, None] & (part < K)[None, :])[:, None, :]
         if IS_SHARE:
-            is_pair = is_pair & (expert < experts)
-            expert = tl.where(is_pair, expert, 0)
-        share = tl.load(shares + pair, mask=is_pair, other=0.0)
-        mask = (is_pair[:, None] & (part < K)[None, :])[:, None, :]
+            is_here = expert < experts
+            mask = mask & is_here[:, None, None]
+            expert = tl.where(is_here, expert, 0)
         begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
         tiles = _once(begin[:, :, None] + part[None, None, :], mask)
         wait_for_last(IS_DEPENDENT)
