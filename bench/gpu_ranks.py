@@ -6,8 +6,8 @@
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
 time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s; that of a
 prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one JSON. Several
-calls may load beside each other: with `--gate DIR --calls N` each measures once all N are loaded,
-one after another (with the others idle), in the order of `--turn`.
+calls may load beside each other: with `--gate DIR --calls N` each measures once all N are loaded
+and those of lower `--turn` have measured.
 
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
 project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
@@ -66,6 +66,7 @@ class Gate(NamedTuple):
     """By which calls that load beside each other measure one after another."""
 
     folder: Path
+    """Has files loaded-TURN-NAME and done-TURN-NAME."""
     calls: int
     turn: int
     limit_s: float
@@ -73,24 +74,21 @@ class Gate(NamedTuple):
 
     def wait(self) -> None:
         """Waits for this call's turn."""
-        (self.folder / f"loaded-{self.turn}").touch()
-        began = time.monotonic()
-        while len(list(self.folder.glob("loaded-*"))) < self.calls:
-            if time.monotonic() - began > self.limit_s:
-                break
-            time.sleep(0.1)
-        wanted = set(range(self.turn))
-        while time.monotonic() - began < self.limit_s + 200:
-            done = {int(one.name[5:]) for one in self.folder.glob("done-*")}
-            # A call that has not loaded by now does not measure before this one.
-            loaded = {int(one.name[7:]) for one in self.folder.glob("loaded-*")}
-            if wanted & loaded <= done:
-                return
+        (self.folder / f"loaded-{self.turn}-{os.getpid()}").touch()
+        until = time.monotonic() + self.limit_s
+        while len(self._marks("loaded")) < self.calls and time.monotonic() < until:
+            time.sleep(0.05)
+        # One that has not loaded by now does not measure before this one.
+        before = {mark for mark in self._marks("loaded") if int(mark.split("-")[0]) < self.turn}
+        while not before <= self._marks("done"):
             time.sleep(0.05)
 
     def leave(self) -> None:
         """Gives the turn to the next call."""
-        (self.folder / f"done-{self.turn}").touch()
+        (self.folder / f"done-{self.turn}-{os.getpid()}").touch()
+
+    def _marks(self, kind: str) -> set[str]:
+        return {one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-*")}
 
 
 class Case(NamedTuple):
@@ -104,6 +102,8 @@ class Case(NamedTuple):
     quantization: str
     has_prompts: bool
     gate: Gate | None
+    changed: dict[str, int]
+    """Fields of the model's configuration."""
 
 
 def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
@@ -126,7 +126,7 @@ def engine_case(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name, "tp": tp, "ep": ep, "quantization": case.quantization}
     found |= {"decode": {}, "ttft_ms": {}, "parts": {}}
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_config(Path(folder), name)
+        model_dir = write_config(Path(folder), name, **case.changed)
         config = ModelConfig.load(model_dir)
         settings: dict[str, Any] = {
             "device": "cuda",
@@ -159,8 +159,6 @@ def engine_case(case: Case) -> dict[str, Any]:
             if case.has_prompts:
                 prompts(llm, config, rates, found)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
-            if case.gate is not None:
-                case.gate.leave()
     return found
 
 
@@ -382,6 +380,7 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 64, 256])
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
+    parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
     parser.add_argument("--decode-only", action="store_true", help="no prompts")
     parser.add_argument("--quantization", default="auto", help="auto or fp8")
     parser.add_argument("--gate", type=Path, help="folder by which calls take turns")
@@ -400,18 +399,23 @@ def main() -> None:
             gate = Gate(arguments.gate, arguments.calls, arguments.turn, arguments.gate_s)
         name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
         name += "" if asked == "auto" else f"-{asked}"
-        found = engine_case(
-            Case(
-                arguments.model,
-                arguments.tp,
-                arguments.ep,
-                arguments.batches,
-                arguments.parts,
-                asked,
-                not arguments.decode_only,
-                gate,
-            )
+        layers = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
+        case = Case(
+            arguments.model,
+            arguments.tp,
+            arguments.ep,
+            arguments.batches,
+            arguments.parts,
+            asked,
+            not arguments.decode_only,
+            gate,
+            layers,
         )
+        try:
+            found = engine_case(case)
+        finally:
+            if gate is not None:
+                gate.leave()
     if arguments.out:
         content = {**describe_gpu(arguments.commit), "results": found}
         (arguments.out / f"ep-{name}.json").write_text(json.dumps(content, indent=1))
