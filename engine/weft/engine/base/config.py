@@ -428,7 +428,10 @@ class EngineConfig:
 
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
-        of_experts = [("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}")]
+        of_experts = [
+            ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
+            ("ep", self.ep == 1 or not self.enable_lora, "1 with LoRA adapters"),
+        ]
         if self.tp == 1:
             return of_experts
         needs = [
