@@ -76,9 +76,8 @@ def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -
 
 
 def make_of(name: str, folder: Path) -> tuple[Path, Path]:
-    """A model in some format or family, and the same in floats."""
+    """A model in some format, and the same in floats."""
     seed, packed = random.randrange(1 << 30), folder / "packed"
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     match name:
         case "fp8 blocks":
             sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
@@ -90,19 +89,14 @@ def make_of(name: str, folder: Path) -> tuple[Path, Path]:
             experts = {} if name == "int4" else {"num_experts": 8}
             source = make_tiny(kind, folder / "tiny", seed, **SIZES, **experts)
             return packed_models(source, packed, LAYOUTS["compressed-tensors"])
-        case "mxfp4":
+        case _:
+            heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
             sizes = {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 8}
             for path in (packed, folder / "floats"):
                 fields = {**MOE_FAMILIES["gpt-oss"][1], **heads, **sizes}
                 make_reference("gpt_oss", path, seed, **fields)
             as_mxfp4(packed, folder / "floats")
             return packed, folder / "floats"
-        case _:
-            kind, fields = MOE_FAMILIES[name]
-            heads["num_key_value_heads"] = 8
-            sizes = {"n_routed_experts": 12}
-            make_reference(kind, packed, seed, **{**fields, **heads, **sizes})
-            return packed, packed
 
 
 @pytest.mark.parametrize(
@@ -114,17 +108,29 @@ def make_of(name: str, folder: Path) -> tuple[Path, Path]:
         ("fp8 blocks", 1),
         ("fp8 blocks", 2),
         ("int4 experts", 2),
-        ("deepseek-v3", 1),
-        ("deepseek-v3", 2),
     ],
 )
-def test_bfloat16_tokens_of_formats_and_latents(name: str, ep: int, tmp_path: Path) -> None:
+def test_bfloat16_tokens_of_formats(name: str, ep: int, tmp_path: Path) -> None:
     needs_gpus(2)
     folder, floats = make_of(name, tmp_path)
     prompts = [[random.randrange(3, 250) for _ in range(n)] for n in (1, 30, 150, 64, 9, 70)]
     found = ranked("greedy", folder, prompts, tp=2, ep=ep, dtype="bfloat16", drafter="none")
-    greedy = [one["tokens"] for one in found["texts"]]
-    ties_of(floats, prompts, greedy).check(is_moe=name != "int4")
+    ties = ties_of(floats, prompts, [one["tokens"] for one in found["texts"]])
+    # Where two experts are equally likely, rounding decides which one is asked.
+    assert ties.num_far <= (0 if name == "int4" else 0.1 * ties.num_tokens), ties
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_tokens_of_latents_are_those_of_one_gpu(ep: int, tmp_path: Path) -> None:
+    needs_gpus(2)
+    kind, fields = MOE_FAMILIES["deepseek-v3"]
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 12}
+    folder = tmp_path / "model"
+    make_reference(kind, folder, random.randrange(1 << 30), **{**fields, **sizes})
+    prompts = [[random.randrange(3, 250) for _ in range(n)] for n in (1, 30, 150, 64, 9, 70)]
+    alone = ranked("greedy", folder, prompts)["texts"]
+    together = ranked("greedy", folder, prompts, tp=2, ep=ep)["texts"]
+    assert [one["tokens"] for one in together] == [one["tokens"] for one in alone]
 
 
 def test_first_tokens_of_int8_are_as_probable_as_on_one_gpu(tmp_path: Path) -> None:
