@@ -102,7 +102,7 @@ class Case(NamedTuple):
     quantization: str
     has_prompts: bool
     gate: Gate | None
-    changed: dict[str, int]
+    changed: dict[str, Any]
     """Fields of the model's configuration."""
 
 
@@ -399,7 +399,11 @@ def main() -> None:
             gate = Gate(arguments.gate, arguments.calls, arguments.turn, arguments.gate_s)
         name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
         name += "" if asked == "auto" else f"-{asked}"
-        layers = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
+        changed: dict[str, Any] = {}
+        if arguments.layers is not None:
+            kinds = (MODELS | LARGE_MODELS)[arguments.model].get("layer_types")
+            changed = {"num_hidden_layers": arguments.layers}
+            changed |= {} if kinds is None else {"layer_types": kinds[: arguments.layers]}
         case = Case(
             arguments.model,
             arguments.tp,
@@ -409,7 +413,7 @@ def main() -> None:
             asked,
             not arguments.decode_only,
             gate,
-            layers,
+            changed,
         )
         try:
             found = engine_case(case)
