@@ -1,11 +1,13 @@
 """Speed of engines on one GPU and on several, beside one another, and of sums over ranks.
 
     python bench/gpu_ranks.py sums [--ranks 2 4] [--out DIR]
-    python bench/gpu_ranks.py engine --model llama-3.1-8b --tp 2 [--parts] [--out DIR]
+    python bench/gpu_ranks.py engine --model llama-3.1-8b --tp 2 [--ep 2] [--parts] [--out DIR]
 
 Weights are made up on the devices, in the models' real shapes. The roof of a decode step is the
 time to read its weights and KV once, divided among the cards, at their nominal 3.35 TB/s; that of a
-prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one JSON.
+prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes one JSON. Several
+calls may load beside each other: with `--gate DIR --calls N` each measures once all N are loaded
+and those of lower `--turn` have measured.
 
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
 project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
@@ -25,18 +27,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from gpu_engine import random_prompts, run_batch, run_requests
-from gpu_roof import Rates, decode_work, prompt_work
+from gpu_roof import IN_BFLOAT16, Rates, WeightBytes, decode_work, prompt_work
 from gpu_setup import describe_gpu
 from model_shapes import LARGE_MODELS, MODELS, write_config
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.request import SamplingParams
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.loop.llm import LLM
 from weft.engine.parallel import device_peers
 from weft.engine.parallel.segment import Segment
@@ -59,14 +62,71 @@ KINDS = {
 """Kinds of kernels by parts of their names; the first that fits."""
 
 
-def engine_case(
-    name: str, tp: int, batches: Sequence[int], has_parts: bool, quantization: str
-) -> dict[str, Any]:
+class Gate(NamedTuple):
+    """By which calls that load beside each other measure one after another."""
+
+    folder: Path
+    """Has files loaded-TURN-NAME and done-TURN-NAME."""
+    calls: int
+    turn: int
+    limit_s: float
+    """Longest wait for others that load."""
+
+    def wait(self) -> None:
+        """Waits for this call's turn."""
+        (self.folder / f"loaded-{self.turn}-{os.getpid()}").touch()
+        until = time.monotonic() + self.limit_s
+        while len(self._marks("loaded")) < self.calls and time.monotonic() < until:
+            time.sleep(0.05)
+        # One that has not loaded by now does not measure before this one.
+        before = {mark for mark in self._marks("loaded") if int(mark.split("-")[0]) < self.turn}
+        while not before <= self._marks("done"):
+            time.sleep(0.05)
+
+    def leave(self) -> None:
+        """Gives the turn to the next call."""
+        (self.folder / f"done-{self.turn}-{os.getpid()}").touch()
+
+    def _marks(self, kind: str) -> set[str]:
+        return {one.name.removeprefix(f"{kind}-") for one in self.folder.glob(f"{kind}-*")}
+
+
+class Case(NamedTuple):
+    """What `engine` measures."""
+
+    name: str
+    tp: int
+    ep: int
+    batches: Sequence[int]
+    has_parts: bool
+    quantization: str
+    has_prompts: bool
+    gate: Gate | None
+    changed: dict[str, Any]
+    """Fields of the model's configuration."""
+
+
+def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
+    """Sizes of numbers in a model's weights."""
+    chosen = resolve_quantization(quantization, config.quantization)
+    match None if chosen is None else chosen.format:
+        case "fp8" | "int8":
+            return WeightBytes(1, 1)
+        case "int4":
+            return WeightBytes(0.5 + 2 / 32, 0.5 + 2 / 32)
+        case "mxfp4":
+            return WeightBytes(2, 0.5 + 1 / 32)
+    return IN_BFLOAT16
+
+
+def engine_case(case: Case) -> dict[str, Any]:
     """Measures one model on some GPUs."""
+    name, tp, ep = case.name, case.tp, case.ep
     began = time.perf_counter()
-    found: dict[str, Any] = {"model": name, "tp": tp, "decode": {}, "ttft_ms": {}, "parts": {}}
+    found: dict[str, Any] = {"model": name, "tp": tp, "ep": ep, "quantization": case.quantization}
+    found |= {"decode": {}, "ttft_ms": {}, "parts": {}}
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_config(Path(folder), name)
+        model_dir = write_config(Path(folder), name, **case.changed)
         config = ModelConfig.load(model_dir)
         settings: dict[str, Any] = {
             "device": "cuda",
@@ -80,23 +140,31 @@ def engine_case(
             "prefix_cache": False,
             "inter_token_target_s": 1.0,
             "rank_timeout_s": 60.0,
-            "quantization": quantization,
+            "quantization": case.quantization,
         }
-        with LLM(model_dir, **settings, tp=tp) as llm:
+        sizes = weight_bytes(config, case.quantization)
+        with LLM(model_dir, **settings, tp=tp, ep=ep) as llm:
             gc.collect()
             gc.freeze()
             found["start_s"] = time.perf_counter() - began
-            print(f"{name} tp {tp}: started in {found['start_s']:.0f} s", flush=True)
+            print(f"{name} tp {tp} ep {ep}: started in {found['start_s']:.0f} s", flush=True)
+            if case.gate is not None:
+                case.gate.wait()
+            measuring = time.perf_counter()
             rates = Rates(CARD.bytes_per_s * tp, CARD.flop_per_s * tp)
-            for batch in batches:
-                found["decode"][batch] = decode(llm, config, batch, rates)
-                if has_parts and batch <= 64:
+            for batch in case.batches:
+                found["decode"][batch] = decode(llm, config, batch, rates, sizes)
+                if case.has_parts and batch <= 64:
                     found["parts"][batch] = parts_of_step(llm, batch)
-            prompts(llm, config, rates, found)
+            if case.has_prompts:
+                prompts(llm, config, rates, found)
+            print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
     return found
 
 
-def decode(llm: LLM, config: ModelConfig, batch: int, rates: Rates) -> dict[str, float]:
+def decode(
+    llm: LLM, config: ModelConfig, batch: int, rates: Rates, sizes: WeightBytes
+) -> dict[str, float]:
     """Steady decode at one batch size, the better of two runs."""
     run_batch(llm, batch, 32, 8)
     tries = 2 if batch < 256 else 1
@@ -104,7 +172,7 @@ def decode(llm: LLM, config: ModelConfig, batch: int, rates: Rates) -> dict[str,
     run = min(runs, key=lambda run: run.seconds / run.num_steps)
     step_s = run.seconds / run.num_steps
     context = PROMPT_TOKENS + NEW_TOKENS - run.num_steps / 2
-    roof_s = decode_work(config, batch, context).seconds(rates)
+    roof_s = decode_work(config, batch, context, sizes).seconds(rates)
     host_ms = 1e3 * statistics.median(run.host_s)
     row = {"step_ms": 1e3 * step_s, "tok_s": batch / step_s, "share": roof_s / step_s}
     row |= {"host_ms": host_ms, "roof_ms": 1e3 * roof_s}
@@ -309,9 +377,16 @@ def main() -> None:
     parser.add_argument("what", choices=("sums", "engine"))
     parser.add_argument("--model", choices=[*MODELS, *LARGE_MODELS], default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 64, 256])
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
+    parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
+    parser.add_argument("--decode-only", action="store_true", help="no prompts")
     parser.add_argument("--quantization", default="auto", help="auto or fp8")
+    parser.add_argument("--gate", type=Path, help="folder by which calls take turns")
+    parser.add_argument("--calls", type=int, default=1, help="that share the folder")
+    parser.add_argument("--turn", type=int, default=0, help="of this call, from 0")
+    parser.add_argument("--gate-s", type=float, default=120.0, help="longest wait for loading")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of sums")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -319,13 +394,35 @@ def main() -> None:
     if arguments.what == "sums":
         found, name = sums(arguments.ranks), "sums"
     else:
-        asked = arguments.quantization
-        case = (arguments.model, arguments.tp, arguments.batches, arguments.parts, asked)
-        name = f"{arguments.model}-tp{arguments.tp}{'' if asked == 'auto' else f'-{asked}'}"
-        found = engine_case(*case)
+        asked, gate = arguments.quantization, None
+        if arguments.gate is not None:
+            gate = Gate(arguments.gate, arguments.calls, arguments.turn, arguments.gate_s)
+        name = f"{arguments.model}-tp{arguments.tp}-ep{arguments.ep}"
+        name += "" if asked == "auto" else f"-{asked}"
+        changed: dict[str, Any] = {}
+        if arguments.layers is not None:
+            kinds = (MODELS | LARGE_MODELS)[arguments.model].get("layer_types")
+            changed = {"num_hidden_layers": arguments.layers}
+            changed |= {} if kinds is None else {"layer_types": kinds[: arguments.layers]}
+        case = Case(
+            arguments.model,
+            arguments.tp,
+            arguments.ep,
+            arguments.batches,
+            arguments.parts,
+            asked,
+            not arguments.decode_only,
+            gate,
+            changed,
+        )
+        try:
+            found = engine_case(case)
+        finally:
+            if gate is not None:
+                gate.leave()
     if arguments.out:
         content = {**describe_gpu(arguments.commit), "results": found}
-        (arguments.out / f"tp-{name}.json").write_text(json.dumps(content, indent=1))
+        (arguments.out / f"ep-{name}.json").write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from weft.engine.checkpoint.config import ModelConfig
@@ -73,8 +74,23 @@ def _median_s(call: Callable[[], object]) -> float:
     return statistics.median(times[2:])
 
 
+class WeightBytes(NamedTuple):
+    """Sizes of a number in the weights of linear layers; the LM head is in bfloat16."""
+
+    attention: float = ELEMENT_BYTES
+    feed_forward: float = ELEMENT_BYTES
+
+
+IN_BFLOAT16 = WeightBytes()
+
+
 def step_work(
-    config: ModelConfig, tokens: int, logits: int, attended: float, kv_tokens: float
+    config: ModelConfig,
+    tokens: int,
+    logits: int,
+    attended: float,
+    kv_tokens: float,
+    sizes: WeightBytes = IN_BFLOAT16,
 ) -> Work:
     """Work of one forward pass.
 
@@ -85,6 +101,7 @@ def step_work(
         logits: Rows of logits.
         attended: Positions, summed over the new tokens.
         kv_tokens: Positions whose K and V are read or written.
+        sizes: Of the weights.
     """
     attention, kept, of_scores = _attention(config)
     feeds = [_feed(config, layer, tokens) for layer in range(config.num_layers)]
@@ -92,8 +109,9 @@ def step_work(
     head, layers = config.vocab_size * config.hidden_size, config.num_layers
     flop = 2 * tokens * (layers * attention + used) + 2 * logits * head
     flop += 2 * layers * of_scores * attended
-    weights = layers * attention + read + (head if logits else 0)
-    return Work(ELEMENT_BYTES * (weights + layers * kept * kv_tokens), flop)
+    weights = layers * attention * sizes.attention + read * sizes.feed_forward
+    others = (head if logits else 0) + layers * kept * kv_tokens
+    return Work(weights + ELEMENT_BYTES * others, flop)
 
 
 def _attention(config: ModelConfig) -> tuple[float, float, float]:
@@ -125,9 +143,11 @@ def _feed(config: ModelConfig, layer: int, tokens: int) -> tuple[float, float]:
     return read + always, expert * chosen + always
 
 
-def decode_work(config: ModelConfig, batch: int, context: float) -> Work:
+def decode_work(
+    config: ModelConfig, batch: int, context: float, sizes: WeightBytes = IN_BFLOAT16
+) -> Work:
     """Work of a step in which each request of a batch brings one token."""
-    return step_work(config, batch, batch, batch * context, batch * context)
+    return step_work(config, batch, batch, batch * context, batch * context, sizes)
 
 
 def bytes_per_step(config: ModelConfig, batch: int, context: float) -> float:

@@ -286,6 +286,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Of large models as many layers as fit one card."""
 
+_FP8_BLOCKS: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+
 LARGE_MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": {
         **MODELS["llama-3.1-8b"],
@@ -293,6 +302,28 @@ LARGE_MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
+    },
+    "qwen3-235b-a22b-fp8": {
+        **MODELS["qwen3-30b-a3b"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        **_FP8_BLOCKS,
+    },
+    "gpt-oss-120b": {
+        **MODELS["gpt-oss-20b"],
+        "num_local_experts": 128,
+        "num_hidden_layers": 36,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "deepseek-v3-20-layers-fp8": {
+        **MODELS["deepseek-v3-3-layers"],
+        "num_hidden_layers": 20,
+        "first_k_dense_replace": 3,
+        **_FP8_BLOCKS,
     },
 }
 """Models that need several cards."""

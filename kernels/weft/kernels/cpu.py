@@ -200,7 +200,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("begins", "units", "place")),
         *((name, ctypes.c_void_p) for name in ("gathered", "inner", "products")),
         *((name, ctypes.c_void_p) for name in ("lora", "place_slots")),
-        ("layer", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("layer", "is_share")),
     )
 
 

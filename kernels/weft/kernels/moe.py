@@ -42,7 +42,8 @@ class Routing(NamedTuple):
     """The experts of each row, in ascending order, and their weights."""
 
     ids: torch.Tensor
-    """Expert ids, [T, k] int32."""
+    """Expert ids, [T, k] int32; of a share of the experts (`ExpertWeights.placement`) their places
+    in it, and the number of its experts for those that other ranks have."""
     weights: torch.Tensor
     """Weights of the experts, [T, k] float32."""
 
@@ -115,6 +116,10 @@ class ExpertWeights:
     """On a GPU the stacked biases, [E, 2 * I] and [E, H], of the dtype; None: there are none, or
     `w13` and `w2` have them.
     """
+    placement: torch.Tensor | None = None
+    """[experts of all ranks] int32: the place of each here, or E if another rank has it. None: all
+    are here, in their order.
+    """
 
     @property
     def num_experts(self) -> int:
@@ -144,6 +149,7 @@ def pack_experts(
     *,
     gating: Gating = SILU,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    placement: torch.Tensor | None = None,
 ) -> ExpertWeights:
     """Packs a layer's experts one by one; each may be dropped as soon as the next is asked for.
 
@@ -155,6 +161,7 @@ def pack_experts(
         dtype: What they compute in; None: that of the weights, which are in floats.
         gating: How gate and up become the input of the down projection.
         biases: [E, 2 * I] and [E, H] of the dtype, or None.
+        placement: Where the experts of all ranks are, if these are a share; see `ExpertWeights`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit together.
@@ -201,6 +208,7 @@ def pack_experts(
         is_fixed,
         gating,
         biases if stacked else None,
+        placement,
     )
 
 
@@ -261,7 +269,12 @@ def _addresses(weights: list[LinearWeight]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def route(
-    logits: torch.Tensor, top_k: int, *, renormalise: bool, form: RouterForm = SOFTMAX
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalise: bool,
+    form: RouterForm = SOFTMAX,
+    placement: torch.Tensor | None = None,
 ) -> Routing:
     """Scores of all experts, of which each row keeps the `top_k` best.
 
@@ -270,12 +283,14 @@ def route(
         top_k: 1 to the number of experts in the groups that a row may choose from.
         renormalise: The shares of a row's experts add up to 1, but for the form's scale.
         form: How logits become scores and shares.
+        placement: See `ExpertWeights.placement`.
     """
     if logits.is_cuda:
         from weft.kernels.gpu import moe_route as gpu
 
-        return Routing(*gpu.route(logits, top_k, renormalise, form))
-    return route_reference(logits, top_k, renormalise=renormalise, form=form)
+        return Routing(*gpu.route(logits, top_k, renormalise, form, placement))
+    ids, shares = route_reference(logits, top_k, renormalise=renormalise, form=form)
+    return Routing(ids if placement is None else placement[ids], shares)
 
 
 def route_reference(
@@ -353,7 +368,7 @@ def moe(
         from weft.kernels.gpu.moe_parts import ExpertParts
 
         ids, shares = routing
-        more = ExpertParts(w.gating, w.biases)
+        more = ExpertParts(w.gating, w.biases, w.placement)
         return gpu.moe(x, ids, shares, *w.stacked, residual, lora, more, is_fixed=w.is_fixed)
     if w.native is not None:
         return _moe_native(x, routing, w, w.native, residual, lora)
@@ -370,6 +385,8 @@ def moe_reference(
     """`moe` as single operations, expert by expert."""
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
+        if w.placement is not None and expert == w.num_experts:
+            continue  # Another rank's.
         rows, places = torch.where(routing.ids == expert)
         to_w13, to_w2 = _of_expert(lora, rows, expert, w.num_experts)
         inner = gate_up_silu(x.index_select(0, rows), w.w13[expert], to_w13)
@@ -468,6 +485,7 @@ def _moe_native(
         None if added is None else ctypes.addressof(added),
         None if place_slots is None else place_slots.data_ptr(),
         0 if lora is None else lora.layer,
+        w.placement is not None,
     )
     status = native.moe(ctypes.byref(described))
     if status:

@@ -18,6 +18,8 @@ class PlainExperts(NamedTuple):
     down: tuple[LinearWeight, ...]
     """[H, I] each."""
     activation: Activation
+    placement: torch.Tensor | None = None
+    """See `weft.kernels.moe.ExpertWeights`."""
 
 
 def plain_experts(x: torch.Tensor, routing: Routing, w: PlainExperts) -> torch.Tensor:
@@ -38,6 +40,8 @@ def plain_experts(x: torch.Tensor, routing: Routing, w: PlainExperts) -> torch.T
         raise ValueError(f"experts without gates are not supported on {x.device}")
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
+        if w.placement is not None and expert == len(w.up):
+            continue  # Another rank's.
         rows, places = torch.where(routing.ids == expert)
         inner = linear(x.index_select(0, rows), w.up[expert])
         inner = activate(inner, w.activation, is_gated=False)

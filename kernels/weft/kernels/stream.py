@@ -110,7 +110,13 @@ class Combine(NamedTuple):
 
     def _experts(self, residual: torch.Tensor | None) -> torch.Tensor:
         w = self.w
-        routing = route(self.router_logits(), w.top_k, renormalise=w.renormalise, form=w.form)
+        routing = route(
+            self.router_logits(),
+            w.top_k,
+            renormalise=w.renormalise,
+            form=w.form,
+            placement=w.experts.placement,
+        )
         to_experts = experts_addition(self.lora, self.layer)
         if not w.form.scales_input:
             return moe(self.x.value, routing, w.experts, residual, to_experts)

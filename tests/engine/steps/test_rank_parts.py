@@ -158,17 +158,22 @@ class Counting(RandomWeights):
         self.count += out.numel()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "whole experts"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_footprint_is_what_a_rank_reads(kind: str, size: int) -> None:
-    raw = tiny_config(kind, num_attention_heads=8, attention_bias=kind == "llama")
-    config = ModelConfig.from_dict(raw)
+    fields: dict[str, Any] = {"num_attention_heads": 8, "attention_bias": kind == "llama"}
+    ep = size if kind == "whole experts" else 1
+    if kind == "whole experts":
+        kind, fields = "qwen3_moe", {**fields, "num_experts": 8, "moe_intermediate_size": 43}
+    config = ModelConfig.from_dict(tiny_config(kind, **fields))
     for rank in range(size):
-        reader = Counting(CPU)
-        model = model_class(config.architecture)(
-            config, Weights(reader, PlainScheme(), torch.float32, CPU, shard=Shard(rank, size))
+        reader, shard = Counting(CPU), Shard(rank, size)
+        of_experts = shard if ep > 1 else Shard()
+        weights = Weights(
+            reader, PlainScheme(), torch.float32, CPU, shard=shard, expert_shard=of_experts
         )
-        found = footprint_of_rank(config, size)
+        model = model_class(config.architecture)(config, weights)
+        found = footprint_of_rank(config, size, ep)
         assert found.weights == reader.count
     if size == 1:
         layout = model.kv_layout(16)

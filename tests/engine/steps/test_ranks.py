@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
@@ -27,6 +25,7 @@ from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, packed_models
 from weft.testing.models.moe_families import MOE_FAMILIES
+from weft.testing.models.mxfp4_models import as_mxfp4
 from weft.testing.models.quantised_models import quantised_copy
 from weft.testing.models.reference_models import make_reference
 from weft.testing.models.tiny_models import make_tiny
@@ -174,16 +173,7 @@ def test_texts_of_experts_in_mxfp4_are_those_of_one_rank(
     _, fields = MOE_FAMILIES["gpt-oss"]
     sizes = {"intermediate_size": inner, "hidden_size": 96}
     make_reference("gpt_oss", tmp_path, seed, **{**fields, **sizes})
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        shape = (experts, rows, columns // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    as_mxfp4(tmp_path)
     prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (5, 60, 33)]
     assert greedy_texts(tmp_path, prompts, tp=2) == greedy_texts(tmp_path, prompts)
 

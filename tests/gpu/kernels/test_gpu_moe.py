@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from weft.kernels.gpu import moe as gpu_moe
 from weft.kernels.gpu.moe_combine import NormAfter
+from weft.kernels.gpu.moe_parts import ExpertParts
 from weft.kernels.gpu.moe_route import route
 from weft.kernels.gpu.moe_sort import sort_pairs
 from weft.kernels.moe import Routing, moe, pack_experts
 from weft.kernels.side_stream import rehearsal
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
+from weft.testing.kernels.lora_cases import poison_new_memory
 from weft.testing.kernels.moe_cases import Adapters, MoECase, make_adapters, moe_case
 
 pytestmark = pytest.mark.needs("cuda")
@@ -240,3 +242,25 @@ def test_few_rows_and_none(dtype: torch.dtype) -> None:
         case = whole._replace(x=x, ids=ids, shares=shares, residual=whole.residual[:rows].clone())
         out = moe(x, Routing(ids, shares), packed, case.residual)
         assert_as_exact(out, compute(case, dtype), compute(case, torch.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 2000])
+def test_the_sum_of_shares(
+    rows: int, big_weights: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts dealt out at random, by the operation that models call, as with ranks."""
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    hidden, _, experts, top_k = BIG
+    logits = torch.randn(rows, experts, device=CUDA) + torch.linspace(1, -1, experts, device=CUDA)
+    x = torch.randn(rows, hidden, device=CUDA).bfloat16()
+    case = Case(x, *route(logits, top_k, True), *big_weights, torch.zeros_like(x))
+    total = torch.zeros(rows, hidden, device=CUDA)
+    for own in torch.randperm(experts, device=CUDA).split((50, 78)):
+        placement = torch.full((experts,), len(own), dtype=torch.int32, device=CUDA)
+        placement[own] = torch.arange(len(own), dtype=torch.int32, device=CUDA)
+        w13, w2 = (weight[own] for weight in big_weights)
+        more = ExpertParts(placement=placement)
+        total += gpu_moe.routed_moe(x, logits, top_k, w13, w2, None, renormalise=True, more=more)
+    exact = compute(case, torch.float64)
+    assert_as_exact(total.bfloat16(), compute(case, torch.bfloat16), exact, 4)

@@ -236,6 +236,7 @@ def _worker(
                 "port": address.rpartition(":")[2],
                 "dtype": settings.dtype,
                 "tp": settings.tp if settings.tp > 1 else None,
+                "ep": settings.ep if settings.ep > 1 else None,
                 "quantization": settings.quantization,
                 "kv-dtype": settings.kv_dtype if settings.kv_dtype != "auto" else None,
                 "task": settings.task,

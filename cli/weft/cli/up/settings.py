@@ -87,6 +87,13 @@ class UpSettings(Settings):
         description="ranks of each worker, which share its weights and work; on GPUs a worker "
         "takes as many",
     )
+    ep: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks among which experts are divided whole: 1, each rank has a part of every "
+        "expert, or as many as tp",
+    )
     host: str = Field("127.0.0.1", description="address that REST and gRPC listen on")
     rest: bool = Field(True, description="serve REST")
     rest_port: int = Field(

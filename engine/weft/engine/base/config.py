@@ -84,6 +84,7 @@ BOUNDS: Mapping[str, Bound] = {
     "staging_bytes": Bound(ge=1 << 12),
     "num_threads": Bound(ge=1, le=1024),
     "tp": Bound(ge=1, le=64),
+    "ep": Bound(ge=1, le=64),
     "rank_timeout_s": Bound(gt=0, le=3600),
     "session_pool_share": Bound(ge=0, le=1),
     "session_tenant_share": Bound(gt=0, le=1),
@@ -133,6 +134,9 @@ class EngineConfig:
     tp: int = 1
     """Number of ranks (tensor parallelism). Each rank is a process that holds a share of the
     weights and of the KV pool."""
+    ep: int = 1
+    """Number of ranks among which the experts of mixtures are divided whole (expert parallelism):
+    1, every rank has a part of each expert; or tp."""
     rank_timeout_s: float = 10.0
     """Seconds that a rank waits for another rank in a step before the engine ends."""
     page_size: int = 16
@@ -424,9 +428,14 @@ class EngineConfig:
 
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
+        of_experts = [
+            ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
+            ("ep", self.ep == 1 or not self.enable_lora, "1 with LoRA adapters"),
+        ]
         if self.tp == 1:
-            return []
+            return of_experts
         needs = [
+            *of_experts,
             ("tp", not self.deterministic, "1 with deterministic: sums depend on it"),
             ("tp", not self.enable_lora, "1 with LoRA adapters, which are not divided yet"),
             ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),

@@ -198,7 +198,7 @@ def load_parts(
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config)  # Before its weights are loaded.
     if config.tp > 1:
-        check_divides(model, config.tp)
+        check_divides(model, config.tp, config.ep)
         own = replace(config, device=device_of_rank(config, 0))
         task = load_pooling(config.model_dir, config.task).task
         if task != "generate":
@@ -211,12 +211,6 @@ def load_parts(
         if chosen is not None and chosen.format == "gguf":
             raise ConfigError(
                 f"tp = {config.tp}: weights of GGUF files are not divided among ranks; take tp = 1",
-                param="tp",
-            )
-        if chosen is not None and chosen.format != "fp8" and own.device.startswith("cuda"):
-            raise ConfigError(
-                f"tp = {config.tp}: on GPUs weights in {chosen.format} are not divided among ranks "
-                "yet; take tp = 1, or FP8",
                 param="tp",
             )
         ranks = Ranks(config, wake)
@@ -391,6 +385,7 @@ def _load_models(
         frees_windows=not config.keeps_windows,
         task=config.task,
         peers=peers,
+        ep=config.ep,
         mtp_head=config.reads_mtp,
     )
     if ranks is not None:
@@ -524,7 +519,7 @@ def _size_pools(
         plan.append(draft.describe(num_draft_pages))
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
-        plan.append(describe_shards(models.loaded.config, ranks.pids, device))
+        plan.append(describe_shards(models.loaded.config, ranks.pids, config.ep, device))
     plan += describe_windows(layout, (num_pages, *of_windows))
     if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
         why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"

@@ -76,6 +76,7 @@ def load_model(
     frees_windows: bool = False,
     task: str = "auto",
     peers: Peers | None = None,
+    ep: int = 1,
     mtp_head: bool = False,
 ) -> LoadedModel:
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
@@ -98,6 +99,8 @@ def load_model(
         frees_windows: See `ModelConfig.frees_windows`.
         task: See `load_pooling`.
         peers: Ranks among which the products are divided; None: this process has them all.
+        ep: Number of ranks among which whole experts are divided; 1: experts are divided like other
+            products.
         mtp_head: Whether to read the checkpoint's MTP head too.
 
     Raises:
@@ -123,9 +126,19 @@ def load_model(
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
     shard = Shard() if peers is None else Shard(peers.rank, peers.size)
+    of_experts = shard if ep > 1 else Shard()
 
     def weights_of(reader: CheckpointReader) -> Weights:
-        return Weights(reader, scheme, torch_dtype, target, shard=shard, arena=arena, peers=peers)
+        return Weights(
+            reader,
+            scheme,
+            torch_dtype,
+            target,
+            shard=shard,
+            expert_shard=of_experts,
+            arena=arena,
+            peers=peers,
+        )
 
     if dummy:
         made_up = weights_of(RandomWeights(target))

@@ -83,8 +83,13 @@ DIVIDED = frozenset(
 """Architectures that can be divided among ranks; tests compare them with one rank."""
 
 
-def check_divides(config: ModelConfig, size: int) -> None:
+def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
     """Refuses a number of ranks among which a model cannot be divided.
+
+    Args:
+        config: The model's.
+        size: Number of ranks.
+        ep: Number of ranks among which whole experts are divided; 1: each expert is divided.
 
     Raises:
         ConfigError: The model cannot be divided; the message names the numbers that work.
@@ -102,35 +107,44 @@ def check_divides(config: ModelConfig, size: int) -> None:
             "among ranks yet; take tp = 1",
             param="tp",
         )
-    moe = config.moe
-    counts = {
-        "query heads": config.num_heads,
-        "columns of the MLPs": config.intermediate_size,
-        **({} if moe is None else {"columns of an expert": moe.intermediate_size}),
-        **_recurrent_counts(config),
-    }
-    for name, count in counts.items():
+    if ep > 1 and config.moe is None:
+        raise ConfigError(
+            f"ep = {ep}: {config.architecture} has no experts; take ep = 1", param="ep"
+        )
+    for name, count in _counts(config, is_ep=ep > 1).items():
         if count % size:
-            raise ConfigError(f"tp = {size}: {_fix(config, name, count)}", param="tp")
+            raise ConfigError(f"tp = {size}: {_fix(config, name, count, ep)}", param="tp")
     heads = config.num_kv_heads
     if heads % size and size % heads:
-        raise ConfigError(f"tp = {size}: {_fix(config, 'KV heads', heads)}", param="tp")
+        raise ConfigError(f"tp = {size}: {_fix(config, 'KV heads', heads, ep)}", param="tp")
 
 
-def _fix(config: ModelConfig, name: str, count: int) -> str:
-    good = [size for size in range(1, config.num_heads + 1) if _divides(config, size)]
+def _counts(config: ModelConfig, *, is_ep: bool) -> dict[str, int]:
+    """What each rank has an equal part of, except KV heads."""
+    counts = {"query heads": config.num_heads, "columns of the MLPs": config.intermediate_size}
+    moe = config.moe
+    if moe is not None and is_ep:
+        counts["experts"] = moe.num_experts
+    elif moe is not None:
+        counts["columns of an expert"] = moe.intermediate_size
+    return counts | _recurrent_counts(config)
+
+
+def _fix(config: ModelConfig, name: str, count: int, ep: int) -> str:
+    sizes = range(1, config.num_heads + 1)
+    good = [size for size in sizes if _divides(config, size, is_ep=ep > 1)]
+    also = [] if config.moe is None else [n for n in sizes if _divides(config, n, is_ep=ep == 1)]
+    other = ", ".join(map(str, sorted(set(also) - set(good))))
+    parts = "" if not other else f", or with {'ep = ' if ep == 1 else 'ep = 1 and '}tp = {other}"
     return (
         f"the model's {count:,} {name} cannot be divided evenly; it can be served with tp = "
-        f"{', '.join(map(str, good))}"
+        f"{', '.join(map(str, good))}{parts}"
     )
 
 
-def _divides(config: ModelConfig, size: int) -> bool:
-    inner = [config.intermediate_size, config.num_heads]
-    inner += [] if config.moe is None else [config.moe.intermediate_size]
-    inner += _recurrent_counts(config).values()
-    heads = config.num_kv_heads
-    return not any(count % size for count in inner) and not (heads % size and size % heads)
+def _divides(config: ModelConfig, size: int, *, is_ep: bool) -> bool:
+    counts, heads = _counts(config, is_ep=is_ep).values(), config.num_kv_heads
+    return not any(count % size for count in counts) and not (heads % size and size % heads)
 
 
 def _recurrent_counts(config: ModelConfig) -> dict[str, int]:
@@ -167,14 +181,17 @@ def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
     return replace(layout, groups=tuple(map(of_rank, layout.groups)))
 
 
-def describe_shards(config: ModelConfig, pids: Sequence[int], device: torch.device) -> str:
+def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, device: torch.device) -> str:
     """The ranks and their shares in one line, for logs and status."""
     size, heads = len(pids), config.num_kv_heads
     shared = f", each on {size // heads} ranks" if size > heads else ""
     by = "shared memory" if device.type == "cpu" else "the memory of the GPUs"
+    mlps = f"1/{size} of the MLPs"
+    if ep > 1 and config.moe is not None:
+        mlps += f", {config.moe.num_experts // ep} of {config.moe.num_experts} experts"
     return (
         f"tensor parallel: {size} ranks (processes {', '.join(map(str, pids))}), each with "
         f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "
-        f"{heads} KV heads{shared} and 1/{size} of the MLPs; embedding and LM head are whole on "
+        f"{heads} KV heads{shared} and {mlps}; embedding and LM head are whole on "
         f"each; sums by {by}"
     )

@@ -15,19 +15,20 @@ typedef struct {
   int64_t top_k;
   int64_t rows;
   const void *x;          /* [rows, hidden] */
-  const int32_t *ids;     /* [rows * top_k], below experts */
+  const int32_t *ids;     /* [rows * top_k], below experts; experts itself: see is_share */
   const float *weights;   /* [rows * top_k] */
   const void *residual;   /* [rows, hidden], or null */
   void *out;              /* [rows, hidden] */
   int64_t *begins;        /* [experts + 1]: each expert's first place */
   int64_t *units;         /* [2 * (experts + 1)]: units of work before each expert, for w13 and w2 */
-  int64_t *place;         /* [rows * top_k]: where a pair's row stands, expert by expert */
+  int64_t *place;         /* [rows * top_k]: where a pair's row stands, expert by expert; or -1 */
   void *gathered;         /* [rows * top_k, hidden] */
   void *inner;            /* [rows * top_k, inner] */
   float *products;        /* [rows * top_k, hidden] */
   const Lora *lora;       /* or null; its groups add to w13 and to w2, token_slots are [rows] */
   int32_t *place_slots;   /* [rows * top_k]: of each place, slot * experts + expert */
   int64_t layer;          /* of the adapters */
+  int64_t is_share;       /* other ranks have the experts numbered `experts`: no place, no work */
 } Experts;
 
 /* Sorts pairs by expert, rows in their order. */
@@ -35,13 +36,14 @@ static Status place_pairs(const Experts *m) {
   const long pairs = m->rows * m->top_k;
   memset(m->begins, 0, (size_t)(m->experts + 1) * sizeof *m->begins);
   for (long p = 0; p < pairs; p++) {
+    if (m->is_share && m->ids[p] == m->experts) continue;
     if (m->ids[p] < 0 || m->ids[p] >= m->experts) return BAD_EXPERT;
     m->begins[m->ids[p] + 1]++;
   }
   for (long e = 0; e < m->experts; e++) m->begins[e + 1] += m->begins[e];
   int64_t *next = m->units; /* filled with its own content afterwards */
   memcpy(next, m->begins, (size_t)m->experts * sizeof *next);
-  for (long p = 0; p < pairs; p++) m->place[p] = next[m->ids[p]]++;
+  for (long p = 0; p < pairs; p++) m->place[p] = m->ids[p] < m->experts ? next[m->ids[p]]++ : -1;
   int64_t *first = m->units, *second = m->units + m->experts + 1;
   first[0] = second[0] = 0;
   for (long e = 0; e < m->experts; e++) {
@@ -56,6 +58,7 @@ static Status place_pairs(const Experts *m) {
 static Status place_slots(const Experts *m) {
   if (m->lora == NULL) return FINE;
   for (long p = 0; p < m->rows * m->top_k; p++) {
+    if (m->place[p] < 0) continue;
     const long slot = m->lora->token_slots[p / m->top_k];
     const long of_expert = slot * m->experts + m->ids[p];
     for (Group group = TO_W13; slot != 0 && group <= TO_W2; group++)
@@ -91,7 +94,7 @@ static void shrink_places(const Experts *m, Group group, const void *x, const Me
   place_addition(m, group, 0, &placed);
   if (!adds(&placed.add)) return;
   const int is_bf16 = m->w13[0]->is_bf16;
-  Rows mine = rows_of(me, m->rows * m->top_k);
+  Rows mine = rows_of(me, m->begins[m->experts]);
   for (long place = mine.first; place < mine.last; place++) {
     const int32_t slot = m->place_slots[place], at = (int32_t)place;
     for (long i = 0; slot != 0 && i < placed.add.group->count; i++) {
@@ -108,9 +111,12 @@ static void gather_share(const Experts *m, const Member *me) {
   const long begin = m->rows * me->thread / me->threads;
   const long end = m->rows * (me->thread + 1) / me->threads;
   for (long r = begin; r < end; r++)
-    for (long j = 0; j < m->top_k; j++)
-      memcpy((char *)m->gathered + size * (size_t)m->place[r * m->top_k + j],
-             (const char *)m->x + size * (size_t)r, size);
+    for (long j = 0; j < m->top_k; j++) {
+      const int64_t place = m->place[r * m->top_k + j];
+      if (place < 0) continue;
+      memcpy((char *)m->gathered + size * (size_t)place, (const char *)m->x + size * (size_t)r,
+             size);
+    }
 }
 
 /* This thread's units of one of the two products, over all experts; `ranges` divide them among
@@ -150,6 +156,7 @@ static void combine_share(const Experts *m, const Member *me) {
       vf sum = {0};
       for (long j = 0; j < m->top_k; j++) {
         const long pair = r * m->top_k + j;
+        if (m->place[pair] < 0) continue;
         const vf given = load_some(m->products, 0, m->place[pair] * hidden + c, n);
         sum = vf_fma(vf_splat(m->weights[pair]), given, sum);
       }

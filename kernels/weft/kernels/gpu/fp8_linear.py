@@ -150,7 +150,9 @@ def suits_torch(rows: int, matrix: Fp8Matrix) -> bool:
     """Whether torch multiplies so many rounded rows, and faster than our own kernel."""
     if isinstance(matrix, Fp8Channels):
         return rows > MAX_OWN_ROWS and not any(size % 16 for size in matrix.shape)
-    return matrix.rows == FP8_GROUP and not any(size % FP8_GROUP for size in matrix.shape)
+    # cuBLAS reads the scales of 4 blocks along K at once.
+    columns, k = matrix.shape
+    return matrix.rows == FP8_GROUP and not columns % FP8_GROUP and not k % (4 * FP8_GROUP)
 
 
 def torch_product(x: Fp8Rows, matrix: Fp8Matrix) -> torch.Tensor:

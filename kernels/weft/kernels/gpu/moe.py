@@ -109,7 +109,7 @@ def routed_moe(
 
     Args:
         x: As in `moe`, like those that are not named here.
-        logits: [T, E] float32, of the router.
+        logits: [T, E] float32, of the router; where experts are a share, of all.
         top_k: k.
         w13: [E, 2 * I, H].
         w2: [E, H, I].
@@ -127,16 +127,17 @@ def routed_moe(
     rows, experts = x.shape[0], w2.shape[0]
     if _is_direct(rows, w13) or is_fixed:
         # Norms add squares in one order only if they are all one kernel's.
-        routed = route(logits, top_k, renormalise, form)
+        routed = route(logits, top_k, renormalise, form, more.placement)
         out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
         return out if after is None else add_rms_norm(out, *after)[0]
-    tiles, blocks = _tiles(rows, top_k, w2, lora), None
-    if is_sorted_at_once(rows, experts):
+    tiles, blocks = _tiles(rows, top_k, w2, lora, more), None
+    if is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
-            logits, top_k, tiles.rows, renormalise=renormalise, form=form
-        )
+            logits, top_k, tiles.rows, renormalise=renormalise, form=form,
+            placement=more.placement, own=experts,
+        )  # fmt: skip
     else:
-        ids, shares = route(logits, top_k, renormalise, form)
+        ids, shares = route(logits, top_k, renormalise, form, more.placement)
     return sorted_moe(
         x, ids, shares, w13, w2, None, tiles, lora, ranks, blocks=blocks, after=after, more=more
     )
@@ -158,13 +159,14 @@ def moe(
 
     Args:
         x: [T, H], contiguous, T at least 1.
-        ids: [T, k] int32, each below E.
+        ids: [T, k] int32, each below E; of a share of the experts (`more`) also E, for those that
+            are not here.
         shares: [T, k] float32.
         w13: [E, 2 * I, H], rows of gate first.
         w2: [E, H, I].
         residual: [T, H] or None.
         lora: The tokens' adapters, or None; not with other parts than the plain ones.
-        more: Biases, and how gate and up become one.
+        more: Biases, how gate and up become one, and which experts are here.
         is_fixed: A row's result does not depend on the other rows: each element is one chain of
             tensor core instructions over K, which is the same for all tiles, and a residual is
             added to the rounded sum, as by a norm that follows.
@@ -175,7 +177,7 @@ def moe(
         return direct_moe(x, ids, shares, w13, w2, residual, lora, more)
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
-    tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora)
+    tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
     )
@@ -185,10 +187,14 @@ def _is_direct(rows: int, w13: StackedWeight) -> bool:
     return rows <= MAX_DIRECT_ROWS and not isinstance(w13, PackedExperts)
 
 
-def _tiles(rows: int, top_k: int, w2: StackedWeight, lora: ExpertAddition | None) -> Tiles:
+def _tiles(
+    rows: int, top_k: int, w2: StackedWeight, lora: ExpertAddition | None, more: ExpertParts
+) -> Tiles:
+    experts, hidden, width = w2.shape
+    experts = more.num_routed(experts)
     if isinstance(w2, PackedExperts):
-        return packed_tiles(rows * top_k, w2.shape[0], is_plain=lora is None)
-    return tiles_for(rows, top_k, *w2.shape)
+        return packed_tiles(rows * top_k, experts, is_plain=lora is None)
+    return tiles_for(rows, top_k, experts, hidden, width)
 
 
 def sorted_moe(
@@ -233,7 +239,8 @@ def sorted_moe(
         found = _paired(*given, lora, ranks)
     else:
         found = _in_turn(*given, lora, more, is_fixed=is_fixed)
-    return combine(*found, ids.shape[1], residual, after, is_fixed=is_fixed)
+    share = None if more.placement is None else (ids, experts)
+    return combine(*found, ids.shape[1], residual, after, is_fixed=is_fixed, share=share)
 
 
 def _in_turn(

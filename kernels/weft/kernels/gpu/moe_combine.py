@@ -40,6 +40,7 @@ def combine(
     after: NormAfter | None,
     *,
     is_fixed: bool,
+    share: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """Sums the products of each row's pairs.
 
@@ -53,6 +54,8 @@ def combine(
         residual: [T, H] or None.
         after: What follows, whose result this is then, or None; not with `residual`.
         is_fixed: A residual is added to the rounded sum, as by a norm that follows.
+        share: Experts of all pairs, [T, k], and the number of those that are here, if not all are:
+            others have no products.
 
     Returns:
         [T, H], dtype of `products`.
@@ -62,9 +65,10 @@ def combine(
     whole = triton.next_power_of_2(hidden)
     block = whole if after is not None else min(1024, whole)
     stream, gain, eps = after or (None, None, 0.0)
+    ids, experts = share or (None, 0)
     sums = 1 if folded is None else top_k * folded.down.sums
     _combine_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
-        out, products, residual, added, stream, gain, hidden, eps,
+        out, products, residual, added, stream, gain, ids, hidden, experts, eps,
         *(NOTHING if folded is None else folded.arguments()), TOP_K=top_k, BLOCK=block,
         IS_ADDED_BY_PAIR=added is not None and added.shape[0] == pairs,
         IS_FIXED=is_fixed, SUMS=sums, BLOCK_SUMS=triton.next_power_of_2(sums),
@@ -82,7 +86,9 @@ def _combine_kernel(
     added: tl.tensor,
     stream: tl.tensor,
     gain: tl.tensor,
+    ids: tl.tensor,
     hidden: int,
+    experts: int,
     eps: float,
     ranks: tl.tensor,
     token_slots: tl.tensor,
@@ -123,7 +129,11 @@ def _combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for number in range(TOP_K):
         at = (row * TOP_K + number) * hidden + column
-        total += tl.load(products + at, mask=mask, other=0.0).to(tl.float32)
+        has_product = mask
+        if ids is not None:
+            is_here = tl.load(ids + row * TOP_K + number) < experts
+            has_product = column < tl.where(is_here, hidden, 0)
+        total += tl.load(products + at, mask=has_product, other=0.0).to(tl.float32)
         if IS_ADDED_BY_PAIR:
             total += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
     if added is not None and not IS_ADDED_BY_PAIR:

@@ -57,6 +57,7 @@ def direct_moe(
     (rows, hidden), width, (pairs, top_k) = x.shape, w2.shape[2], (ids.numel(), ids.shape[1])
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
+    experts, is_share = w2.shape[0], more.placement is not None
     options, added = launch_options(x.device), None
     if lora is not None:
         added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
@@ -65,18 +66,21 @@ def direct_moe(
         tile = triton.next_power_of_2(hidden)
         warps = max(2, tile // _ELEMENTS_PER_WARP)
         programs = _WARPS_PER_SM // warps * num_multiprocessors(x.device)
-        parts = min(width, max(1, programs // pairs))
+        # Of pairs whose experts are here, on average.
+        own_pairs = max(1, pairs * experts // more.num_routed(experts))
+        parts = min(width, max(1, programs // own_pairs))
     data, scaling = _scaled(w13)
     _direct_inner_kernel[(pairs, parts)](
-        inner, x, data, ids, added, more.gate_up_bias, width, K=hidden, TOP_K=top_k, TILE=tile,
-        num_warps=warps, **more.gating_arguments(), **scaling, **options,
+        inner, x, data, ids, added, more.gate_up_bias, width, experts, K=hidden, TOP_K=top_k,
+        TILE=tile, IS_SHARE=is_share, num_warps=warps, **more.gating_arguments(), **scaling,
+        **options,
     )  # fmt: skip
     tile, at_once = triton.next_power_of_2(width), triton.next_power_of_2(top_k)
     is_whole = x.dtype.itemsize == 2 and at_once * tile <= _MAX_AT_ONCE
     data, scaling = _scaled(w2)
     _direct_out_kernel[(rows, triton.cdiv(hidden, _OUT_COLUMNS))](
-        out, inner, data, ids, shares, residual, more.down_bias, hidden, K=width, TOP_K=top_k,
-        BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
+        out, inner, data, ids, shares, residual, more.down_bias, hidden, experts, K=width,
+        TOP_K=top_k, IS_SHARE=is_share, BLOCK_K=at_once if is_whole else 1, COLUMNS=_OUT_COLUMNS,
         TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **scaling, **options,
     )  # fmt: skip
     if lora is not None:
@@ -98,6 +102,7 @@ def _direct_inner_kernel(
     added: tl.tensor,
     bias: tl.tensor,
     width: int,
+    experts: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -109,6 +114,7 @@ def _direct_inner_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
+    IS_SHARE: tl.constexpr,
 ) -> None:
     """inner[pair] = gate of x[row] and up of x[row] made one, some columns of it.
 
@@ -121,6 +127,9 @@ def _direct_inner_kernel(
     pair = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, TILE)
     expert = tl.load(ids + pair).to(tl.int64)
+    if IS_SHARE:  # noqa: SIM102 - known when compiled, unlike the other
+        if expert >= experts:
+            return
     gate_at = w13 + expert * 2 * width * K
     of_expert = scales_of_expert(scales, expert, 2 * width, K, SCALE_ROWS)
     up_at = gate_at + tl.cast(width, tl.int64) * K
@@ -228,6 +237,7 @@ def _direct_out_kernel(
     residual: tl.tensor,
     bias: tl.tensor,
     hidden: int,
+    experts: int,
     scales: tl.tensor,
     IS_DEPENDENT: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -236,6 +246,7 @@ def _direct_out_kernel(
     BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    IS_SHARE: tl.constexpr,
 ) -> None:
     """out[row] = residual[row] + share * down of inner, over the row's experts; BLOCK_K of them at
     a time, all of whose weights are then on their way before `inner` is there.
@@ -251,6 +262,10 @@ def _direct_out_kernel(
         expert = tl.load(ids + pair, mask=number < TOP_K, other=0).to(tl.int64)
         share = tl.load(shares + pair, mask=number < TOP_K, other=0.0)
         mask = ((number < TOP_K)[:, None] & (part < K)[None, :])[:, None, :]
+        if IS_SHARE:
+            is_here = expert < experts
+            mask = mask & is_here[:, None, None]
+            expert = tl.where(is_here, expert, 0)
         begin = w2 + (expert[:, None] * hidden + last[None, :]) * K
         tiles = _once(begin[:, :, None] + part[None, None, :], mask)
         wait_for_last(IS_DEPENDENT)
@@ -270,7 +285,10 @@ def _direct_out_kernel(
             share = tl.load(shares + pair)
             begin = w2 + (expert * hidden + last) * K
             of_expert = scales_of_expert(scales, expert, hidden, K, SCALE_ROWS)
-            for start in range(0, K, TILE):
+            end = K
+            if IS_SHARE:
+                end = tl.where(expert < experts, K, 0)
+            for start in range(0, end, TILE):
                 at = start + part
                 values = tl.load(inner + pair * K + at, mask=at < K, other=0.0).to(tl.float32)
                 tile = _once(begin[:, None] + at[None, :], (at < K)[None, :])
@@ -280,8 +298,12 @@ def _direct_out_kernel(
     mask = column < hidden
     if bias is not None:
         for place in range(TOP_K):
-            its_bias = bias + tl.load(ids + row * TOP_K + place).to(tl.int64) * hidden
-            given = tl.load(its_bias + column, mask=mask, other=0.0).to(tl.float32)
+            its_expert = tl.load(ids + row * TOP_K + place).to(tl.int64)
+            has_bias = mask
+            if IS_SHARE:
+                has_bias = column < tl.where(its_expert < experts, hidden, 0)
+            its_bias = bias + its_expert * hidden
+            given = tl.load(its_bias + column, mask=has_bias, other=0.0).to(tl.float32)
             result += tl.load(shares + row * TOP_K + place) * given
     if residual is not None:
         result += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The parts of a mixture's experts besides their matrices: biases and gating."""
+"""The parts of a mixture's experts besides their matrices: biases, gating and placement."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class ExpertParts(NamedTuple):
     """How gate and up become the input of the down projection."""
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """[E, 2 * I], gate first, and [E, H]; None: there are none."""
+    placement: torch.Tensor | None = None
+    """[experts of all ranks] int32, if these are a share: the place of each here, or E."""
 
     @property
     def gate_up_bias(self) -> torch.Tensor | None:
@@ -27,6 +29,10 @@ class ExpertParts(NamedTuple):
     def down_bias(self) -> torch.Tensor | None:
         """[E, H]."""
         return None if self.biases is None else self.biases[1]
+
+    def num_routed(self, experts: int) -> int:
+        """The number of experts that rows are routed to, of which `experts` are here."""
+        return experts if self.placement is None else self.placement.numel()
 
     def gating_arguments(self) -> dict[str, Any]:
         """Arguments of a kernel that calls `gated`."""

@@ -17,7 +17,11 @@ _MAX_AT_ONCE = 1 << 13
 
 
 def route(
-    logits: torch.Tensor, top_k: int, renormalise: bool, form: RouterForm = SOFTMAX
+    logits: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    form: RouterForm = SOFTMAX,
+    placement: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.moe.route` for CUDA tensors: ids [T, k] int32 and shares [T, k] float32."""
     rows, experts = logits.shape
@@ -32,6 +36,7 @@ def route(
             logits,
             form.correction,
             form.factors,
+            placement,
             experts,
             TOP_K=top_k,
             RENORMALISE=renormalise,
@@ -64,6 +69,7 @@ def _route_kernel(
     logits: tl.tensor,
     correction: tl.tensor,
     factors: tl.tensor,
+    placement: tl.tensor,
     experts: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -91,7 +97,11 @@ def _route_kernel(
             values, exists, correction, factors, TOP_K, RENORMALISE, IS_SIGMOID, GROUPS,
             GROUP_SIZE, KEPT_GROUPS, SUMMED, LEAST_SUM, SCALE,
         )  # fmt: skip
-    tl.store(ids + row * TOP_K + place, expert, mask=place >= 0)
+    at_place = ids + row * TOP_K + place
+    if placement is not None:
+        tl.store(at_place, tl.load(placement + expert, mask=exists, other=0), mask=place >= 0)
+    else:
+        tl.store(at_place, expert, mask=place >= 0)
     tl.store(shares + row * TOP_K + place, share, mask=place >= 0)
 
 
@@ -201,6 +211,8 @@ def route_and_sort(
     *,
     renormalise: bool,
     form: RouterForm = SOFTMAX,
+    placement: torch.Tensor | None = None,
+    own: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
     """`route`, and `weft.kernels.gpu.moe_sort.sort_pairs` of its pairs, in one launch.
 
@@ -210,11 +222,14 @@ def route_and_sort(
         block: Pairs of a block.
         renormalise: The shares of a row's experts add up to 1.
         form: How logits become scores and shares.
+        placement: See `weft.kernels.moe.ExpertWeights`; pairs of absent experts are in no block.
+        own: Number of experts that are here; None: all.
     """
     rows, experts = logits.shape
+    own = experts if own is None else own
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     shares = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
-    bound = num_blocks(rows * top_k, experts, block)
+    bound = num_blocks(rows * top_k, own, block)
     order = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)
     table = torch.empty((3, bound), dtype=torch.int32, device=logits.device)
     padded = triton.next_power_of_2(rows)
@@ -226,8 +241,10 @@ def route_and_sort(
         logits,
         form.correction,
         form.factors,
+        placement,
         rows,
         experts,
+        own,
         bound,
         TOP_K=top_k,
         RENORMALISE=renormalise,
@@ -251,8 +268,10 @@ def _route_and_sort_kernel(
     logits: tl.tensor,
     correction: tl.tensor,
     factors: tl.tensor,
+    placement: tl.tensor,
     rows: int,
     experts: int,
+    own: int,
     bound: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -289,8 +308,13 @@ def _route_and_sort_kernel(
         )  # fmt: skip
     is_chosen = is_row & (place_of >= 0)
     pair = row[:, None] * TOP_K + place_of
-    tl.store(ids + pair, tl.broadcast_to(expert[None, :], [ROWS, BINS]), mask=is_chosen)
+    its_place = expert
+    if placement is not None:
+        its_place = tl.load(placement + expert, mask=expert < experts, other=0)
+    tl.store(ids + pair, tl.broadcast_to(its_place[None, :], [ROWS, BINS]), mask=is_chosen)
     tl.store(shares + pair, share, mask=is_chosen)
+    if placement is not None:
+        is_chosen = is_chosen & (its_place < own)[None, :]
 
     chosen = is_chosen.to(tl.int32)
     total = tl.sum(chosen, axis=0)
@@ -302,9 +326,9 @@ def _route_and_sort_kernel(
     first = tl.cumsum(blocks, axis=0) - blocks
     for number in tl.static_range((ROWS + BLOCK - 1) // BLOCK):
         is_its = number < blocks
-        tl.store(table + first + number, expert, mask=is_its)
+        tl.store(table + first + number, its_place, mask=is_its)
         tl.store(table + bound + first + number, begin + number * BLOCK, mask=is_its)
         tl.store(table + 2 * bound + first + number, begin + total, mask=is_its)
     spare = tl.arange(0, BOUND)
     is_spare = (spare >= tl.sum(blocks, axis=0)) & (spare < bound)
-    tl.store(table + spare, tl.zeros([BOUND], tl.int32) + experts, mask=is_spare)
+    tl.store(table + spare, tl.zeros([BOUND], tl.int32) + own, mask=is_spare)

@@ -20,7 +20,7 @@ class Blocks(NamedTuple):
     """Pairs sorted by expert, in blocks of one expert each."""
 
     order: torch.Tensor
-    """[P] int32: pairs, expert by expert, ascending."""
+    """[P] int32: pairs, expert by expert, ascending; undefined behind the last block."""
     expert: torch.Tensor
     """[B] int32: of each block; the number of experts for blocks that are not needed."""
     begin: torch.Tensor
@@ -38,7 +38,8 @@ def sort_pairs(ids: torch.Tensor, experts: int, block: int) -> Blocks:
     """Sorts pairs by counting; the number of blocks is a bound, so that graphs can hold it.
 
     Args:
-        ids: [T, k] int32 on a GPU, contiguous, each below `experts`; T at least 1.
+        ids: [T, k] int32 on a GPU, contiguous, each below `experts`, or `experts` for a pair that
+            belongs into no block; T at least 1.
         experts: E.
         block: Pairs of a block.
     """

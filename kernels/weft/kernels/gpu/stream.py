@@ -297,6 +297,6 @@ def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
         ranks,
         renormalise=w.renormalise,
         form=w.form,
-        more=ExpertParts(experts.gating, experts.biases),
+        more=ExpertParts(experts.gating, experts.biases, experts.placement),
         is_fixed=is_fixed,
     )

@@ -53,6 +53,7 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
         dummy=config.dummy_weights,
         task=config.task,
         peers=peers,
+        ep=config.ep,
     )
     others.agree("model", text=loaded.digest.hex())
     return loaded

@@ -8,7 +8,7 @@ from weft.engine.model.layers.layer import shape_of
 from weft.engine.model.layers.mlp import down_spec, up_spec
 from weft.engine.model.layers.moe import router_form
 from weft.engine.model.step import Step
-from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.activation import activate
 from weft.kernels.linear import LinearWeight, linear
@@ -65,8 +65,15 @@ class PlainSparseMLP:
                 own = own.at(name)
             return own.linear(spec)
 
-        numbers = range(config.num_experts)
-        up, down = up_spec(width, inner), down_spec(width, inner)
+        spec = ExpertSpec(
+            num_experts=config.num_experts,
+            gate_up=up_spec(width, inner),
+            down=down_spec(width, inner),
+        )
+        if weights.expert_shard.size > 1:
+            spec = spec.placed(weights.expert_shard)
+            weights.at(names.experts).skip_experts(spec)
+        up, down = spec.gate_up, spec.down
         latent, shared = None, None
         if config.latent_size:
             first, second = ((hidden, width, _LATENT[0]), (width, hidden, _LATENT[1]))
@@ -86,9 +93,10 @@ class PlainSparseMLP:
             router=product(router),
             form=router_form(config, weights, names),
             experts=PlainExperts(
-                tuple(product(up, names.experts, number) for number in numbers),
-                tuple(product(down, names.experts, number) for number in numbers),
+                tuple(product(up, names.experts, number) for number in spec.numbers),
+                tuple(product(down, names.experts, number) for number in spec.numbers),
                 "relu2",
+                weights.placement(spec),
             ),
             latent=latent,
             shared=shared,
@@ -103,6 +111,7 @@ class PlainSparseMLP:
             config.num_experts_per_tok,
             renormalise=config.norm_topk_prob,
             form=self.form,
+            placement=self.experts.placement,
         )
         rows = x.value if self.latent is None else x.linear(self.latent[0], None)
         made = plain_experts(rows, routing, self.experts)

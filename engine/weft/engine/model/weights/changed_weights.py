@@ -42,6 +42,10 @@ class ChangedWeights:
             raise ValueError(f"{part.name}: {tuple(change.shape)} cannot change {part.shape}")
         out.copy_(out.float() + change[part.slices].to(out.device))
 
+    def skip(self, prefix: str) -> None:
+        """See `CheckpointReader.skip`."""
+        self._reader.skip(prefix)
+
     def finish(self) -> None:
         """See `CheckpointReader.finish`."""
         self._reader.finish()

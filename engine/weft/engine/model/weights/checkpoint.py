@@ -95,6 +95,7 @@ class Checkpoint:
         self._tensors: dict[str, _Tensor] = {}
         self._mapped: _File | None = None
         self._missing: list[str] = []
+        self._skipped: set[str] = set()
         self._done_bytes = 0
         for file in self._files:
             self._read_header(file)
@@ -175,6 +176,10 @@ class Checkpoint:
             raise self._lacks()
         return True
 
+    def skip(self, prefix: str) -> None:
+        """See `CheckpointReader.skip`."""
+        self._skipped.add(prefix)
+
     def finish(self) -> None:
         """Checks that model and files name the same tensors.
 
@@ -183,7 +188,7 @@ class Checkpoint:
         """
         if self._missing:
             raise self._lacks()
-        left = sorted(name for file in self._files for name in file.names)
+        left = sorted(name for file in self._files for name in self._wanted(file.names))
         if left:
             raise ModelError(
                 f"{self._where} has tensors that the model does not use: {_listing(left)}"
@@ -206,9 +211,15 @@ class Checkpoint:
 
     def _map(self, file: _File) -> Any:
         before, self._mapped = self._mapped, file
-        if before is not None and before is not file and not before.names:
+        if before is not None and before is not file and not self._wanted(before.names):
             before.close()
         return file.open()
+
+    def _wanted(self, names: set[str]) -> list[str]:
+        """Those that no other rank reads."""
+        if not self._skipped:
+            return list(names)
+        return [name for name in names if self._skipped.isdisjoint(_prefixes(name))]
 
     def _check(self, part: TensorSlice, dtypes: tuple[str, ...]) -> _Tensor:
         name, tensor = part.name, self._tensors[part.name]
@@ -238,6 +249,11 @@ def _kinds_for(dtype: torch.dtype) -> tuple[str, ...]:
 def is_rotary_buffer(name: str) -> bool:
     """Whether a tensor of old checkpoints is a rotary table, which is computed instead."""
     return name.endswith("rotary_emb.inv_freq")
+
+
+def _prefixes(name: str) -> list[str]:
+    """The beginnings of a name up to each of its dots."""
+    return [name[: at + 1] for at, letter in enumerate(name) if letter == "."]
 
 
 def _listing(names: list[str]) -> str:

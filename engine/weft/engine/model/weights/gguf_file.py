@@ -131,6 +131,10 @@ class GgufFile:
         first, second, *rest = (torch.from_numpy(np.ascontiguousarray(part)) for part in parts)
         return GgufGroups(first, second, rest[0] if rest else None, bits)
 
+    def skip(self, prefix: str) -> None:
+        """See `CheckpointReader.skip`."""
+        self._left = {name for name in self._left if not name.startswith(prefix)}
+
     def finish(self) -> None:
         """See `CheckpointReader.finish`."""
         for problem, names in (

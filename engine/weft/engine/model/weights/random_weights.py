@@ -17,7 +17,7 @@ class RandomWeights:
 
     def has(self, name: str) -> bool:
         """Reports experts as separate tensors."""
-        return not name.endswith("experts.gate_up_proj")
+        return not name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """None: any shape will do."""
@@ -53,6 +53,9 @@ class RandomWeights:
         else:
             whole = out.new_empty(part.shape).normal_(0.0, 0.02, generator=self._generator)
             out.copy_(whole[part.slices])
+
+    def skip(self, prefix: str) -> None:
+        """Nothing is left over in any case."""
 
     def finish(self) -> None:
         """Nothing is missing or left over."""

@@ -47,6 +47,9 @@ class CheckpointReader(Protocol):
             ModelError: The tensor is not of `part.shape` or has a dtype of another kind.
         """
 
+    def skip(self, prefix: str) -> None:
+        """Notes that another rank reads the tensors whose names begin so, up to a dot."""
+
     def finish(self) -> None:
         """Ends reading.
 
@@ -78,6 +81,10 @@ class Renamed:
     def read_into(self, part: TensorSlice, out: torch.Tensor) -> None:
         """See `CheckpointReader.read_into`."""
         self._reader.read_into(part._replace(name=self._name_of(part.name)), out)
+
+    def skip(self, prefix: str) -> None:
+        """See `CheckpointReader.skip`."""
+        self._reader.skip(self._name_of(prefix))
 
     def finish(self) -> None:
         """See `CheckpointReader.finish`."""

@@ -161,9 +161,10 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
-    """The gated MLPs of a mixture of experts, of which each rank has a share of every one."""
+    """The gated MLPs of a mixture of experts."""
 
     num_experts: int
+    """Over all ranks."""
     gate_up: LinearSpec
     """Gate and up projection of each expert."""
     down: LinearSpec
@@ -179,3 +180,30 @@ class ExpertSpec:
     """Whether products have biases, `<stacked>_bias`, [experts, rows]."""
     gating: Gating = SILU
     """How gate and up become the input of the down projection."""
+    shard: Shard = Shard()
+    """Which share of the experts is read; of each of them a rank's share, as the products say."""
+
+    @property
+    def numbers(self) -> range:
+        """The experts that are read."""
+        own = self.shard.of(self.num_experts, 1, may_repeat=False)
+        return range(own.start, own.stop)
+
+    @property
+    def count(self) -> int:
+        """Number of experts that are read."""
+        return len(self.numbers)
+
+    def placed(self, shard: Shard) -> ExpertSpec:
+        """The same with whole experts, of which each rank has some (expert parallelism)."""
+        gate_up, down = (replace(part, split="none") for part in (self.gate_up, self.down))
+        return replace(self, gate_up=gate_up, down=down, shard=shard)
+
+
+def placement_of(count: int, numbers: range) -> torch.Tensor | None:
+    """Where each of `count` experts is if a rank has these: see `ExpertWeights.placement`."""
+    if len(numbers) == count:
+        return None
+    placement = torch.full((count,), len(numbers), dtype=torch.int32)
+    placement[numbers.start : numbers.stop] = torch.arange(len(numbers), dtype=torch.int32)
+    return placement

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
-from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard
+from weft.engine.model.weights.specs import ExpertSpec, LinearSpec, Shard, placement_of
 from weft.kernels.linear import LinearWeight, packing_copies, weight_rows
 from weft.kernels.memory import WeightArena
 from weft.kernels.moe import ExpertWeights
@@ -62,6 +62,7 @@ class Weights:
         device: torch.device,
         *,
         shard: Shard = Shard(),  # noqa: B008 - frozen
+        expert_shard: Shard = Shard(),  # noqa: B008 - frozen
         arena: WeightArena | None = None,
         peers: Peers | None = None,
     ) -> None:
@@ -73,12 +74,15 @@ class Weights:
             dtype: Dtype in which the layers compute.
             device: Device of the layers.
             shard: Share of each divided product to read.
+            expert_shard: Share of the experts of a mixture to read, which are whole then; all: of
+                each expert its `shard`.
             arena: See `Weights.arena`; None: one of its own.
             peers: See `Weights.peers`.
         """
         self.dtype = dtype
         self.device = device
         self.shard = shard
+        self.expert_shard = expert_shard
         self.peers = peers
         """The ranks that have the other shares; None: there are none."""
         self.arena = arena or WeightArena()
@@ -112,8 +116,22 @@ class Weights:
         return self._scheme.linear(spec, self)
 
     def experts(self, spec: ExpertSpec) -> ExpertWeights:
-        """All experts of a layer, packed."""
+        """The experts of a layer that this rank has, packed."""
+        if self.expert_shard.size > 1:
+            spec = spec.placed(self.expert_shard)
+            self.skip_experts(spec)
         return self._scheme.experts(spec, self)
+
+    def placement(self, spec: ExpertSpec) -> torch.Tensor | None:
+        """Where the experts of all ranks are, on the model's device; None: all are here."""
+        found = placement_of(spec.num_experts, spec.numbers)
+        return None if found is None else found.to(self.device)
+
+    def skip_experts(self, spec: ExpertSpec) -> None:
+        """Leaves out the experts of other ranks, where each is a module of its own."""
+        for number in set(range(spec.num_experts)) - set(spec.numbers):
+            for module in (*spec.gate_up.modules, *spec.down.modules):
+                self.reader.skip(f"{self._prefix}{number}.{module}.")
 
     def matrix(self, spec: LinearSpec) -> torch.Tensor:
         """The shard of a product's weight as one matrix of the model's dtype, [rows, columns]."""

@@ -67,6 +67,12 @@ class WorkerSettings(PageSettings):
         "ranks of the engine, processes that share the weights, the KV pool and the work of each "
         "step: tensor parallelism",
     )
+    ep: int = engine_field(
+        "ep",
+        1,
+        "ranks among which the experts of mixtures are divided whole, expert parallelism: 1, each "
+        "rank has a part of every expert, or as many as tp",
+    )
     rank_timeout_s: float = engine_field(
         "rank_timeout_s",
         10.0,

@@ -1,6 +1,6 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
-    python -m weft.testing.engine.ranked_texts texts|killed|stopped MODEL_DIR SETTINGS PROMPTS
+    python -m weft.testing.engine.ranked_texts texts|greedy|killed|stopped DIR SETTINGS PROMPTS
 
 Settings and prompts are JSON, as are the results on standard output.
 """
@@ -66,6 +66,15 @@ def texts_of(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     ]
 
 
+def greedy_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Greedy texts, for which a model needs no tokenizer."""
+    stop = StopCriteria(max_tokens=24, ignore_eos=True)
+    return [
+        {"tokens": one.token_ids, "logprobs": [entry.logprob for entry in one.logprobs]}
+        for one in llm.generate(prompts, GREEDY, stop, top_logprobs=1)
+    ]
+
+
 def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
     """Kills or stops a rank under load; what is raised, and seconds after which it is."""
     ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
@@ -101,8 +110,9 @@ def main(argv: list[str]) -> None:
     what, folder, settings, prompts = argv
     found: dict[str, Any] = {}
     with make_llm(Path(folder), **json.loads(settings)) as llm:
-        if what == "texts":
-            found["texts"] = texts_of(llm, json.loads(prompts))
+        if what in ("texts", "greedy"):
+            make = texts_of if what == "texts" else greedy_texts
+            found["texts"] = make(llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
             found["counters"] = llm.engine.counters()
         else:

@@ -38,19 +38,23 @@ def rank_rows(a: torch.Tensor, b: torch.Tensor) -> LoraRows:
 
 
 def poison_new_memory(patch: pytest.MonkeyPatch) -> None:
-    """Makes scratch memory of adapter kernels on a GPU contain NaN, or an invalid number."""
+    """Makes scratch memory of a GPU's kernels of adapters and experts contain NaN, or an invalid
+    number.
+    """
     # Here: the modules need Triton.
     from weft.kernels.gpu import (
         lora_parts,
         lora_rows,
         lora_shrink,
         lora_tiles,
+        moe,
         moe_combine,
+        moe_direct,
         moe_lora,
         moe_lora_pairs,
     )
 
-    experts = (moe_combine, moe_lora, moe_lora_pairs)
+    experts = (moe, moe_combine, moe_direct, moe_lora, moe_lora_pairs)
     for module in (lora_parts, lora_rows, lora_shrink, lora_tiles, *experts):
         patch.setattr(module, "torch", _PoisonedTorch())
 

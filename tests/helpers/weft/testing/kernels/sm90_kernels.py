@@ -206,7 +206,7 @@ def compile_layers(is_full: bool) -> None:
         run_layers(WIDE, [40, 1, 1], layers=1, chunk=96, is_fixed=is_fixed)
 
 
-def compile_experts() -> None:
+def compile_experts(is_full: bool) -> None:
     """Experts directly, sorted, and for prompts: with blocks of which some are halved, too."""
     for q_lens in ([1], [1] * 12, [900]):
         run_layers((1024, 768, 16, 128), q_lens, experts=8)
@@ -217,6 +217,11 @@ def compile_experts() -> None:
     for rows in (1, 12, 2000):
         x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 8)
         routed_moe(x, logits, 4, w13, w2, None, renormalise=True, form=form, more=more)
+    # Of 16 experts the 8 are a share; of four and of sixteen a row.
+    share = more._replace(placement=torch.zeros(16, dtype=torch.int32))
+    for rows, top_k in ((1, 4), (1, 16), (12, 4), (2000, 4)) if is_full else ():
+        x, logits = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 16)
+        routed_moe(x, logits, top_k, w13, w2, None, renormalise=True, more=share)
 
 
 def compile_latents() -> None:
@@ -517,7 +522,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     """What compiles each group of operations; with `is_full` in all variants that are launched."""
     return {
         "layers": partial(compile_layers, is_full),
-        "experts": compile_experts,
+        "experts": partial(compile_experts, is_full),
         "encoders": compile_encoders,
         "fixed": compile_fixed,
         "latents": compile_latents,

@@ -136,7 +136,7 @@ class QuantisedScheme(ABC):
             # One tensor of all experts is no module that the configuration means: floats.
             yield from read_experts(spec, weights)
             return
-        for number in range(spec.num_experts):
+        for number in spec.numbers:
             expert = weights.at(number)
             first, second = (
                 expert.read(part.weights(expert.shard))

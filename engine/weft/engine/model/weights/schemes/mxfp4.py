@@ -47,7 +47,7 @@ class Mxfp4Scheme:
         self, spec: ExpertSpec, weights: Weights
     ) -> Iterator[tuple[PackableMatrix, PackableMatrix]]:
         gate_up, down = spec.stacked
-        for number in range(spec.num_experts):
+        for number in spec.numbers:
             yield (
                 self._matrix(gate_up, spec.gate_up, number, spec, weights),
                 self._matrix(down, spec.down, number, spec, weights),
@@ -78,6 +78,12 @@ class Mxfp4Scheme:
             matrix = mxfp4_groups(blocks, scales)
             if own.start % MXFP4_GROUP == 0 and own.stop % MXFP4_GROUP == 0:
                 return matrix
+            if weights.device.type == "cuda":
+                raise ModelError(
+                    f"{weights.full_name(name)}: the share of each of {weights.shard.size} ranks "
+                    f"of {product.in_features} columns cuts a group of {MXFP4_GROUP}, which would "
+                    f"take four times the memory; take ep = {weights.shard.size}"
+                )
             # A rank's share that cuts a group is kept in floats.
             begin = own.start - groups.start * MXFP4_GROUP
             wide = matrix.dequantised(weights.dtype)

@@ -56,11 +56,12 @@ def packed_experts(
     """Packs experts as a spec says, with the biases that it has."""
     return pack_experts(
         experts,
-        spec.num_experts,
+        spec.count,
         weights.arena,
         weights.dtype,
         gating=spec.gating,
         biases=_read_biases(spec, weights) if spec.bias else None,
+        placement=weights.placement(spec),
     )
 
 
@@ -76,7 +77,7 @@ def read_experts(spec: ExpertSpec, weights: Weights) -> Iterator[tuple[torch.Ten
     ):
         # Newer files of such a family have rows as rows.
         spec = replace(spec, is_transposed=False)
-    for number in range(spec.num_experts):
+    for number in spec.numbers:
         if is_stacked:
             both = [
                 _of_stack(name, part, number, spec, weights)
@@ -110,11 +111,13 @@ def apart(rows: torch.Tensor, spec: ExpertSpec, product: LinearSpec) -> torch.Te
 
 
 def _read_biases(spec: ExpertSpec, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shard of all experts' biases, [experts, rows] each."""
+    """The shard of the experts' biases, [experts, rows] each."""
+    numbers = spec.numbers
     found = []
     for name, product in zip(spec.stacked, (spec.gate_up, spec.down), strict=True):
         shape = (spec.num_experts, sum(product.rows))
-        whole = weights.tensor(TensorSlice(f"{name}_bias", shape), weights.dtype)
+        some = (slice(numbers.start, numbers.stop),)
+        whole = weights.tensor(TensorSlice(f"{name}_bias", shape, some), weights.dtype)
         ordered = apart(whole.t(), spec, product)
         own = product.rows_of(ordered, weights.shard).t().contiguous()
         if product.split == "in" and weights.shard.rank > 0:

@@ -1,0 +1,149 @@
+"""Shares of a mixture's experts, on CPUs and by Triton's interpreter: their sum is the whole."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from weft.kernels.activation import SILU
+from weft.kernels.gpu import moe as gpu
+from weft.kernels.gpu.moe_parts import ExpertParts
+from weft.kernels.moe import Routing, moe, moe_reference, pack_experts, route, route_reference
+from weft.kernels.packed_groups import PackedExperts, pack_groups
+from weft.kernels.quantised import Fp8Experts
+from weft.testing.kernels.fp8_cases import draw_matrix
+from weft.testing.kernels.group_cases import draw_groups
+from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
+from weft.testing.kernels.lora_cases import poison_new_memory
+from weft.testing.kernels.moe_cases import MoECase, moe_case
+
+SHARES = 2
+
+
+def random_placements(experts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each share the experts in it, and the place of every expert there."""
+    shuffled = torch.randperm(experts)
+    found = []
+    for own in shuffled.chunk(SHARES):
+        placement = torch.full((experts,), len(own), dtype=torch.int32)
+        placement[own] = torch.arange(len(own), dtype=torch.int32)
+        found.append((own, placement))
+    return found
+
+
+def routed_case(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MoECase, torch.Tensor]:
+    """A case without a residual whose routing is that of logits, and the logits."""
+    rows, _, _, experts, top_k = shape
+    case = moe_case(*shape, dtype)
+    case.residual.zero_()
+    logits = torch.randn(rows, experts)
+    return replace(case, routing=route_reference(logits, top_k, renormalise=True)), logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 30])
+def test_the_sum_of_shares_on_a_cpu(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    case, logits = routed_case(rows, 40, 24, 6, 3, dtype=dtype)
+    for compute in (moe, moe_reference):
+        total = torch.zeros(case.x.shape)
+        for own, placement in random_placements(6):
+            experts = [(case.w13[at], case.w2[at]) for at in own.tolist()]
+            packed = pack_experts(experts, len(own), placement=placement)
+            routing = route(logits, 3, renormalise=True, placement=placement)
+            total += compute(case.x, routing, packed).float()
+        assert_as_exact(total.to(dtype), case.compute(dtype), case.compute(torch.float64), 4)
+
+
+def test_a_share_refuses_numbers_beyond_its_experts() -> None:
+    case = moe_case(3, 24, 8, 4, 2)
+    placement = torch.tensor([0, 2, 1, 2], dtype=torch.int32)
+    packed = pack_experts(case.experts()[:2], 2, placement=placement)
+    ids = torch.full_like(case.routing.ids, 3)
+    with pytest.raises(IndexError):
+        moe(case.x, Routing(ids, case.routing.weights), packed)
+
+
+def of_format(name: str, count: int, rows: int, columns: int) -> tuple[Any, torch.Tensor]:
+    """Matrices of experts in a format, and in float32."""
+    if name == "fp8":
+        blocks = [draw_matrix(rows, columns, 16) for _ in range(count)]
+        stacked = Fp8Experts.empty(count, blocks[0])
+        for index, matrix in enumerate(blocks):
+            stacked.put(index, matrix)
+        return stacked, torch.stack([matrix.dequantised(torch.float32) for matrix in blocks])
+    groups = [draw_groups(rows, columns, 32, "e2m1") for _ in range(count)]
+    packed = PackedExperts.empty(count, pack_groups(groups[0]))
+    for index, one in enumerate(groups):
+        packed = packed.put(index, pack_groups(one))
+    return packed, torch.stack([one.dequantised(torch.float32) for one in groups])
+
+
+# Rows, hidden, inner, experts, experts a row: direct (all of a row's experts at once, and one by
+# one), sorted with the router, and sorted in several chunks.
+DIRECT, LONG, AT_ONCE, CHUNKS = (
+    (2, 40, 24, 6, 3), (1, 40, 2080, 4, 4), (12, 40, 24, 6, 3), (150, 24, 16, 6, 2),
+)  # fmt: skip
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (DIRECT, "floats"),
+        (AT_ONCE, "floats"),
+        pytest.param(LONG, "floats", marks=pytest.mark.full),
+        pytest.param(DIRECT, "float16", marks=pytest.mark.full),
+        pytest.param(CHUNKS, "floats", marks=pytest.mark.full),
+        pytest.param((2, 48, 144, 4, 2), "fp8", marks=pytest.mark.full),
+        pytest.param((12, 48, 144, 4, 2), "fp8", marks=pytest.mark.full),
+        pytest.param((2, 160, 64, 4, 2), "mxfp4", marks=pytest.mark.full),
+    ],
+)
+def test_the_sum_of_shares_on_a_gpu(
+    shape: tuple[int, int, int, int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    _, hidden, inner, experts, top_k = shape
+    dtype = torch.float16 if name == "float16" else torch.float32
+    case, logits = routed_case(*shape, dtype=dtype)
+    if name in ("fp8", "mxfp4"):
+        (w13, wide13), (w2, wide2) = (
+            of_format(name, experts, 2 * inner, hidden),
+            of_format(name, experts, hidden, inner),
+        )
+        case = replace(case, w13=wide13, w2=wide2)
+    else:
+        w13, w2 = case.w13, case.w2
+    biases = (torch.zeros(experts, 2 * inner), torch.randn(experts, hidden))
+    is_fixed = random.random() < 0.2
+    total = torch.zeros(case.x.shape)
+    for own, placement in random_placements(experts):
+        more = ExpertParts(SILU, tuple(part[own].to(dtype) for part in biases), placement)
+        total += gpu.routed_moe(
+            case.x, logits, top_k, share_of(w13, own), share_of(w2, own), None,
+            renormalise=True, more=more, is_fixed=is_fixed,
+        ).float()  # fmt: skip
+    ids, shares = case.routing
+    added = (biases[1].to(dtype).double()[ids] * shares.unsqueeze(2)).sum(1)
+    exact = case.compute(torch.float64) + added
+    assert_as_exact(total.to(dtype), (case.compute(dtype) + added).to(dtype), exact, 4)
+
+
+def share_of(weight: Any, own: torch.Tensor) -> Any:
+    """The matrices of some experts."""
+    if isinstance(weight, torch.Tensor):
+        return weight[own].contiguous()
+    parts = {
+        name: getattr(weight, name)[own].contiguous()
+        for name in ("data", "scales", "offsets")
+        if getattr(weight, name, None) is not None
+    }
+    return replace(weight, **parts)
