@@ -284,8 +284,6 @@ def test_what_ranks_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> Non
     folder = make_model("llama", tmp_path / "model", 0)
     with pytest.raises(ConfigError, match=r"query heads.*tp = 1, 2, 4, 8"):
         LLM(folder, tp=3)
-    with pytest.raises(ConfigError, match="LoRA"):
-        LLM(folder, tp=2, enable_lora=True)
     with pytest.raises(ConfigError, match="drafter = eagle3"):
         LLM(folder, tp=2, drafter="eagle3", draft_dir=folder)
     with pytest.raises(ConfigError, match="deterministic"):

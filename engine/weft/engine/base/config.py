@@ -428,7 +428,11 @@ class EngineConfig:
             return []
         needs = [
             ("tp", not self.deterministic, "1 with deterministic: sums depend on it"),
-            ("tp", not self.enable_lora, "1 with LoRA adapters, which are not divided yet"),
+            (
+                "tp",
+                not (self.enable_lora and self.lora_whole_matrices),
+                "1 with lora_whole_matrices, which other ranks do not get",
+            ),
             ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             (
                 "tp",

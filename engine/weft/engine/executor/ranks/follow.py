@@ -21,6 +21,7 @@ import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
+from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
 from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import max_drafts
@@ -37,7 +38,13 @@ from weft.engine.executor.ranks.frames import (
     decode,
 )
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
-from weft.engine.executor.ranks.share import blocks_of, load_share, peers_of, pool_of
+from weft.engine.executor.ranks.share import (
+    SharedMemory,
+    blocks_of,
+    load_share,
+    peers_of,
+    pool_of,
+)
 from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
@@ -82,6 +89,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
     device = find_device(config)
     peers = peers_of(others, config, device)
     loaded = load_share(config, others, peers)
+    lora = make_lora_pool(config, loaded, device, ranks=SharedMemory(others, peers))
     layout = loaded.model.kv_layout(config.page_size)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
@@ -99,6 +107,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
             device,
             cuda_graphs=config.cuda_graphs,
             share=config.device_memory_share,
+            lora=lora,
             max_drafts=max_drafts(config),
         )
         num_pages = pages_of(needs, own.page_bytes)
@@ -115,6 +124,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
         device,
         max_step_tokens=max_step_tokens,
         cuda_graphs=config.cuda_graphs,
+        lora=lora,
         max_drafts=max_drafts(config),
         num_blocks=num_blocks,
         pool=pool,

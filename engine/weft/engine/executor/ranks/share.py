@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -39,6 +40,27 @@ class Others(Protocol):
         ...
 
 
+class SharedMemory:
+    """Implements `weft.engine.executor.adapter_rows.RankMemory`."""
+
+    def __init__(self, others: Others, peers: SharedGroup | DevicePeers) -> None:
+        self.rank, self.size = others.rank, others.size
+        self._others, self._peers = others, peers
+
+    def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
+        """See `RankMemory.memory`.
+
+        Raises:
+            ConfigError: The system refuses it, or another rank is gone.
+        """
+        if isinstance(self._peers, SharedGroup):
+            segment = self._others.share(self.size * num_bytes)
+            return segment.tensor((self.size, num_bytes), torch.uint8).unbind()
+        memory = self._peers.memory(num_bytes)
+        self._others.agree("memory")
+        return memory
+
+
 def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedModel:
     """This rank's share of the model's weights.
 
@@ -52,6 +74,7 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
         quantization=config.quantization,
         dummy=config.dummy_weights,
         task=config.task,
+        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         peers=peers,
     )
     others.agree("model", text=loaded.digest.hex())
