@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft.testing.engine.ranked_texts import VOCAB, make_llm, ranked, texts_of
+from weft.testing.engine.ranked_texts import VOCAB, adapted_texts, make_llm, ranked, texts_of
 from weft.testing.models.float32_reference import ties_of
+from weft.testing.models.lora_reference import PeftModels
+from weft.testing.models.tiny_adapters import make_expert_adapter
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
@@ -56,6 +58,51 @@ def test_bfloat16_tokens_differ_from_float32_at_near_ties_only(tmp_path: Path) -
     found = ranked("texts", folder, prompts, tp=2, dtype="bfloat16", drafter="none")
     greedy = [one["tokens"] for one in found["texts"][2 * len(prompts) :][: len(prompts)]]
     ties_of(folder, prompts, greedy).check(is_moe=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_with_adapters_are_those_of_one_rank(dtype: str, tmp_path: Path) -> None:
+    """More adapters than the device has room for; in float32 also PEFT's."""
+    needs_gpus(2)
+    folder = make_model("llama", tmp_path / "model")
+    models = PeftModels(folder, tmp_path)
+    kinds = ({"r": 8}, {"r": 24, "target_modules": ["k_proj", "o_proj"]}, {"r": 5}, {"r": 64})
+    for kind in kinds:
+        models.add(random.randrange(1 << 30), **kind)
+    folders = list(models.directories.values())
+    prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
+    settings = {"enable_lora": True, "max_loras": 2, "lora_memory_bytes": 8 << 20}
+    settings |= {"dtype": dtype, "drafter": "none", "num_pages": 120}
+    found = ranked("adapted", folder, prompts, folders, tp=2, **settings)["tokens"]
+    names = [b"", *models.digests]
+    of_rows = [names[row % len(names)] for row in range(len(prompts))]
+    if dtype == "float32":
+        with make_llm(folder, **settings) as llm:
+            assert found == adapted_texts(llm, prompts, folders)
+    for row in range(3):
+        right = models.logits(of_rows[row], [*prompts[row], *found[row]])[len(prompts[row]) - 1 :]
+        best = right[:-1].max(dim=1).values
+        got = right[:-1].gather(1, torch.tensor(found[row])[:, None])[:, 0]
+        near = 1e-3 if dtype == "float32" else 0.05
+        assert bool((best - got <= near * right.abs().max()).all()), (row, best - got)
+
+
+def test_tokens_with_adapters_of_experts_are_those_of_one_rank(tmp_path: Path) -> None:
+    needs_gpus(2)
+    folder = make_model("qwen3_moe", tmp_path / "model")
+    folders = [
+        make_expert_adapter(
+            tmp_path / f"a{rank}", folder, random.randrange(1 << 30), rank, is_shared=False
+        )
+        for rank in (8, 12)
+    ]
+    names = ("v", "experts", "router")
+    settings = {"enable_lora": True, "max_loras": 2, "lora_projections": names}
+    settings |= {"drafter": "none", "num_pages": 120}
+    prompts = random_prompts((5, 90, 41, 177, 12, 63))
+    with make_llm(folder, **settings) as llm:
+        alone = adapted_texts(llm, prompts, folders)
+    assert ranked("adapted", folder, prompts, folders, tp=2, **settings)["tokens"] == alone
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
