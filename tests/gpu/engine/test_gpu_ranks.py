@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from weft.testing.engine.ranked_texts import VOCAB, adapted_texts, make_llm, ranked, texts_of
+from weft.engine.base.request import StopCriteria
+from weft.testing.engine.eagle3_cases import check_chains
+from weft.testing.engine.ranked_texts import (
+    GREEDY,
+    VOCAB,
+    adapted_texts,
+    make_llm,
+    ranked,
+    texts_of,
+)
 from weft.testing.models.float32_reference import ties_of
 from weft.testing.models.lora_reference import PeftModels
 from weft.testing.models.tiny_adapters import make_expert_adapter
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
+from weft.testing.models.tiny_mtp import make_cycle, make_tiny_mtp
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
@@ -103,6 +115,44 @@ def test_tokens_with_adapters_of_experts_are_those_of_one_rank(tmp_path: Path) -
     with make_llm(folder, **settings) as llm:
         alone = adapted_texts(llm, prompts, folders)
     assert ranked("adapted", folder, prompts, folders, tp=2, **settings)["tokens"] == alone
+
+
+def test_chains_of_divided_heads_are_the_heads(tmp_path: Path) -> None:
+    needs_gpus(2)
+    seed = random.randrange(1 << 30)
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 64}
+    folder = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, tokenizer=True, **sizes)
+    head = make_tiny_draft(tmp_path / "d", folder, seed + 1)
+    prompts = random_prompts((5, 90, 41, 177, 12, 63))
+    settings = {"drafter": "eagle3", "draft_dir": head, "tp": 2}
+    found = ranked("drafted", folder, prompts, **settings)
+    with make_llm(folder, drafter="none") as llm:
+        stop = StopCriteria(max_tokens=40, ignore_eos=True)
+        alone = [one.token_ids for one in llm.generate(prompts, GREEDY, stop)]
+    assert found["tokens"] == alone
+    noted = SimpleNamespace(chains=[(tokens, chain) for tokens, chain in found["chains"]])
+    check_chains(noted, folder, head, allowed=1)
+    # With drawn tokens, constraints, prefix hits and log-probabilities too.
+    with make_llm(folder) as llm:
+        expected = [one["tokens"] for one in texts_of(llm, prompts)]
+    drafted = ranked("texts", folder, prompts, **settings)["texts"]
+    assert [one["tokens"] for one in drafted] == expected
+
+
+def test_drafts_of_a_divided_mtp_head_are_accepted(tmp_path: Path) -> None:
+    needs_gpus(2)
+    folder = tmp_path / "model"
+    seed = random.randrange(1 << 30)
+    make_tiny_mtp("glm", folder, seed)
+    make_cycle(folder, seed)
+    prompts = [[random.randrange(3, 250) for _ in range(count)] for count in (1, 30, 90, 17)]
+    found = ranked("drafted", folder, prompts, drafter="mtp", tp=2)
+    with make_llm(folder, drafter="none") as llm:
+        stop = StopCriteria(max_tokens=40, ignore_eos=True)
+        alone = [one.token_ids for one in llm.generate(prompts, GREEDY, stop)]
+    assert found["tokens"] == alone
+    counters = found["counters"]
+    assert counters["accepted_tokens"] > counters["drafted_tokens"] / 4
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

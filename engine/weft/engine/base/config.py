@@ -427,19 +427,14 @@ class EngineConfig:
         if self.tp == 1:
             return []
         needs = [
-            ("tp", not self.deterministic, "1 with deterministic: sums depend on it"),
             (
                 "tp",
                 not (self.enable_lora and self.lora_whole_matrices),
                 "1 with lora_whole_matrices, which other ranks do not get",
             ),
             ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
-            (
-                "tp",
-                self.drafter in ("none", "ngram"),
-                f"1 with drafter = {self.drafter}, whose head or model is not divided yet",
-            ),
-            ("tp", not self.mtp_head, "1 with mtp_head, which is not divided yet"),
+            ("tp", self.drafter != "model", "1 with drafter = model, which is not divided"),
+            ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
         ]
         if self.is_on_gpu:
             needs += [

@@ -19,6 +19,7 @@ from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
+from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
@@ -30,6 +31,7 @@ from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.layout import FP8, CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.step import Step
@@ -91,7 +93,7 @@ class LocalExecutor:
         on_capture: see `StepGraphs`.
         pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
         blocks: of all ranks, like `pool`.
-        num_ranks: ranks among which recurrent layers are divided.
+        num_ranks: ranks among which the model is divided.
         peers: Ranks with a GPU each, of which the first draws for all; None: there are none.
     """
 
@@ -120,6 +122,7 @@ class LocalExecutor:
         num_ranks: int = 1,
         peers: DevicePeers | None = None,
     ) -> None:
+        self.num_ranks = num_ranks
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
         self._model = model
@@ -154,7 +157,7 @@ class LocalExecutor:
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
         """Lengths and last tokens of the slots on the device, ahead of the host."""
-        self._keeper = TokenKeeper(self.known, self.pool, states)
+        self._keeper = TokenKeeper(self.known, self._own_pool, states)
         self._draws: DrawGraphs | None = None
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
@@ -204,6 +207,15 @@ class LocalExecutor:
     def window_tables(self) -> Sequence[PageTable]:
         """The same of each further page group."""
         return self._window_tables
+
+    @property
+    def own_pool(self) -> torch.Tensor:
+        """This rank's heads of the first page group's pool."""
+        return self._own_pool
+
+    def chains(self, model: DraftedModel) -> Chains:
+        """Makes chains of a head's drafts, without graphs."""
+        return EagerChains(model, self._own_pool, self._page_table, self.page_size)
 
     @property
     def step_sizes(self) -> Sequence[int]:

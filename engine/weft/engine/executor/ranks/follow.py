@@ -16,19 +16,24 @@ import socket
 import sys
 import traceback
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from weft.engine.base.config import EngineConfig
+from weft.engine.base.arrays import Int64Array
+from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.base.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
 from weft.engine.executor.device_sampling import WAYS
-from weft.engine.executor.drafts.build import max_drafts
+from weft.engine.executor.drafts.build import head_graphs, max_drafts
+from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
+from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
 from weft.engine.executor.port import Drawable
 from weft.engine.executor.ranks.frames import (
+    ChainsOf,
     Copies,
     Draw,
     Pages,
@@ -46,6 +51,7 @@ from weft.engine.executor.ranks.share import (
     pool_of,
 )
 from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
+from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
@@ -82,13 +88,36 @@ class Following:
         return Segment(memory, size)
 
 
-def load(config: EngineConfig, others: Following) -> LocalExecutor:
+class Drafting(NamedTuple):
+    """How a rank makes a head's drafts."""
+
+    eager: Chains
+    captured: ChainGraphs | None
+
+    def later(self, step: StepInput, limits: Int64Array) -> LaterChains:
+        """The drafts that a step verifies; see `Step.limits`."""
+        assert self.captured is not None
+        own = slice(step.num_decodes, step.num_decodes + step.num_verified)
+        requests = StepInput(
+            slots=step.slots[own],
+            starts=step.starts[own],
+            bounds=step.bounds[own],
+            counts=step.counts[own],
+            num_verified=step.num_verified,
+            limits=limits,
+            adapters=None if step.adapters is None else step.adapters[own],
+        )
+        counts = (requests.counts - 1).tolist()
+        return LaterChains(self.captured, counts, lambda: requests, to_host=False)
+
+
+def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafting | None]:
     """Loads this rank's share, in the same phases as rank 0."""
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
     peers = peers_of(others, config, device)
-    loaded = load_share(config, others, peers)
+    loaded, drafted = load_share(config, others, peers)
     lora = make_lora_pool(config, loaded, device, ranks=SharedMemory(others, peers))
     layout = loaded.model.kv_layout(config.page_size)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
@@ -125,6 +154,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
         max_step_tokens=max_step_tokens,
         cuda_graphs=config.cuda_graphs,
         lora=lora,
+        states=drafted,
         max_drafts=max_drafts(config),
         num_blocks=num_blocks,
         pool=pool,
@@ -134,12 +164,16 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
     )
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
+    drafting = None
+    if drafted is not None and config.drafter in HEAD_DRAFTERS:
+        graphs, _ = head_graphs(config, drafted, executor, None)
+        drafting = Drafting(executor.chains(drafted), graphs)
     ways = others.agree("drawing", len(WAYS))
     executor.capture_draws(None, WAYS[:ways])
-    return executor
+    return executor, drafting
 
 
-def follow(executor: LocalExecutor, group: SharedGroup) -> None:
+def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup) -> None:
     """Runs the frames that rank 0 sends, until the group ends.
 
     Raises:
@@ -148,9 +182,17 @@ def follow(executor: LocalExecutor, group: SharedGroup) -> None:
     drawable: Drawable | None = None
     while True:
         match decode(group.take()):
-            case Step(step, pages):
+            case Step(step, pages, limits):
                 pages.enter(executor.page_table)
+                if limits is not None:
+                    assert drafting is not None
+                    step.drafts = drafting.later(step, limits)
                 drawable = executor.launch(step).drawable
+            case ChainsOf(lasts, counts, pages):
+                assert drafting is not None
+                pages.enter(executor.page_table)
+                with torch.inference_mode():
+                    drafting.eager.run(lasts, counts)
             case Draw(way):
                 assert drawable is not None
                 assert drawable.captured is not None
@@ -184,13 +226,13 @@ def main(argv: list[str]) -> int:
         rank = int(hello["rank"])
         group = SharedGroup(segment, rank, config.tp, START_LIMIT_S)
         others = Following(link, rank, group, hello["store_path"])
-        executor = load(replace(config, device=device_of_rank(config, rank)), others)
+        executor, drafting = load(replace(config, device=device_of_rank(config, rank)), others)
         gc.collect()
         gc.freeze()
         others.agree("ready")
         # Rank 0 has half this limit, so that it times out first and reports the error.
         group.limit(2 * config.rank_timeout_s)
-        follow(executor, group)
+        follow(executor, drafting, group)
     except LinkClosed:
         return 0
     except RanksLost as lost:

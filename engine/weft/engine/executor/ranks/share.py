@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.local import RankPool
 from weft.engine.executor.states import RankBlocks
 from weft.engine.memory.layout import CacheLayout
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
@@ -61,8 +64,10 @@ class SharedMemory:
         return memory
 
 
-def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedModel:
-    """This rank's share of the model's weights.
+def load_share(
+    config: EngineConfig, others: Others, peers: Peers
+) -> tuple[LoadedModel, DraftedModel | None]:
+    """This rank's share of the model's weights, and the model with its draft head, if it has one.
 
     Raises:
         ModelError, ConfigError: The weights cannot be used.
@@ -76,9 +81,12 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
         task=config.task,
         num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         peers=peers,
+        mtp_head=config.reads_mtp,
+        is_fixed=config.deterministic,
     )
     others.agree("model", text=loaded.digest.hex())
-    return loaded
+    drafted = load_head(config, loaded)
+    return (loaded if drafted is None else replace(loaded, model=drafted)), drafted
 
 
 def peers_of(

@@ -1,7 +1,7 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
-    python -m weft.testing.engine.ranked_texts texts|adapted|killed|stopped MODEL_DIR SETTINGS \
-        PROMPTS ADAPTERS
+    python -m weft.testing.engine.ranked_texts texts|adapted|drafted|killed|stopped MODEL_DIR \
+        SETTINGS PROMPTS ADAPTERS
 
 Settings, prompts and folders of adapters are JSON, as are the results on standard output.
 """
@@ -25,6 +25,8 @@ import psutil
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.testing.engine.drafters import RandomGate
+from weft.testing.engine.eagle3_cases import NotedChains
 
 VOCAB = 517
 GREEDY = SamplingParams(temperature=0.0)
@@ -78,6 +80,14 @@ def adapted_texts(
     return [one.token_ids for one in llm.generate(prompts, GREEDY, stop, adapters=chosen)]
 
 
+def drafted_texts(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens of prompts, and what a head drafted behind which tokens."""
+    noted = NotedChains(llm.engine, RandomGate((1, 3)))
+    stop = StopCriteria(max_tokens=40, ignore_eos=True)
+    samples = llm.generate(prompts, GREEDY, stop)
+    return {"tokens": [one.token_ids for one in samples], "chains": noted.chains}
+
+
 def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
     """Kills or stops a rank under load; what is raised, and seconds after which it is."""
     ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
@@ -123,6 +133,9 @@ def main(argv: list[str]) -> None:
         if what == "texts":
             found["texts"] = texts_of(llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
+            found["counters"] = llm.engine.counters()
+        elif what == "drafted":
+            found |= drafted_texts(llm, json.loads(prompts))
             found["counters"] = llm.engine.counters()
         elif what == "adapted":
             found["tokens"] = adapted_texts(llm, json.loads(prompts), json.loads(adapters))
