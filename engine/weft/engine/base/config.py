@@ -426,7 +426,7 @@ class EngineConfig:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
         if self.tp == 1:
             return []
-        needs = [
+        return [
             (
                 "tp",
                 not (self.enable_lora and self.lora_whole_matrices),
@@ -436,21 +436,6 @@ class EngineConfig:
             ("tp", self.drafter != "model", "1 with drafter = model, which is not divided"),
             ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
         ]
-        if self.is_on_gpu:
-            needs += [
-                (
-                    "tp",
-                    not self.ships_pages,
-                    "1 on GPUs for workers that exchange pages with others: give --transport data "
-                    f"and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}, and no KV store",
-                ),
-                (
-                    "tp",
-                    not self.host_cache_bytes and self.disk_cache_dir is None,
-                    "1 on GPUs with tiers (host_cache_bytes, disk_cache_dir)",
-                ),
-            ]
-        return needs
 
     @property
     def reads_mtp(self) -> bool:
@@ -510,6 +495,11 @@ class EngineConfig:
     def never_fills(self) -> bool:
         """Whether this engine never asks other workers for pages."""
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages leave the pool or come into it: from other workers, a store or tiers."""
+        return self.ships_pages or bool(self.host_cache_bytes) or self.disk_cache_dir is not None
 
     @property
     def ships_pages(self) -> bool:

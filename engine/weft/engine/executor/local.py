@@ -35,6 +35,7 @@ from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.step import Step
+from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.attention import GroupStep
@@ -42,7 +43,6 @@ from weft.kernels.device_sampling import SlotTables
 from weft.kernels.fp8_kv import is_fp8
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
-from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
@@ -67,6 +67,8 @@ class RankPool(NamedTuple):
     """Its pages, all heads."""
     own: torch.Tensor
     """This rank's heads of them."""
+    pages: DevicePages | None = None
+    """Pages of all ranks, where each rank has a pool of its own, which rank 0 maps."""
 
 
 class LocalExecutor:
@@ -132,12 +134,15 @@ class LocalExecutor:
         width = model.config.hidden_size
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
+        self._has_head = states is not None
         self.page_size = layout.page_size
         if pool is None:
             whole = _new_pool(layout, 0, num_pages, device)
             pool = RankPool(whole, whole)
-        self.pool, self._own_pool = pool
+        self.pool, self._own_pool, pages = pool
         """The first page group's, all heads, and this rank's heads of it."""
+        self.device_pages = pages or DevicePages.of(self.pool)
+        """Whole pages on a device."""
         further = (
             _new_pool(layout, group, count, device) for group, count in enumerate(window_pages, 1)
         )
@@ -233,6 +238,11 @@ class LocalExecutor:
         return self.device.type == "cuda"
 
     @property
+    def works_behind_draws(self) -> bool:
+        """See `Executor.works_behind_draws`."""
+        return False
+
+    @property
     def pool_bytes(self) -> np.ndarray:
         """The pool as [num_pages, page_bytes] uint8; without pages if it is not on the host."""
         flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
@@ -244,16 +254,16 @@ class LocalExecutor:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
         numbers = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
-        found = page_digests(self.pool, numbers).cpu().numpy().view(np.uint64).tolist()
+        found = self.device_pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
         return found
 
     def page_pool(self) -> PagePool:
         """Access to the pool's pages for one thread besides the one that runs steps."""
-        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
+        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.device_pages)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
         """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
-        return None if self._inputs is None else PinnedRows(rows, self.pool)
+        return None if self._inputs is None else PinnedRows(rows, self.device_pages)
 
     def check(self) -> None:
         """See `Executor.check`: there is nothing that could be lost."""
@@ -397,6 +407,11 @@ class LocalExecutor:
                 tokens, slots = tokens[num_rows:], slots[num_rows:]
             if len(slots):
                 self._keeper.keep(tokens, slots)
+
+    def meet(self) -> None:
+        """Lets the devices of all ranks wait for one another."""
+        assert self._peers is not None
+        self._peers.meet()
 
     def mark(self) -> Mark:
         """A mark of the device's work so far."""

@@ -270,7 +270,7 @@ def _load_parts(
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
-        config, models, pools, max_tokens, device, lora, ranks, peers, progress
+        config, models, pools, max_tokens, device, lora, shared, peers, progress
     )
     progress(0, 0, "timing steps")
     token_s = time_token(
@@ -303,7 +303,8 @@ def _load_parts(
     progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
-        exchange = staged_exchange(config, executor.pool, staging, lanes)
+        pages, mark = executor.device_pages, executor.mark
+        exchange = staged_exchange(config, pages, staging, lanes, mark)
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
@@ -536,17 +537,17 @@ def _make_executor(
     max_tokens: int,
     device: torch.device,
     lora: LoraPool | None,
-    ranks: Ranks | None,
+    shared: SharedMemory | None,
     peers: SharedGroup | DevicePeers | None,
     progress: Progress,
 ) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
     layout, pool, blocks = models.layout, None, None
-    if ranks is not None:
-        layout, pool = pool_of(ranks, layout, pools.num_pages, device)
+    if shared is not None:
+        layout, pool = pool_of(config, shared, layout, pools.num_pages)
         if layout.states is not None:
-            ranks.agree("blocks", pools.num_blocks)
-        blocks = blocks_of(ranks, layout, pools.num_blocks)
+            shared.others.agree("blocks", pools.num_blocks)
+        blocks = blocks_of(shared.others, layout, pools.num_blocks)
     executor = RankedExecutor(
         models.loaded.model,
         layout,
@@ -570,8 +571,8 @@ def _make_executor(
         num_ranks=config.tp,
         peers=None if isinstance(peers, SharedGroup) else peers,
     )
-    if ranks is not None:
-        ranks.agree("pool")
+    if shared is not None:
+        shared.others.agree("pool")
     return executor
 
 

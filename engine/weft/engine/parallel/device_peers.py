@@ -92,6 +92,7 @@ class DevicePeers:
             torch.zeros(num_turns(once, twice), dtype=torch.int32, device=device),
             control,
         )
+        self._nothing = torch.zeros((1, width), dtype=dtype, device=device)
         self._logits = LogitsMemory(
             self.rank,
             self.size,
@@ -158,6 +159,10 @@ class DevicePeers:
     ) -> torch.Tensor | None:
         """Adds the sum over all ranks to the stream, [T, H], in place; see `sum_rows`."""
         return sum_rows(self._memory, partial, stream, stream, norm, tap)
+
+    def meet(self) -> None:
+        """Waits, on the device, until all ranks' devices have come to this call."""
+        sum_rows(self._memory, self._nothing, self._nothing, self._nothing)
 
     def share_of_logits(self, rows: int) -> slice | None:
         """The tokens whose logits this rank computes; None: the first rank computes all."""

@@ -36,6 +36,7 @@ from weft.engine.executor.ranks.frames import (
     ChainsOf,
     Copies,
     Draw,
+    Meet,
     Pages,
     SharedTokens,
     Step,
@@ -118,7 +119,8 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
     device = find_device(config)
     peers = peers_of(others, config, device)
     loaded, drafted = load_share(config, others, peers)
-    lora = make_lora_pool(config, loaded, device, ranks=SharedMemory(others, peers))
+    shared = SharedMemory(others, peers)
+    lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = loaded.model.kv_layout(config.page_size)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
@@ -141,7 +143,7 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
         )
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
-    own, pool = pool_of(others, layout, num_pages, device)
+    own, pool = pool_of(config, shared, layout, num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", UNBOUNDED)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
@@ -201,6 +203,8 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
                 executor.keep(torch.from_numpy(tokens))
             case SharedTokens(num_tokens):
                 executor.keep_shared(num_tokens)
+            case Meet():
+                executor.meet()
             case Copies(copies):
                 executor.copy(copies)
             case Pages("zero", numbers):

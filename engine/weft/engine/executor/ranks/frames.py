@@ -20,7 +20,7 @@ from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 
-_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS = range(8)
+_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _MEET = range(9)
 _ARRAYS = (
     *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
     *("words", "limits", "pages", "adapters"),
@@ -86,6 +86,10 @@ class SharedTokens(NamedTuple):
     """Its length."""
 
 
+class Meet(NamedTuple):
+    """The devices wait for one another."""
+
+
 class Copies(NamedTuple):
     """The argument of `Executor.copy`, for ranks that have a pool of their own."""
 
@@ -147,6 +151,11 @@ def encode_shared(count: int) -> list[bytes]:
     return [np.array([_SHARED, count], np.int64).tobytes()]
 
 
+def encode_meet() -> list[bytes]:
+    """Encodes that the devices wait for one another."""
+    return [np.array([_MEET], np.int64).tobytes()]
+
+
 def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
     """Encodes copies of pages."""
     return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
@@ -163,7 +172,7 @@ def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> lis
     return [array.astype(np.int64).tobytes() for array in (header, *lasts, counts, *pages)]
 
 
-def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | ChainsOf:
+def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | ChainsOf | Meet:
     """The content of a frame."""
     numbers: Int64Array = np.frombuffer(bytearray(frame), np.int64)  # Writable, for torch.
     kind, behind = int(numbers[0]), numbers[1:]
@@ -178,6 +187,8 @@ def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages
         cuts = np.cumsum([requests] * 4 + [slots] * 3)
         *lasts, counts, new, firsts, ends, pages = np.split(behind[2:], cuts)
         return ChainsOf(LastTokens(*lasts), counts, NewPages(new, firsts, ends, pages))
+    if kind == _MEET:
+        return Meet()
     if kind == _COPIES:
         return Copies([PageCopy(*pair) for pair in behind.reshape(-1, 2).tolist()])
     return _step(numbers) if kind == _STEP else Pages(_WORK[kind], behind.tolist())

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 from weft.engine.base.arrays import Int64Array
+from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.device_sampling import CapturedDraw, CapturedDraws, Way
@@ -19,6 +20,7 @@ from weft.engine.executor.ranks.frames import (
     encode_chains,
     encode_copies,
     encode_draw,
+    encode_meet,
     encode_pages,
     encode_shared,
     encode_step,
@@ -116,6 +118,26 @@ class RankedExecutor(LocalExecutor):
             self._ranks.group.post(encode_shared(len(tokens)))
             tokens = self._peers.share_tokens(tokens.to(self.device, non_blocking=True))
         super().keep(tokens)
+
+    def mark(self) -> Mark:
+        """See `Executor.mark`: where this rank reads and writes the pools of the others, of the
+        work of all ranks.
+        """
+        if self._ranks is not None and self._maps_pools:
+            self._ranks.group.post(encode_meet())
+            self.meet()
+        return super().mark()
+
+    @property
+    def works_behind_draws(self) -> bool:
+        """See `Executor.works_behind_draws`: a draft head writes behind a step's last sum, which
+        all devices come to.
+        """
+        return self._maps_pools and self._has_head
+
+    @property
+    def _maps_pools(self) -> bool:
+        return len(self.device_pages.parts) > 1
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `Executor.copy`."""
