@@ -45,7 +45,7 @@ class DevicePages:
     @classmethod
     def of(cls, pool: torch.Tensor | DevicePages) -> DevicePages:
         """The pages of a pool [num_pages, ...] in one piece."""
-        return pool if isinstance(pool, cls) else cls([PagePart(pool, 0)])
+        return pool if isinstance(pool, DevicePages) else cls([PagePart(pool, 0)])
 
     @property
     def _read(self) -> list[bool]:

@@ -171,7 +171,7 @@ def host_weights(
         given_a = [change.a if change else None for change in changes]
         given_b = [change.b.mT if change else None for change in changes]
         size_a, size_b = part.in_features, part.out_features
-        all_a, all_b = [], []
+        all_a, all_b = list[Half](), list[Half]()
         for rank in range(num_ranks):
             sizes = (rank, num_ranks, part.num_experts, max_rows)
             if not all_a or _width(given_a) > size_a:
