@@ -1,4 +1,6 @@
-"""A worker whose ranks have a GPU each loses ranks under load, and is back each time."""
+"""A worker whose ranks have a GPU each takes pages from one of one GPU. Under load it loses ranks,
+and is back each time.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ import psutil
 import pytest
 import torch
 from weft.testing.meshes.local_mesh import wait_until
+from weft.testing.meshes.mesh_calls import Ask, Caller, check_way
+from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import worker_pb2
 
@@ -22,7 +26,7 @@ pytestmark = [pytest.mark.needs("cuda", "go", "nixl"), pytest.mark.timeout(600)]
 
 NUM_KILLS, NUM_NEW = 5, 24
 LIMIT_S = 3.0
-FLAGS = ("--prefill", "0", "--tp", "2", "--device", "cuda:0,cuda:1", "--decode-args")
+FLAGS = ("--tp", "2", "--device", "cuda:0,cuda:1")
 SMALL = "--num-pages 200 --max-running-requests 4 --max-step-tokens 128 --prefill-chunk-tokens 64"
 
 
@@ -95,6 +99,34 @@ def lose_a_rank(mesh: TinyMesh, load: Load) -> str:
     return f"rank {number} by {how.name}: ended after {ended_s:.1f} s, back after {back_s:.1f} s"
 
 
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("filler", [1, 2])
+async def test_prompts_are_filled_by_workers_of_any_number_of_ranks(
+    filler: int, has_head: bool, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("cuda: this needs two GPUs")
+    owner = 3 - filler
+    devices = {1: "--tp 1 --device cuda:1", 2: "--tp 2 --device cuda:0,cuda:1"}
+    flags = (*FLAGS, "--local-prefill-max-tokens", "0", "--transport", "nixl")
+    flags += ("--prefill-args", f"{SMALL} {devices[filler]}")
+    drafts = " --drafter eagle3 --draft-gate fixed" if has_head else ""
+    flags += ("--decode-args", f"{SMALL} {devices[owner]} {PATIENT}{drafts}")
+    mesh = TinyMesh(tmp_path, *flags, has_draft=has_head)
+    try:
+        mesh.wait_ready()
+        greedy = Greedy(mesh.model_dir)
+        async with Caller(mesh) as caller:
+            for length in (300, 70, 155):
+                prompt = [random.randrange(3, VOCAB) for _ in range(length)]
+                ask = Ask(prompt=prompt, max_tokens=NUM_NEW, ignore_eos=True)
+                answer = await caller.ask("grpc", ask)
+                check_way("nixl", answer)
+                greedy.check(prompt, answer.token_ids or [], NUM_NEW)
+    finally:
+        mesh.stop()
+
+
 @pytest.mark.full_after(1)
 @pytest.mark.parametrize("part", range(4))
 def test_ranks_that_are_lost_under_load_come_back_without_a_wrong_text(
@@ -102,7 +134,8 @@ def test_ranks_that_are_lost_under_load_come_back_without_a_wrong_text(
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("cuda: this needs two GPUs")
-    mesh = TinyMesh(tmp_path, *FLAGS, f"{SMALL} --rank-timeout-s {LIMIT_S:g}")
+    args = f"{SMALL} --rank-timeout-s {LIMIT_S:g}"
+    mesh = TinyMesh(tmp_path, *FLAGS, "--prefill", "0", "--decode-args", args)
     load: Load | None = None
     try:
         mesh.wait_ready()
