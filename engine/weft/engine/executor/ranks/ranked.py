@@ -120,10 +120,11 @@ class RankedExecutor(LocalExecutor):
         super().keep(tokens)
 
     def mark(self) -> Mark:
-        """See `Executor.mark`: where this rank reads and writes the pools of the others, of the
-        work of all ranks.
+        """See `Executor.mark`: of the work of all ranks, where this one writes to memory of the
+        others.
         """
-        if self._ranks is not None and self._maps_pools:
+        is_shared = self._maps_pools or self._lora is not None
+        if self._ranks is not None and self.is_asynchronous and is_shared:
             self._ranks.group.post(encode_meet())
             self.meet()
         return super().mark()
