@@ -15,8 +15,9 @@ import torch
 from weft.kernels import cpu
 from weft.kernels.attention import AttentionSpec, GroupStep, fits_native, paged_attention
 from weft.kernels.linear import LinearWeight, linear, normed_linear
-from weft.kernels.lora import LoraStep, addition_to
+from weft.kernels.lora import LoraAddition, LoraStep, addition_to
 from weft.kernels.norm import rms_norm
+from weft.kernels.peers import Peers
 from weft.kernels.rope import rope_and_cache
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
@@ -63,6 +64,9 @@ class DraftHeadWeight:
     """Epsilon of all norms."""
     native: cpu.DraftHeadStruct | None
     """The same for the native operations; None if some part is not in native form."""
+    peers: Peers | None = None
+    """Ranks that have the other shares of the layer's heads and of its MLP; None: there are none.
+    """
 
     @property
     def hidden_size(self) -> int:
@@ -93,6 +97,7 @@ def pack_draft_head(
     cos_sin: torch.Tensor,
     num_heads: int,
     eps: float,
+    peers: Peers | None = None,
 ) -> DraftHeadWeight:
     """Packs a head's parameters, whose shapes must fit together; see `DraftHeadWeight`."""
     native = None
@@ -126,6 +131,7 @@ def pack_draft_head(
         num_heads=num_heads,
         eps=eps,
         native=native,
+        peers=peers,
     )
 
 
@@ -348,7 +354,8 @@ def draft_chain(
     """
     native = _native_for(state, w, pool)
     depth, requests = chains.positions.shape
-    if native is None or depth > MAX_NATIVE_DEPTH or chains.lora is not None:
+    is_divided = w.peers is not None
+    if native is None or is_divided or depth > MAX_NATIVE_DEPTH or chains.lora is not None:
         return draft_chain_reference(state, token_ids, w, chains, pool, layer)
     _check(state, (requests, w.hidden_size), w.fc.dtype, "state")
     _check(token_ids, (requests,), torch.int64, "token_ids")
@@ -476,11 +483,25 @@ def draft_turn(
         step,
         earlier_rows=rows.earlier_rows,
     )
-    state = linear(mixed, w.o, state, lora=addition_to(lora, "o", 0))
+    state = added(mixed, w.o, state, w.peers, addition_to(lora, "o", 0))
     to_gate_up = addition_to(lora, "gate_up", 0)
     inner = normed_linear(state, w.post_norm, w.eps, w.gate_up, lora=to_gate_up)
-    state = linear(inner, w.down, state, lora=addition_to(lora, "down", 0))
+    state = added(inner, w.down, state, w.peers, addition_to(lora, "down", 0))
     return state, normed_linear(state, w.norm, w.eps, w.lm_head, torch.float32)
+
+
+def added(
+    x: torch.Tensor,
+    w: LinearWeight,
+    state: torch.Tensor,
+    peers: Peers | None,
+    lora: LoraAddition | None = None,
+) -> torch.Tensor:
+    """state + x @ w^T, [T, H], where each rank has a part of x."""
+    if peers is None:
+        return linear(x, w, state, lora=lora)
+    dtype = None if x.is_cuda else torch.float32  # As layers add up: see `Peers.add_sum`.
+    return peers.add_sum(linear(x, w, out_dtype=dtype, lora=lora), state)
 
 
 def _choose(logits: torch.Tensor, target_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
-from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows
+from weft.kernels.draft_head import FIRST_POSITION, DraftChains, DraftRows, added
 from weft.kernels.linear import LinearWeight, gate_up_silu, linear
 from weft.kernels.norm import rms_norm
+from weft.kernels.peers import Peers
 from weft.kernels.rope import rope_and_cache
 
 
@@ -44,6 +45,8 @@ class EagleHeadWeight:
     """[max_positions, D] float32, as in `rope_and_cache`."""
     num_heads: int
     eps: float
+    peers: Peers | None = None
+    """See `DraftHeadWeight.peers`."""
 
 
 def eagle_entries(
@@ -133,9 +136,9 @@ def _layer(
     heads = (w.num_heads, pool.shape[1])
     spec = AttentionSpec(*heads, dim, 1 / math.sqrt(dim), first_position=FIRST_POSITION)
     mixed = paged_attention(q, pool, layer, spec, rows)
-    state = linear(mixed, w.o, x)
+    state = added(mixed, w.o, x, w.peers)
     inner = gate_up_silu(rms_norm(state, w.post_norm, w.eps), w.gate_up)
-    return linear(inner, w.down, state)
+    return added(inner, w.down, state, w.peers)
 
 
 def states_before(states: torch.Tensor, rows: DraftRows, kept: torch.Tensor) -> torch.Tensor:

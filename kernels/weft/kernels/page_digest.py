@@ -18,7 +18,7 @@ FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 
-def page_digests(pool: Tensor, pages: Tensor) -> Tensor:
+def page_digests(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
     """Digests of some pages, left on the pool's device.
 
     Args:
@@ -26,6 +26,8 @@ def page_digests(pool: Tensor, pages: Tensor) -> Tensor:
             is a multiple of 8 bytes; not changed.
         pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
             Each must be in the pool.
+        first_word: Index of a page's first word here, where the pool has a part of each page:
+            digests of parts add up to those of pages.
 
     Returns:
         int64 `[n]`: the 64 bits of each page's digest.
@@ -37,14 +39,14 @@ def page_digests(pool: Tensor, pages: Tensor) -> Tensor:
     if pool.is_cuda and len(pages):
         from weft.kernels.gpu import page_digest as gpu
 
-        return gpu.row_digests(rows, pages)
-    return page_digests_reference(pool, pages)
+        return gpu.row_digests(rows, pages, first_word)
+    return page_digests_reference(pool, pages, first_word)
 
 
-def page_digests_reference(pool: Tensor, pages: Tensor) -> Tensor:
+def page_digests_reference(pool: Tensor, pages: Tensor, first_word: int = 0) -> Tensor:
     """`page_digests` in eager torch, any device; the CPU's form too."""
     words = _words(pool, pages)[pages]
-    numbers = torch.arange(1, words.shape[1] + 1, device=pool.device)
+    numbers = torch.arange(1, words.shape[1] + 1, device=pool.device) + first_word
     z = words + numbers * _signed(INCREMENT)
     for shift, factor in FACTORS:
         z = (z ^ _shifted(z, shift)) * _signed(factor)

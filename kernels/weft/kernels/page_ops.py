@@ -60,8 +60,8 @@ def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
             is a multiple of 4 bytes; not changed.
         pages: int64 `[n]` on the pool's device: page numbers, in any order, repetitions allowed.
             Each must be in the pool.
-        out: uint8 `[n or more, bytes of a page]` on the pool's device, contiguous; its first n
-            rows are written.
+        out: uint8 `[n or more, bytes of a page]` on the pool's device, whose rows are contiguous
+            and a multiple of 4 bytes apart; its first n rows are written.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; nothing was copied.
@@ -79,7 +79,8 @@ def scatter_pages(source: Tensor, pages: Tensor, pool: Tensor) -> None:
     """Copies the rows of a dense buffer to pages of a pool.
 
     Args:
-        source: uint8 `[n or more, bytes of a page]` on the pool's device, contiguous; not changed.
+        source: uint8 `[n or more, bytes of a page]` on the pool's device, whose rows are contiguous
+            and a multiple of 4 bytes apart; not changed.
         pages: int64 `[n]` on the pool's device: where the first n rows go; all different. Each
             must be in the pool.
         pool: `[num_pages, ...]`, contiguous within a page; a page, and the distance between pages,
@@ -111,8 +112,11 @@ def _words(pool: Tensor, pages: Tensor, buffer: Tensor) -> Tensor:
     """The pool as int32 `[num_pages, words]`; checks it, the page numbers' tensor and a buffer."""
     rows = page_words(pool, pages)
     num_bytes = rows.shape[1] * rows.itemsize
-    if buffer.dtype != torch.uint8 or buffer.dim() != 2 or not buffer.is_contiguous():
-        raise ValueError(f"not a contiguous uint8 buffer: {buffer.dtype} {tuple(buffer.shape)}")
+    is_dense = buffer.dim() == 2 and buffer.stride(1) == 1 and is_viewable_as(buffer, torch.int32)
+    if buffer.dtype != torch.uint8 or not is_dense:
+        raise ValueError(
+            f"not a uint8 buffer of contiguous rows: {buffer.dtype} {tuple(buffer.shape)}"
+        )
     if buffer.shape[1] != num_bytes or buffer.shape[0] < len(pages):
         raise ValueError(
             f"a buffer {tuple(buffer.shape)} for {len(pages)} pages of {num_bytes} bytes"

@@ -182,8 +182,6 @@ def test_a_checkpoint_says_what_was_left_out(
 def test_what_cannot_be_is_refused(cycle_dir: Path, tmp_path: Path, seed: int) -> None:
     with pytest.raises(ConfigError, match="mtp_head"):
         EngineConfig(model_dir=cycle_dir, draft_dir=tmp_path, drafter="mtp")
-    with pytest.raises(ConfigError, match="tp"):
-        EngineConfig(model_dir=cycle_dir, mtp_head=True, tp=2)
     make_reference("glm4_moe", tmp_path / "without", seed, **KINDS["glm"].fields)
     with pytest.raises(ModelError, match=r"has no MTP head: there is no tensor model\.layers\.3"):
         llm(tmp_path / "without", drafter="mtp")

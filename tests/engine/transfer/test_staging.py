@@ -19,7 +19,7 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.loop.engine import Engine
 from weft.engine.protocol.submits import Cancel
 from weft.engine.scheduler.plan import Plan
-from weft.engine.transfer import mover as page_mover
+from weft.engine.transfer import device_pages
 from weft.engine.transfer.build import stages_on_device
 from weft.engine.transfer.mover import DeviceMove, PageMover
 from weft.engine.transfer.transport import HOST_LAST_TOKENS
@@ -390,13 +390,13 @@ def test_copies_come_behind_what_uses_the_pages(
 def test_a_trial_finds_copies_that_go_wrong(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scatter = page_mover.scatter_pages
+    scatter = device_pages.scatter_pages
 
     def spoilt(source: torch.Tensor, pages: torch.Tensor, pool: torch.Tensor) -> None:
         source[0, -1] ^= 1
         scatter(source, pages, pool)
 
-    monkeypatch.setattr(page_mover, "scatter_pages", spoilt)
+    monkeypatch.setattr(device_pages, "scatter_pages", spoilt)
     with pytest.raises(ConfigError, match="do not come back"):
         make_engine(model_dir, "decode", ManualClock(), **STAGED)
 
@@ -404,8 +404,8 @@ def test_a_trial_finds_copies_that_go_wrong(
 def test_a_trial_finds_digests_that_go_wrong(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = page_mover.page_digests
-    monkeypatch.setattr(page_mover, "page_digests", lambda *args: digests(*args) ^ 1)
+    digests = device_pages.page_digests
+    monkeypatch.setattr(device_pages, "page_digests", lambda *args: digests(*args) ^ 1)
     with pytest.raises(ConfigError, match="do not come back"):
         make_engine(model_dir, "decode", ManualClock(), **STAGED)
 

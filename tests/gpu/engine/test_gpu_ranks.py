@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from weft.testing.engine.ranked_texts import VOCAB, make_llm, ranked, texts_of
+from weft.engine.base.request import StopCriteria
+from weft.testing.engine.eagle3_cases import check_chains
+from weft.testing.engine.ranked_texts import (
+    GREEDY,
+    VOCAB,
+    adapted_texts,
+    make_llm,
+    ranked,
+    texts_of,
+)
 from weft.testing.models.float32_reference import ties_of
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
+from weft.testing.models.lora_reference import PeftModels
 from weft.testing.models.moe_families import MOE_FAMILIES
 from weft.testing.models.mxfp4_models import as_mxfp4
 from weft.testing.models.quantised_models import quantised_copy
 from weft.testing.models.reference_models import make_reference
+from weft.testing.models.tiny_adapters import make_expert_adapter
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
+from weft.testing.models.tiny_mtp import make_cycle, make_tiny_mtp
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
@@ -147,6 +161,89 @@ def test_first_tokens_of_int8_are_as_probable_as_on_one_gpu(tmp_path: Path) -> N
         for tp in (1, 2)
     )
     assert together == pytest.approx(alone, abs=0.2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_with_adapters_are_those_of_one_rank(dtype: str, tmp_path: Path) -> None:
+    """More adapters than the device has room for; in float32 also PEFT's."""
+    needs_gpus(2)
+    folder = make_model("llama", tmp_path / "model")
+    models = PeftModels(folder, tmp_path)
+    kinds = ({"r": 8}, {"r": 24, "target_modules": ["k_proj", "o_proj"]}, {"r": 5}, {"r": 64})
+    for kind in kinds:
+        models.add(random.randrange(1 << 30), **kind)
+    folders = list(models.directories.values())
+    prompts = random_prompts((5, 90, 41, 177, 12, 63, 100, 33, 54))
+    settings = {"enable_lora": True, "max_loras": 2, "lora_memory_bytes": 8 << 20}
+    settings |= {"dtype": dtype, "drafter": "none", "num_pages": 120}
+    found = ranked("adapted", folder, prompts, folders, tp=2, **settings)["tokens"]
+    names = [b"", *models.digests]
+    of_rows = [names[row % len(names)] for row in range(len(prompts))]
+    if dtype == "float32":
+        with make_llm(folder, **settings) as llm:
+            assert found == adapted_texts(llm, prompts, folders)
+    for row in range(3):
+        right = models.logits(of_rows[row], [*prompts[row], *found[row]])[len(prompts[row]) - 1 :]
+        best = right[:-1].max(dim=1).values
+        got = right[:-1].gather(1, torch.tensor(found[row])[:, None])[:, 0]
+        near = 1e-3 if dtype == "float32" else 0.05
+        assert bool((best - got <= near * right.abs().max()).all()), (row, best - got)
+
+
+def test_tokens_with_adapters_of_experts_are_those_of_one_rank(tmp_path: Path) -> None:
+    needs_gpus(2)
+    folder = make_model("qwen3_moe", tmp_path / "model")
+    folders = [
+        make_expert_adapter(
+            tmp_path / f"a{rank}", folder, random.randrange(1 << 30), rank, is_shared=False
+        )
+        for rank in (8, 12)
+    ]
+    names = ("v", "experts", "router")
+    settings = {"enable_lora": True, "max_loras": 2, "lora_projections": names}
+    settings |= {"drafter": "none", "num_pages": 120}
+    prompts = random_prompts((5, 90, 41, 177, 12, 63))
+    with make_llm(folder, **settings) as llm:
+        alone = adapted_texts(llm, prompts, folders)
+    assert ranked("adapted", folder, prompts, folders, tp=2, **settings)["tokens"] == alone
+
+
+def test_chains_of_divided_heads_are_the_heads(tmp_path: Path) -> None:
+    needs_gpus(2)
+    seed = random.randrange(1 << 30)
+    sizes = {"num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 64}
+    folder = make_tiny("llama", tmp_path / "t", seed, vocab_size=VOCAB, tokenizer=True, **sizes)
+    head = make_tiny_draft(tmp_path / "d", folder, seed + 1)
+    prompts = random_prompts((5, 90, 41, 177, 12, 63))
+    settings = {"drafter": "eagle3", "draft_dir": head, "tp": 2}
+    found = ranked("drafted", folder, prompts, **settings)
+    with make_llm(folder, drafter="none") as llm:
+        stop = StopCriteria(max_tokens=40, ignore_eos=True)
+        alone = [one.token_ids for one in llm.generate(prompts, GREEDY, stop)]
+    assert found["tokens"] == alone
+    noted = SimpleNamespace(chains=[(tokens, chain) for tokens, chain in found["chains"]])
+    check_chains(noted, folder, head, allowed=1)
+    # With drawn tokens, constraints, prefix hits and log-probabilities too.
+    with make_llm(folder) as llm:
+        expected = [one["tokens"] for one in texts_of(llm, prompts)]
+    drafted = ranked("texts", folder, prompts, **settings)["texts"]
+    assert [one["tokens"] for one in drafted] == expected
+
+
+def test_drafts_of_a_divided_mtp_head_are_accepted(tmp_path: Path) -> None:
+    needs_gpus(2)
+    folder = tmp_path / "model"
+    seed = random.randrange(1 << 30)
+    make_tiny_mtp("glm", folder, seed)
+    make_cycle(folder, seed)
+    prompts = [[random.randrange(3, 250) for _ in range(count)] for count in (1, 30, 90, 17)]
+    found = ranked("drafted", folder, prompts, drafter="mtp", tp=2)
+    with make_llm(folder, drafter="none") as llm:
+        stop = StopCriteria(max_tokens=40, ignore_eos=True)
+        alone = [one.token_ids for one in llm.generate(prompts, GREEDY, stop)]
+    assert found["tokens"] == alone
+    counters = found["counters"]
+    assert counters["accepted_tokens"] > counters["drafted_tokens"] / 4
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -431,36 +431,22 @@ class EngineConfig:
         of_experts = [
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
             ("ep", self.ep == 1 or not self.enable_lora, "1 with LoRA adapters"),
+            ("ep", self.ep == 1 or not self.deterministic, "1 with deterministic"),
+            ("ep", self.ep == 1 or not self.reads_mtp, "1 with an MTP head"),
         ]
         if self.tp == 1:
             return of_experts
-        needs = [
+        return [
             *of_experts,
-            ("tp", not self.deterministic, "1 with deterministic: sums depend on it"),
-            ("tp", not self.enable_lora, "1 with LoRA adapters, which are not divided yet"),
-            ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             (
                 "tp",
-                self.drafter in ("none", "ngram"),
-                f"1 with drafter = {self.drafter}, whose head or model is not divided yet",
+                not (self.enable_lora and self.lora_whole_matrices),
+                "1 with lora_whole_matrices, which other ranks do not get",
             ),
-            ("tp", not self.mtp_head, "1 with mtp_head, which is not divided yet"),
+            ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
+            ("tp", self.drafter != "model", "1 with drafter = model, which is not divided"),
+            ("tp", self.draft_width == 1, "1 with draft_width > 1: ranks draft chains alone"),
         ]
-        if self.is_on_gpu:
-            needs += [
-                (
-                    "tp",
-                    not self.ships_pages,
-                    "1 on GPUs for workers that exchange pages with others: give --transport data "
-                    f"and --local-prefill-max-tokens {NEVER_SHIP_TOKENS}, and no KV store",
-                ),
-                (
-                    "tp",
-                    not self.host_cache_bytes and self.disk_cache_dir is None,
-                    "1 on GPUs with tiers (host_cache_bytes, disk_cache_dir)",
-                ),
-            ]
-        return needs
 
     @property
     def reads_mtp(self) -> bool:
@@ -520,6 +506,11 @@ class EngineConfig:
     def never_fills(self) -> bool:
         """Whether this engine never asks other workers for pages."""
         return (self.local_prefill_max_tokens or 0) >= NEVER_SHIP_TOKENS
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages leave the pool or come into it: from other workers, a store or tiers."""
+        return self.ships_pages or bool(self.host_cache_bytes) or self.disk_cache_dir is not None
 
     @property
     def ships_pages(self) -> bool:

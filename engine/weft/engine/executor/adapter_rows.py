@@ -7,12 +7,12 @@ read it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from weft.engine.checkpoint.adapters.projections import (
     LM_HEAD,
     WHOLE_SUFFIX,
     Projection,
+    projections_of,
 )
 from weft.engine.checkpoint.adapters.rows import AdapterWeights, DevicePlace, Rows
 from weft.engine.checkpoint.config import ModelConfig
@@ -36,7 +37,7 @@ from weft.engine.checkpoint.vocabularies import num_tokens
 from weft.engine.model.adapters.adapter import Adapter, LoraPair
 from weft.engine.model.adapters.formats import read_adapter
 from weft.engine.model.adapters.weights import Half, HostWeights, WholeMatrix, host_weights
-from weft.engine.model.loader import open_checkpoint
+from weft.engine.model.loader import LoadedModel, open_checkpoint
 from weft.engine.model.weights.schemes.plain import PlainScheme
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.linear import LinearWeight
@@ -136,15 +137,70 @@ class DraftParts(Protocol):
         ...
 
 
+class RankMemory(Protocol):
+    """Memory that the ranks of an engine have for the same purpose."""
+
+    rank: int
+    """This process's."""
+    size: int
+    """Number of ranks."""
+
+    def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
+        """Makes zeros of [num_bytes] uint8 on each rank, which rank 0 can write; all ranks call it
+        together.
+        """
+        ...
+
+
+class _Tables(NamedTuple):
+    """One rank's rows and tables."""
+
+    weights: dict[str, LoraWeights]
+    """By `Projection.name`."""
+    replaced: dict[str, ReplacedMatrices]
+    vocabulary_ends: torch.Tensor
+    """See `LoraStep.vocabulary_ends`."""
+
+
+_NewZeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+_ALIGNMENT = 256
+"""Of the tensors in a rank's memory, bytes."""
+
+
+class _Sizes:
+    """Counts the bytes of tensors that would be made."""
+
+    num_bytes = 0
+
+    def add(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(size, dtype=dtype, device="meta")
+        self.num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return tensor
+
+
+class _Parts:
+    """Cuts memory into tensors."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._left = flat
+
+    def take(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = torch.Size(size).numel() * dtype.itemsize
+        tensor = self._left[:num_bytes].view(dtype).view(size)
+        self._left = self._left[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return tensor
+
+
 class LoraPool:
     """Rows and tables of adapters; implements `weft.engine.features.lora.manager.AdapterStore`.
 
     `read` and `write` are called by one thread each. `write` touches only what no step uses, and on
-    a GPU works on a stream of its own: it waits for no step, and no step for it.
+    a GPU works on a stream of its own: it waits for no step, and no step for it. Rank 0 writes the
+    rows of all ranks.
 
     Args:
         limits: Rows of each kind.
-        projections: Projections that adapters may change.
+        projections: Projections that adapters may change, as one rank has them.
         model: The model with these projections.
         model_dir: The model's checkpoint.
         max_rank: Largest rank of an adapter.
@@ -152,6 +208,7 @@ class LoraPool:
         device: Device of the model.
         drafts: Projections of the draft head that adapters may change, which are among
             `projections`; None: draft adapters are ignored.
+        ranks: The ranks among which the model is divided; None: there is one.
 
     Raises:
         ConfigError: There is not enough memory.
@@ -167,6 +224,7 @@ class LoraPool:
         dtype: torch.dtype,
         device: torch.device,
         drafts: DraftParts | None = None,
+        ranks: RankMemory | None = None,
     ) -> None:
         self.limits = limits
         self._projections = {part.name: part for part in projections}
@@ -178,19 +236,13 @@ class LoraPool:
         self.max_slots = limits.max_loras + 1
         """Slots of the tables, including the one for no adapter."""
         try:
-            self._weights = {part.name: self._new(part, device) for part in projections}
-            self._replaced = {
-                part.name: self._new_replaced(part, count, device)
-                for part in projections
-                if (count := limits.num_rows.get(part.name + WHOLE_SUFFIX))
-            }
+            self._of_ranks = self._make(device, ranks)
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"lora_memory_bytes: {limits.describe()}: they do not fit: {error}"
             ) from error
-        size, start = (self.max_slots,), model.vocab_size
-        self._vocabulary_ends = torch.full(size, start, dtype=torch.int32, device=device)
-        """See `LoraStep.vocabulary_ends`."""
+        own = self._of_ranks[0 if ranks is None else ranks.rank]
+        self._weights, self._replaced, self._vocabulary_ends = own
         self._groups: dict[str, Any] = {}
         """Tuples of LoraWeights by group."""
         self._draft_groups: dict[str, Any] = {}
@@ -203,15 +255,32 @@ class LoraPool:
         """Whether the adapter in each slot has a draft adapter, [max_slots]."""
         self._stream = _new_stream(device) if self._is_cuda else None
 
-    def _new(self, part: Projection, device: torch.device) -> LoraWeights:
+    def _make(self, device: torch.device, ranks: RankMemory | None) -> list[_Tables]:
+        """Makes the memory of all ranks."""
+
         def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+            is_large = not self._is_cuda and dtype == self._dtype
+            make = huge_zeros if is_large else partial(torch.zeros, device=device)
+            return make(size, dtype=dtype)
 
-        def rows(*size: int) -> torch.Tensor:
-            if self._is_cuda:
-                return zeros(size, self._dtype)
-            return huge_zeros(size, self._dtype)
+        if ranks is None:
+            return [self._tables(zeros)]
+        sizes = _Sizes()
+        self._tables(sizes.add)
+        return [self._tables(_Parts(flat).take) for flat in ranks.memory(sizes.num_bytes)]
 
+    def _tables(self, zeros: _NewZeros) -> _Tables:
+        parts = self._projections.values()
+        weights = {part.name: self._new(part, zeros) for part in parts}
+        replaced = {
+            part.name: self._new_replaced(part, count, zeros)
+            for part in parts
+            if (count := self.limits.num_rows.get(part.name + WHOLE_SUFFIX))
+        }
+        ends = zeros((self.max_slots,), torch.int32).fill_(self._model.vocab_size)
+        return _Tables(weights, replaced, ends)
+
+    def _new(self, part: Projection, zeros: _NewZeros) -> LoraWeights:
         counts, own_b = self.limits.num_rows, part.name + B_SUFFIX
         max_rows = -(-self._max_rank // ROW_RANK)
         slots = (part.num_layers, self.max_slots * part.num_experts)
@@ -219,8 +288,8 @@ class LoraPool:
         width = part.out_features
         sizes_of_b = (ROW_RANK, width) if self._is_cuda else packed_sizes(width)
         return LoraWeights(
-            a=rows(counts[part.name], ROW_RANK, part.in_features),
-            b=rows(num_b, *sizes_of_b),
+            a=zeros((counts[part.name], ROW_RANK, part.in_features), self._dtype),
+            b=zeros((num_b, *sizes_of_b), self._dtype),
             table=zeros((*slots, max_rows), torch.int32),
             counts=zeros(slots, torch.int32),
             column=part.column,
@@ -230,15 +299,15 @@ class LoraPool:
             packed_width=None if self._is_cuda else width,
         )
 
-    def _new_replaced(self, part: Projection, count: int, device: torch.device) -> ReplacedMatrices:
+    def _new_replaced(self, part: Projection, count: int, zeros: _NewZeros) -> ReplacedMatrices:
         """Makes room for matrices that replace the model's own; on a CPU they are used where they
         were read.
         """
-        places = torch.full((self.max_slots,), OWN, dtype=torch.int32, device=device)
+        places = zeros((self.max_slots,), torch.int32).fill_(OWN)
         if not self._is_cuda:
             return ReplacedMatrices(places, on_host=[None] * count)
         size = (count, self._model.num_embeddings, self._model.hidden_size)
-        return ReplacedMatrices(places, torch.zeros(size, dtype=self._dtype, device=device))
+        return ReplacedMatrices(places, zeros(size, self._dtype))
 
     @property
     def projections(self) -> list[str]:
@@ -298,6 +367,7 @@ class LoraPool:
             vocab_size=self._model.vocab_size,
             for_gpu=self._is_cuda,
             takes_whole=bool(self._replaced),
+            num_ranks=len(self._of_ranks),
         )
 
     def _with_drafts(self, weights: HostWeights, folder: Path) -> HostWeights:
@@ -354,25 +424,30 @@ class LoraPool:
         """See `AdapterStore.write`."""
         assert isinstance(weights, HostWeights)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for name, target in self._weights.items():
-                num_experts = self._projections[name].num_experts
-                slots = slice(place.slot * num_experts, (place.slot + 1) * num_experts)
-                given = weights.kinds.get(name)
-                if given is None:
-                    target.counts[:, slots].zero_()
-                    continue
-                rows = place.rows[name]
-                rows_of_b = place.rows.get(name + B_SUFFIX, rows)
-                _write_half(target.a, target.table[:, slots], rows, given.a)
-                _write_half(target.b, target.rows_of_b[:, slots], rows_of_b, given.b)
-                target.counts[:, slots].copy_(torch.from_numpy(given.counts))
-            for name, replaced in self._replaced.items():
-                _write_whole(replaced, place, weights.whole.get(name), name + WHOLE_SUFFIX)
-            self._vocabulary_ends[place.slot] = weights.vocab_end
+            for rank, tables in enumerate(self._of_ranks):
+                self._write(rank, tables, place, weights)
         kinds = (self._projections[name] for name in weights.kinds)
         self.has_drafts[place.slot] = any(projection.is_draft for projection in kinds)
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _write(self, rank: int, tables: _Tables, place: DevicePlace, weights: HostWeights) -> None:
+        for name, target in tables.weights.items():
+            num_experts = self._projections[name].num_experts
+            slots = slice(place.slot * num_experts, (place.slot + 1) * num_experts)
+            given = weights.kinds.get(name)
+            if given is None:
+                target.counts[:, slots].zero_()
+                continue
+            a, b = given.of_rank(rank)
+            rows = place.rows[name]
+            rows_of_b = place.rows.get(name + B_SUFFIX, rows)
+            _write_half(target.a, target.table[:, slots], rows, a)
+            _write_half(target.b, target.rows_of_b[:, slots], rows_of_b, b)
+            target.counts[:, slots].copy_(torch.from_numpy(given.counts))
+        for name, replaced in tables.replaced.items():
+            _write_whole(replaced, place, weights.whole.get(name), name + WHOLE_SUFFIX)
+        tables.vocabulary_ends[place.slot] = weights.vocab_end
 
 
 def _write_half(target: torch.Tensor, table: torch.Tensor, rows: Rows, given: Half) -> None:
@@ -402,3 +477,33 @@ def _write_whole(
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def make_lora_pool(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+    drafts: DraftParts | None = None,
+    ranks: RankMemory | None = None,
+) -> LoraPool | None:
+    """Makes the memory for adapters of a model; None if none are served.
+
+    Raises:
+        ConfigError: It does not fit, or the model cannot have adapters.
+    """
+    if not config.enable_lora:
+        return None
+    model = loaded.config
+    if not model.has_equal_layers:
+        raise ConfigError(
+            f"enable_lora: not supported for {model.architecture}, whose layers have products of "
+            "different shapes",
+            param="enable_lora",
+        )
+    dtype: torch.dtype = getattr(torch, loaded.dtype)
+    projections = projections_of(model, config.lora_projections, config.tp)
+    projections += () if drafts is None else drafts.projections
+    limits, rank = plan_lora(config, projections, dtype), config.max_lora_rank
+    return LoraPool(
+        limits, projections, model, config.model_dir, rank, dtype, device, drafts, ranks
+    )

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError
+from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging_memory import register, unpin
-from weft.kernels.page_digest import page_digests
 
 _NULL_PAGE = 0
 
@@ -24,13 +24,13 @@ class PinnedRows:
 
     Args:
         rows: `[num_rows, page_bytes]`.
-        pool: `[num_pages, ...]`, contiguous; nobody uses it yet.
+        pool: `[num_pages, ...]`, contiguous, or its pages; nobody uses it yet.
 
     Raises:
         ConfigError: CUDA refuses, or a trial gave other bytes or digests than the host finds.
     """
 
-    def __init__(self, rows: NDArray[np.uint8], pool: torch.Tensor) -> None:
+    def __init__(self, rows: NDArray[np.uint8], pool: torch.Tensor | DevicePages) -> None:
         memory = torch.from_numpy(rows)
         if (status := register(memory)) != 0:
             raise ConfigError(
@@ -61,12 +61,11 @@ class DevicePool:
     free, and the engine waits until pages are zeroed. Copies are complete when their call returns.
 
     Args:
-        pool: `[num_pages, ...]`, contiguous.
+        pool: `[num_pages, ...]`, contiguous, or its pages.
     """
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        self._pool = pool
-        self._rows = pool.view(torch.uint8).reshape(pool.shape[0], -1)
+    def __init__(self, pool: torch.Tensor | DevicePages) -> None:
+        self._pages = DevicePages.of(pool)
         self._is_cuda = pool.device.type == "cuda"
         self._stream = self._new_stream(pool.device) if self._is_cuda else None
         self._staging = self._new_rows(1)
@@ -74,7 +73,7 @@ class DevicePool:
     def read(self, page: int) -> NDArray[np.uint8]:
         """See `PagePool.read`."""
         with self._on_stream():
-            self._staging[0].copy_(self._rows[page], non_blocking=True)
+            self._pages.read(page, self._staging[0])
         self._wait()
         row: NDArray[np.uint8] = self._staging[0].numpy()
         return row
@@ -92,27 +91,27 @@ class DevicePool:
         """See `PagePool.commit`."""
         with self._on_stream():
             for row, page in zip(self._staging, pages, strict=False):
-                self._rows[page].copy_(row, non_blocking=True)
+                self._pages.write(page, row)
         self._wait()
 
     def copy_in(self, rows: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> list[int]:
         """See `PagePool.copy_in`; the device computes the digests."""
         with self._on_stream():
             for row, page in zip(rows, pages, strict=True):
-                self._rows[page].copy_(torch.from_numpy(row), non_blocking=True)
+                self._pages.write(page, torch.from_numpy(row))
             return self._digests(pages)
 
     def copy_out(self, page: int, row: NDArray[np.uint8]) -> int:
         """See `PagePool.copy_out`."""
         with self._on_stream():
-            torch.from_numpy(row).copy_(self._rows[page], non_blocking=True)
+            self._pages.read(page, torch.from_numpy(row))
             (digest,) = self._digests([page])
             return digest
 
     def _digests(self, pages: Sequence[int]) -> list[int]:
         """Waits for the earlier work of the stream and returns the digests."""
-        numbers = torch.tensor(pages, dtype=torch.int64, device=self._pool.device)
-        found: list[int] = page_digests(self._pool, numbers).cpu().numpy().view(np.uint64).tolist()
+        numbers = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
+        found: list[int] = self._pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
         return found
 
     @staticmethod
@@ -121,7 +120,7 @@ class DevicePool:
         return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def _new_rows(self, count: int) -> torch.Tensor:
-        size = (count, self._rows.shape[1])
+        size = (count, self._pages.page_bytes)
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def _on_stream(self) -> torch.cuda.StreamContext | nullcontext[None]:

@@ -19,6 +19,7 @@ from weft.engine.executor.block_pool import BlockPool
 from weft.engine.executor.device_inputs import DeviceInputs, group_step
 from weft.engine.executor.device_pool import DevicePool, PinnedRows
 from weft.engine.executor.device_sampling import WAYS, CapturedDraw, Way
+from weft.engine.executor.drafts.eager_chains import Chains, EagerChains
 from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
@@ -30,9 +31,11 @@ from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
 from weft.engine.memory.layout import FP8, CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
 from weft.engine.model.step import Step
+from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.attention import GroupStep
@@ -40,7 +43,6 @@ from weft.kernels.device_sampling import SlotTables
 from weft.kernels.fp8_kv import is_fp8
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
-from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
@@ -65,6 +67,8 @@ class RankPool(NamedTuple):
     """Its pages, all heads."""
     own: torch.Tensor
     """This rank's heads of them."""
+    pages: DevicePages | None = None
+    """Pages of all ranks, where each rank has a pool of its own, which rank 0 maps."""
 
 
 class LocalExecutor:
@@ -91,7 +95,7 @@ class LocalExecutor:
         on_capture: see `StepGraphs`.
         pool: of all ranks, `layout.pool_shape(num_pages)`; None: one of its own is allocated.
         blocks: of all ranks, like `pool`.
-        num_ranks: ranks among which recurrent layers are divided.
+        num_ranks: ranks among which the model is divided.
         peers: Ranks with a GPU each, of which the first draws for all; None: there are none.
     """
 
@@ -120,6 +124,7 @@ class LocalExecutor:
         num_ranks: int = 1,
         peers: DevicePeers | None = None,
     ) -> None:
+        self.num_ranks = num_ranks
         self._verifying: Verifying | None = None
         """The verification of the last step, if it has drafts."""
         self._model = model
@@ -129,12 +134,15 @@ class LocalExecutor:
         width = model.config.hidden_size
         self._pooler = Pooler(heads, max_requests, width, device, is_fixed=is_fixed)
         self._lora = lora
+        self._has_head = states is not None
         self.page_size = layout.page_size
         if pool is None:
             whole = _new_pool(layout, 0, num_pages, device)
             pool = RankPool(whole, whole)
-        self.pool, self._own_pool = pool
+        self.pool, self._own_pool, pages = pool
         """The first page group's, all heads, and this rank's heads of it."""
+        self.device_pages = pages or DevicePages.of(self.pool)
+        """Whole pages on a device."""
         further = (
             _new_pool(layout, group, count, device) for group, count in enumerate(window_pages, 1)
         )
@@ -154,7 +162,7 @@ class LocalExecutor:
         words = torch.full_like(nothing[:-1], -1) if tree_rows else None
         self.known = SlotTokens(nothing[:-1], nothing[-1], words)
         """Lengths and last tokens of the slots on the device, ahead of the host."""
-        self._keeper = TokenKeeper(self.known, self.pool, states)
+        self._keeper = TokenKeeper(self.known, self._own_pool, states)
         self._draws: DrawGraphs | None = None
         self._drawing_slots = self.known.starts[:0]
         self._step: StepRows | None = None
@@ -206,6 +214,15 @@ class LocalExecutor:
         return self._window_tables
 
     @property
+    def own_pool(self) -> torch.Tensor:
+        """This rank's heads of the first page group's pool."""
+        return self._own_pool
+
+    def chains(self, model: DraftedModel) -> Chains:
+        """Makes chains of a head's drafts, without graphs."""
+        return EagerChains(model, self._own_pool, self._page_table, self.page_size)
+
+    @property
     def step_sizes(self) -> Sequence[int]:
         """Token counts that steps with prompts are padded to; empty without graphs."""
         return () if self.graphs is None else self.graphs.buckets.ragged_sizes
@@ -221,6 +238,11 @@ class LocalExecutor:
         return self.device.type == "cuda"
 
     @property
+    def works_behind_draws(self) -> bool:
+        """See `Executor.works_behind_draws`."""
+        return False
+
+    @property
     def pool_bytes(self) -> np.ndarray:
         """The pool as [num_pages, page_bytes] uint8; without pages if it is not on the host."""
         flat = self.pool.view(torch.uint8).reshape(self.pool.shape[0], -1)
@@ -232,16 +254,16 @@ class LocalExecutor:
             found: list[int] = digest_pages(self.pool_bytes, pages).tolist()
             return found
         numbers = torch.tensor(pages, dtype=torch.int64, device=self.pool.device)
-        found = page_digests(self.pool, numbers).cpu().numpy().view(np.uint64).tolist()
+        found = self.device_pages.digests(numbers).cpu().numpy().view(np.uint64).tolist()
         return found
 
     def page_pool(self) -> PagePool:
         """Access to the pool's pages for one thread besides the one that runs steps."""
-        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.pool)
+        return HostPool(self.pool_bytes) if self._inputs is None else DevicePool(self.device_pages)
 
     def pin(self, rows: NDArray[np.uint8]) -> PinnedRows | None:
         """Pins host memory, so that the pool's device can copy from and to it; see `load_tiers`."""
-        return None if self._inputs is None else PinnedRows(rows, self.pool)
+        return None if self._inputs is None else PinnedRows(rows, self.device_pages)
 
     def check(self) -> None:
         """See `Executor.check`: there is nothing that could be lost."""
@@ -385,6 +407,11 @@ class LocalExecutor:
                 tokens, slots = tokens[num_rows:], slots[num_rows:]
             if len(slots):
                 self._keeper.keep(tokens, slots)
+
+    def meet(self) -> None:
+        """Lets the devices of all ranks wait for one another."""
+        assert self._peers is not None
+        self._peers.meet()
 
     def mark(self) -> Mark:
         """A mark of the device's work so far."""

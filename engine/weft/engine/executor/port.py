@@ -82,6 +82,11 @@ class Executor(Protocol):
         """Whether the device works while the host continues."""
         ...
 
+    @property
+    def works_behind_draws(self) -> bool:
+        """Whether some device may still write to pages when a step's tokens have come."""
+        ...
+
     def launch(self, step: StepInput) -> Launched:
         """Starts one step."""
         ...

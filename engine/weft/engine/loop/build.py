@@ -17,12 +17,11 @@ from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
-from weft.engine.checkpoint.adapters.projections import projections_of
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.pooling import load_pooling
 from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
-from weft.engine.executor.adapter_rows import LoraPool, plan_lora
+from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
     find_device,
     missing_native,
@@ -52,7 +51,7 @@ from weft.engine.executor.memory_plan import (
     time_token,
 )
 from weft.engine.executor.ranks.ranked import RankedExecutor
-from weft.engine.executor.ranks.share import blocks_of, peers_of, pool_of
+from weft.engine.executor.ranks.share import SharedMemory, blocks_of, peers_of, pool_of
 from weft.engine.executor.ranks.start import Ranks, device_of_rank
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.lora.manager import AdapterManager
@@ -257,13 +256,15 @@ def _load_parts(
     is_staged = config.ships_pages and (device.type == "cuda" or config.force_staging)
     lanes = Lanes(device, layout.page_bytes) if is_staged else None
     staging = staging_memory(config, layout.page_bytes, device) if is_staged else None
-    lora = _lora_pool(config, models, device)
+    drafts = draft_adapters(config, models.drafted, device)
+    shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
+    lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
     pools = _size_pools(config, models, device, lora, ranks)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
-        config, models, pools, max_tokens, device, lora, ranks, peers, progress
+        config, models, pools, max_tokens, device, lora, shared, peers, progress
     )
     progress(0, 0, "timing steps")
     token_s = time_token(
@@ -296,7 +297,8 @@ def _load_parts(
     progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
     if lanes is not None and staging is not None:
-        exchange = staged_exchange(config, executor.pool, staging, lanes)
+        pages, mark = executor.device_pages, executor.mark
+        exchange = staged_exchange(config, pages, staging, lanes, mark)
     plane = Transport(config, exchange, wake)
     ends = loaded.config.eos_token_ids
     adapted = () if lora is None else lora.projections
@@ -425,26 +427,6 @@ def _kv_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) 
     return in_fp8(layout)
 
 
-def _lora_pool(config: EngineConfig, models: _Models, device: torch.device) -> LoraPool | None:
-    """Creates the memory for adapters; None if none are served."""
-    if not config.enable_lora:
-        return None
-    model = models.loaded.config
-    if not model.has_equal_layers:
-        raise ConfigError(
-            f"enable_lora: not supported for {model.architecture}, whose layers have products of "
-            "different shapes",
-            param="enable_lora",
-        )
-    dtype: torch.dtype = getattr(torch, models.loaded.dtype)
-    drafts = draft_adapters(config, models.drafted, device)
-    projections = projections_of(model, config.lora_projections)
-    projections += () if drafts is None else drafts.projections
-    limits = plan_lora(config, projections, dtype)
-    rank = config.max_lora_rank
-    return LoraPool(limits, projections, model, config.model_dir, rank, dtype, device, drafts)
-
-
 def _size_pools(
     config: EngineConfig,
     models: _Models,
@@ -550,17 +532,17 @@ def _make_executor(
     max_tokens: int,
     device: torch.device,
     lora: LoraPool | None,
-    ranks: Ranks | None,
+    shared: SharedMemory | None,
     peers: SharedGroup | DevicePeers | None,
     progress: Progress,
 ) -> RankedExecutor:
     """Allocates the pool and captures the steps."""
     layout, pool, blocks = models.layout, None, None
-    if ranks is not None:
-        layout, pool = pool_of(ranks, layout, pools.num_pages, device)
+    if shared is not None:
+        layout, pool = pool_of(config, shared, layout, pools.num_pages)
         if layout.states is not None:
-            ranks.agree("blocks", pools.num_blocks)
-        blocks = blocks_of(ranks, layout, pools.num_blocks)
+            shared.others.agree("blocks", pools.num_blocks)
+        blocks = blocks_of(shared.others, layout, pools.num_blocks)
     executor = RankedExecutor(
         models.loaded.model,
         layout,
@@ -584,8 +566,8 @@ def _make_executor(
         num_ranks=config.tp,
         peers=None if isinstance(peers, SharedGroup) else peers,
     )
-    if ranks is not None:
-        ranks.agree("pool")
+    if shared is not None:
+        shared.others.agree("pool")
     return executor
 
 

@@ -296,7 +296,7 @@ class StepPipeline:
                 step.drawable = None
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
-                if step.plan.has_trees:
+                if step.plan.has_trees or self._executor.works_behind_draws:
                     # K and V of accepted drafts are moved after the drawing.
                     step.mark = self._executor.mark()
             if self.leaves:

@@ -111,6 +111,8 @@ def load_model(
     config = replace(config, num_added_tokens=num_added_tokens, frees_windows=frees_windows)
     pooling = load_pooling(model_dir, task)
     config = _for_task(config, pooling.task, model_dir)
+    # Sums of ranks are added up in their order, another one than that of one rank.
+    of_ranks = f"-tp{peers.size}" if is_fixed and peers is not None else ""
     # Native operations of a CPU take one order in any case; encoders have others too.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = class_of(config)
@@ -125,7 +127,8 @@ def load_model(
     torch_dtype: torch.dtype = getattr(torch, dtype)
     target = torch.device(device)
     arena, computed = WeightArena(is_fixed=is_fixed), f"{dtype}-{_FIXED}" if is_fixed else dtype
-    shard = Shard() if peers is None else Shard(peers.rank, peers.size)
+    computed += of_ranks
+    shard = Shard.among(peers)
     of_experts = shard if ep > 1 else Shard()
 
     def weights_of(reader: CheckpointReader) -> Weights:

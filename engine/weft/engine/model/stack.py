@@ -126,7 +126,8 @@ class Stack:
         a factor on its rows as they enter the stream, rounded to their dtype; `per_layer` is a
         second embedding or None.
         """
-        self._peers = peers
+        self.peers = peers
+        """Ranks that have the other shares of the layers; None: there are none."""
         self.embed_tokens = embed_tokens
         self._multiplier = None if multiplier == 1.0 else embed_tokens.new_tensor([multiplier])
         self.norm = norm
@@ -141,11 +142,11 @@ class Stack:
     def with_layers(self, layers: Sequence[Layer]) -> Stack:
         """The stack with other layers."""
         multiplier = 1.0 if self._multiplier is None else float(self._multiplier)
-        return Stack(self.embed_tokens, layers, self.norm, multiplier, self._peers)
+        return Stack(self.embed_tokens, layers, self.norm, multiplier, self.peers)
 
     def __call__(self, step: Step, pool: torch.Tensor, taps: Taps | None = None) -> torch.Tensor:
         """Runs a step: [L, hidden], the normalised hidden states of `step.logits_rows`."""
-        (hidden, step), rows, peers = self._embed(step), step.logits_rows, self._peers
+        (hidden, step), rows, peers = self._embed(step), step.logits_rows, self.peers
         if step.wants_all:
             return self.norm(run_all(self._whole, hidden, step, pool, taps, peers))
         # Rows of a tree are not requests of their own.
@@ -169,7 +170,7 @@ class Stack:
     def of_all_rows(self, step: Step, pool: torch.Tensor) -> torch.Tensor:
         """Runs a step: [T, hidden], the normalised hidden states of all rows."""
         hidden, step = self._embed(step)
-        return self.norm(run_all(self._whole, hidden, step, pool, None, self._peers))
+        return self.norm(run_all(self._whole, hidden, step, pool, None, self.peers))
 
     def _embed(self, step: Step) -> tuple[torch.Tensor, Step]:
         hidden, lora = self.embed_tokens.index_select(0, step.token_ids), step.lora

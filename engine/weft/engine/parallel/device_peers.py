@@ -57,16 +57,16 @@ class DevicePeers:
         columns: int,
     ) -> None:
         self.rank, self.size = group.rank, group.size
-        self._group = group
+        self._group, self._device, self._ranks = group, device, ranks
         self._kept: list[object] = []
         itemsize = torch.empty(0, dtype=dtype).element_size()
         once, twice = rows_of(self.size, width * itemsize)
         layout = layout_of(self.size, width * itemsize, once, twice)
         try:
-            _, bases = self._mapped(layout.end, device, ranks)
+            bases = self._mapped(layout.end, device, ranks)[1]
             rows = min(_LOGITS_ROWS, _LOGITS_BYTES // (4 * columns))
             num_bytes = memory_bytes(self.size, columns, rows)
-            of_logits, bases_of_logits = self._mapped(num_bytes, device, ranks)
+            of_logits, bases_of_logits, _ = self._mapped(num_bytes, device, ranks)
         except RuntimeError as error:
             raise ConfigError(
                 f"tp = {self.size}: the GPUs cannot map each other's memory ({error}); take GPUs "
@@ -92,6 +92,7 @@ class DevicePeers:
             torch.zeros(num_turns(once, twice), dtype=torch.int32, device=device),
             control,
         )
+        self._nothing = torch.zeros((1, width), dtype=dtype, device=device)
         self._logits = LogitsMemory(
             self.rank,
             self.size,
@@ -105,15 +106,30 @@ class DevicePeers:
 
     def _mapped(
         self, num_bytes: int, device: torch.device, ranks: dist.ProcessGroup
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of zeros on this rank, and the addresses at which this process has all ranks'."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Memory of zeros on this rank, the addresses at which this process has all ranks', and
+        torch's handle.
+        """
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
         handle: Any = symmetric.rendezvous(memory, ranks)
         self._kept += [memory, handle]
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
-        return memory, torch.tensor(pointers, dtype=torch.int64, device=device)
+        return memory, torch.tensor(pointers, dtype=torch.int64, device=device), handle
+
+    def memory(self, num_bytes: int) -> list[torch.Tensor]:
+        """Makes zeros of [num_bytes] uint8 on each rank; all ranks call it together.
+
+        Returns:
+            The memory of every rank, at which kernels and copies of this one can read and write.
+
+        Raises:
+            RuntimeError: It does not fit.
+        """
+        _, _, handle = self._mapped(num_bytes, self._device, self._ranks)
+        sizes = range(self.size)
+        return [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in sizes]
 
     def close(self) -> None:
         """Lets go of the host's memory; no kernel may wait any more."""
@@ -143,6 +159,10 @@ class DevicePeers:
     ) -> torch.Tensor | None:
         """Adds the sum over all ranks to the stream, [T, H], in place; see `sum_rows`."""
         return sum_rows(self._memory, partial, stream, stream, norm, tap)
+
+    def meet(self) -> None:
+        """Waits, on the device, until all ranks' devices have come to this call."""
+        sum_rows(self._memory, self._nothing, self._nothing, self._nothing)
 
     def share_of_logits(self, rows: int) -> slice | None:
         """The tokens whose logits this rank computes; None: the first rank computes all."""

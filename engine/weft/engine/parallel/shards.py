@@ -46,6 +46,7 @@ DIVIDED = frozenset(
         "Kimi_K25ForConditionalGeneration",
         "LagunaForCausalLM",
         "Llama4ForCausalLM",
+        "MiMoForCausalLM",
         "Ministral3ForCausalLM",
         "MinistralForCausalLM",
         "Mistral3ForConditionalGeneration",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
+from weft.engine.base.marks import WorkMark
+from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.exchange import StagedExchange
 from weft.engine.transfer.mover import Lanes, PageMover
 from weft.engine.transfer.nixl import nixl_available
@@ -68,13 +72,17 @@ def _device_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def staged_exchange(
-    config: EngineConfig, pool: torch.Tensor, memory: StagingMemory, lanes: Lanes
+    config: EngineConfig,
+    pages: DevicePages,
+    memory: StagingMemory,
+    lanes: Lanes,
+    mark: Callable[[], WorkMark],
 ) -> StagedExchange:
-    """Creates the exchange of a pool that has a staging area."""
+    """Creates the exchange of a pool that has a staging area; see `PageMover`."""
     num_pages = len(memory.pages)
     share = LANDING_SHARES[config.role, config.has_store]
     area = StagingArea(memory.pages, min(num_pages - 1, max(1, int(share * num_pages))))
-    return StagedExchange(area, memory, PageMover(pool, area, memory, lanes))
+    return StagedExchange(area, memory, PageMover(pages, area, memory, lanes, mark))
 
 
 def stages_on_device(config: EngineConfig, device: torch.device) -> bool:

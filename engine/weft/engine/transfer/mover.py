@@ -20,19 +20,19 @@ On a CPU, for tests, the same calls do everything at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 from weft.engine.base.device_copies import DeviceCopies, Mark
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.marks import WorkMark
+from weft.engine.transfer.device_pages import DevicePages
 from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.staging import StagingArea
 from weft.engine.transfer.staging_memory import StagingMemory
-from weft.kernels.page_digest import page_digests
-from weft.kernels.page_ops import gather_pages, scatter_pages
 
 MAX_PIECE_BYTES = 32 << 20
 """Largest device buffer of one direction, bytes."""
@@ -95,19 +95,26 @@ class PageMover:
     """Implements `StagingMover`. Thread-safe; every call may take some tens of microseconds.
 
     Args:
-        pool: `[num_pages, ...]`, contiguous.
+        pool: `[num_pages, ...]`, contiguous, or its pages.
         area: Area of the staging pages.
         memory: Memory of the staging pages.
         lanes: Streams and buffers of the pool's device.
+        mark: Marks the engine's work so far; None: that of the pool's device.
 
     Raises:
         ConfigError: In a trial, bytes or digests differed from those that the host computed.
     """
 
     def __init__(
-        self, pool: torch.Tensor, area: StagingArea, memory: StagingMemory, lanes: Lanes
+        self,
+        pool: torch.Tensor | DevicePages,
+        area: StagingArea,
+        memory: StagingMemory,
+        lanes: Lanes,
+        mark: Callable[[], WorkMark] | None = None,
     ) -> None:
-        self._pool = pool
+        self._pages = DevicePages.of(pool)
+        self._mark = partial(Mark, pool.device) if mark is None else mark
         self._memory = memory
         self._staged = memory.tensor
         self._is_direct = memory.is_of_device
@@ -117,9 +124,9 @@ class PageMover:
         """Digest of the content of each staging page, written by the move that uses the page."""
         self._try(area)
 
-    def mark(self) -> Mark:
+    def mark(self) -> WorkMark:
         """See `StagingMover.mark`."""
-        return Mark(self._pool.device)
+        return self._mark()
 
     def move_out(
         self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool
@@ -130,7 +137,7 @@ class PageMover:
             if self._is_direct:
                 for at, page, count in _runs(staged, 0, len(staged)):
                     gathered = self._staged[page : page + count]
-                    gather_pages(self._pool, numbers[at : at + count], gathered)
+                    self._pages.gather(numbers[at : at + count], gathered)
             else:
                 self._copy_out(lane, numbers, staged)
             return self._finish(lane, numbers, staged, with_digests)
@@ -149,7 +156,7 @@ class PageMover:
             if self._is_direct:
                 for at, page, count in _runs(staged, 0, len(staged)):
                     arrived = self._staged[page : page + count]
-                    scatter_pages(arrived, numbers[at : at + count], self._pool)
+                    self._pages.scatter(arrived, numbers[at : at + count])
             else:
                 self._copy_in(lane, numbers, staged)
             return self._finish(lane, numbers, staged, with_digests)
@@ -162,7 +169,7 @@ class PageMover:
 
     def _copy_out(self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int]) -> None:
         for begin, end in lane.pieces(len(staged)):
-            gather_pages(self._pool, numbers[begin:end], lane.buffer)
+            self._pages.gather(numbers[begin:end], lane.buffer)
             for at, page, count in _runs(staged, begin, end):
                 piece = lane.buffer[at - begin : at - begin + count]
                 self._staged[page : page + count].copy_(piece, non_blocking=True)
@@ -172,14 +179,14 @@ class PageMover:
             for at, page, count in _runs(staged, begin, end):
                 piece = lane.buffer[at - begin : at - begin + count]
                 piece.copy_(self._staged[page : page + count], non_blocking=True)
-            scatter_pages(lane.buffer, numbers[begin:end], self._pool)
+            self._pages.scatter(lane.buffer, numbers[begin:end])
 
     def _finish(
         self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int], with_digests: bool
     ) -> DeviceMove:
         copied = lane.event()
         if with_digests:
-            digests = page_digests(self._pool, numbers)
+            digests = self._pages.digests(numbers)
             for at, page, count in _runs(staged, 0, len(staged)):
                 self._digests[page : page + count].copy_(
                     digests[at : at + count], non_blocking=True
@@ -201,7 +208,7 @@ class PageMover:
         digests = digest_pages(came, [0, 1]).tolist()
         if [*into.digests(), *out.digests()] != digests or (came != sent).any():
             raise ConfigError(
-                f"pages do not come back from {self._pool.device} as they went there: they cannot "
+                f"pages do not come back from {self._pages.device} as they went there: they cannot "
                 "be shipped",
                 param="device",
             )

@@ -10,14 +10,14 @@ _TILE, _TILES, _WARPS = 1024, 4, 8
 """Words at once, how often, and warps a program digests with (measured on an H200)."""
 
 
-def row_digests(rows: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def row_digests(rows: torch.Tensor, pages: torch.Tensor, first_word: int = 0) -> torch.Tensor:
     """`weft.kernels.page_digest.page_digests` for CUDA tensors of int64 words."""
     num_pages, num_words = len(pages), rows.shape[1]
     parts = triton.cdiv(num_words, _TILE * _TILES)
     partial = torch.empty((num_pages, parts), dtype=torch.int64, device=rows.device)
     # Programs of one page follow each other: those that run together read what lies together.
     _digest_kernel[(num_pages * parts,)](
-        partial, rows, pages, num_words, rows.stride(0), parts,
+        partial, rows, pages, num_words, rows.stride(0), first_word, parts,
         TILE=_TILE, TILES=_TILES, IS_WHOLE=num_words % (_TILE * _TILES) == 0, num_warps=_WARPS,
     )  # fmt: skip
     return partial.sum(dim=1)
@@ -30,6 +30,7 @@ def _digest_kernel(
     pages: tl.tensor,
     num_words: int,
     stride: int,
+    first_word: int,
     parts: int,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -42,7 +43,7 @@ def _digest_kernel(
     lane = tl.arange(0, TILE)
     # The states of SplitMix64 at a tile's words; those of the next are as far on for all of them.
     state = (lane + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    state += first.to(tl.uint64) * 0x9E3779B97F4A7C15
+    state += (first_word + first).to(tl.uint64) * 0x9E3779B97F4A7C15
     total = tl.zeros((TILE,), tl.uint64)
     for tile in tl.static_range(TILES):
         column = first + tile * TILE + lane

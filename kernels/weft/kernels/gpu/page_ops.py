@@ -13,7 +13,7 @@ _TILE = 4096
 def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
     """`weft.kernels.page_ops.gather_pages` for CUDA tensors of int32 words."""
     parts = triton.cdiv(rows.shape[1], _TILE)
-    sizes = (rows.shape[1], rows.stride(0), parts)
+    sizes = (rows.shape[1], rows.stride(0), out.stride(0), parts)
     grid = (len(pages) * parts,)
     _gather_kernel[grid](out, rows, pages, *sizes, TILE=_TILE, num_warps=8)
 
@@ -21,7 +21,7 @@ def gather_rows(rows: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> N
 def scatter_rows(source: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
     """`weft.kernels.page_ops.scatter_pages` for CUDA tensors of int32 words."""
     parts = triton.cdiv(rows.shape[1], _TILE)
-    sizes = (rows.shape[1], rows.stride(0), parts)
+    sizes = (rows.shape[1], rows.stride(0), source.stride(0), parts)
     grid = (len(pages) * parts,)
     _scatter_kernel[grid](rows, source, pages, *sizes, TILE=_TILE, num_warps=8)
 
@@ -33,6 +33,7 @@ def _gather_kernel(
     pages: tl.tensor,
     num_words: int,
     stride: int,
+    buffer_stride: int,
     parts: int,
     TILE: tl.constexpr,
 ) -> None:
@@ -42,7 +43,7 @@ def _gather_kernel(
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
     words = tl.load(rows + page * stride + column, mask=mask)
-    tl.store(out + row * num_words + column, words, mask=mask)
+    tl.store(out + row * buffer_stride + column, words, mask=mask)
 
 
 @triton.jit
@@ -52,6 +53,7 @@ def _scatter_kernel(
     pages: tl.tensor,
     num_words: int,
     stride: int,
+    buffer_stride: int,
     parts: int,
     TILE: tl.constexpr,
 ) -> None:
@@ -60,5 +62,5 @@ def _scatter_kernel(
     page = tl.load(pages + row)
     column = tl.program_id(0) % parts * TILE + tl.arange(0, TILE)
     mask = column < num_words
-    words = tl.load(source + row * num_words + column, mask=mask)
+    words = tl.load(source + row * buffer_stride + column, mask=mask)
     tl.store(rows + page * stride + column, words, mask=mask)

@@ -194,7 +194,10 @@ def _part(pending: Pending) -> torch.Tensor:
         return linear(x, w, lora=lora).add_(_combine(pending.routed, None))
     if isinstance(pending, Combine):
         return _combine(pending, None)
-    return (_product(pending) if isinstance(pending, Sum) else _gated(pending))[0]
+    if (pending.lora if isinstance(pending, Sum) else pending.to_down) is None:
+        return (_product(pending) if isinstance(pending, Sum) else _gated(pending))[0]
+    x, w, lora = pending.inner()  # No norm follows that could add what adapters do.
+    return linear(x, w, lora=lora)
 
 
 class _NormedByProducts(Normed):

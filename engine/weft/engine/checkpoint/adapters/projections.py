@@ -42,7 +42,9 @@ class Projection:
     group: str
     """Name of its field in `weft.kernels.lora.LoraStep`."""
     in_features: int
+    """Width of the input, on one rank."""
     out_features: int
+    """Width of the output, on one rank."""
     column: int = 0
     """First column of its results in the fused product."""
     num_layers: int
@@ -78,20 +80,31 @@ class Projection:
         }
 
 
-def projections_of(model: ModelConfig, names: Sequence[str]) -> tuple[Projection, ...]:
-    """The projections of a model that adapters may change.
+def projections_of(
+    model: ModelConfig, names: Sequence[str], num_ranks: int = 1
+) -> tuple[Projection, ...]:
+    """The projections of a model that adapters may change, as each rank has them.
 
     Args:
         model: Its configuration.
         names: `EngineConfig.lora_projections`.
+        num_ranks: Ranks among which the model can be divided.
 
     Raises:
-        ConfigError: The model has nothing of such a name.
+        ConfigError: The model has nothing of such a name, or it is not divided among ranks.
     """
-    known = _dense(model)
+    known = _dense(model, num_ranks)
     if not isinstance(model, EncoderConfig):
-        known |= {**_router(model), **_vocabulary(model), **_experts(model)}
+        known |= {**_router(model), **_vocabulary(model), **_experts(model, num_ranks)}
     chosen = tuple(names) or tuple(_dense(model))
+    recurrent = recurrent_shapes(model)
+    if num_ranks > 1 and not recurrent.keys().isdisjoint(chosen):
+        others = [name for name in _dense(model) if name not in recurrent]
+        raise ConfigError(
+            f"lora_projections = {', '.join(chosen)}: adapters of recurrent layers are not divided "
+            f"among ranks; name some of {', '.join(others)}, or take tp = 1",
+            param="lora_projections",
+        )
     unknown = [name for name in chosen if name not in known]
     if unknown or {EXPERTS, SHARED_EXPERTS} <= set(chosen):
         raise ConfigError(
@@ -143,9 +156,11 @@ def recurrent_shapes(model: ModelConfig) -> dict[str, tuple[str, int, int, int]]
     }
 
 
-def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
-    hidden, inner = model.hidden_size, model.intermediate_size
-    q_size, kv_size = q_rows(model), model.num_kv_heads * model.head_dim
+def _dense(model: ModelConfig, num_ranks: int = 1) -> dict[str, tuple[Projection, ...]]:
+    hidden, inner = model.hidden_size, model.intermediate_size // num_ranks
+    # Several ranks have the same KV head if there are fewer of them.
+    q_size = q_rows(model) // num_ranks
+    kv_size = max(1, model.num_kv_heads // num_ranks) * model.head_dim
     shapes = {
         "q": ("qkv", hidden, q_size, 0),
         "k": ("qkv", hidden, kv_size, q_size),
@@ -153,7 +168,7 @@ def _dense(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     }
     if model.latent is not None:
         shapes.clear()
-    shapes["o"] = ("o", model.num_heads * model.value_dim, hidden, 0)
+    shapes["o"] = ("o", model.num_heads * model.value_dim // num_ranks, hidden, 0)
     moe = model.moe
     if moe is None or not all(moe.is_sparse(layer) for layer in range(model.num_layers)):
         is_gated = model.decoder is None or model.decoder.mlp.is_gated
@@ -212,11 +227,11 @@ def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     }
 
 
-def _experts(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
+def _experts(model: ModelConfig, num_ranks: int) -> dict[str, tuple[Projection, ...]]:
     moe = model.moe
     if moe is None or moe.gating is not None or moe.has_expert_bias or moe.router.scales_input:
         return {}
-    hidden, inner = model.hidden_size, moe.intermediate_size
+    hidden, inner = model.hidden_size, moe.intermediate_size // num_ranks
     shapes = {
         "gate": ("w13", hidden, inner, 0),
         "up": ("w13", hidden, inner, inner),

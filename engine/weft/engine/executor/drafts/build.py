@@ -60,6 +60,8 @@ def describe_drafts(config: EngineConfig, layout: CacheLayout) -> list[str]:
     if config.draft_width > 1:
         most += f" in a chain or {MAX_TREE_NODES} in a tree"
     who = f"by {config.drafter}, at most {most} a step of a request"
+    if config.enable_lora and config.tp > 1 and config.drafter in HEAD_DRAFTERS:
+        who += "; with ranks, draft adapters of adapters are not used"
     return [f"drafts: {who}{'; ' if head else ''}{head}"]
 
 
@@ -87,7 +89,7 @@ def _chain_graphs(
     shapes = chain_shapes(config.max_draft_tokens, most, has_lora=lora is not None)
     chains = StaticChains(
         drafted,
-        executor.pool,
+        executor.own_pool,
         executor.known,
         executor.inputs,
         config.page_size,
@@ -137,9 +139,11 @@ def tree_rows(config: EngineConfig) -> list[int]:
 def draft_adapters(
     config: EngineConfig, drafted: DraftedModel | None, device: torch.device
 ) -> DraftAdapterFiles | None:
-    """Draft adapters that adapters may bring for the head, where drafting is captured in graphs."""
+    """Draft adapters that adapters may bring for the head, where drafting is captured in graphs and
+    the head is not divided among ranks.
+    """
     if device.type != "cuda" or not config.cuda_graphs or config.drafter != "eagle3":
         return None
-    if drafted is None or not isinstance(drafted.head, Eagle3Head):
+    if drafted is None or not isinstance(drafted.head, Eagle3Head) or config.tp > 1:
         return None
     return DraftAdapterFiles(adaptable_shapes(drafted.head.config))

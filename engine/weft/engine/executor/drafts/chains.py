@@ -230,14 +230,15 @@ class LaterChains(LaterDrafts):
     ) -> None:
         super().__init__(counts)
         self._graphs = graphs
-        self._requests = requests
+        self.requests = requests
+        """See the arguments."""
         self._to_host = to_host
         self._depth = max(self.counts, default=0)
 
     def begin(self) -> None:
         """See `LaterDrafts.begin`."""
         if self._depth:
-            self._fetch_if_needed(self._graphs.forward(self._requests(), self._depth), 0)
+            self._fetch_if_needed(self._graphs.forward(self.requests(), self._depth), 0)
 
     def begin_within(
         self, num_requests: int, adapter_slots: Int32Array | None, num_before: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,14 @@ class LastTokens(NamedTuple):
     """Positions of the last tokens, [R]."""
     tokens: Int64Array
     """The last tokens, [R]."""
+
+
+class Chains(Protocol):
+    """Makes chains of drafts for requests whose last tokens the host knows."""
+
+    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
+        """See `EagerChains.run`."""
+        ...
 
 
 class EagerChains:

@@ -16,20 +16,27 @@ import socket
 import sys
 import traceback
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from weft.engine.base.config import EngineConfig
+from weft.engine.base.arrays import Int64Array
+from weft.engine.base.config import HEAD_DRAFTERS, EngineConfig
 from weft.engine.base.errors import ConfigError, RanksLost, WeftError
 from weft.engine.base.processes import die_with_parent
+from weft.engine.executor.adapter_rows import make_lora_pool
 from weft.engine.executor.device import find_device
 from weft.engine.executor.device_sampling import WAYS
-from weft.engine.executor.drafts.build import max_drafts
+from weft.engine.executor.drafts.build import head_graphs, max_drafts
+from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
+from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
 from weft.engine.executor.port import Drawable
 from weft.engine.executor.ranks.frames import (
+    ChainsOf,
     Copies,
     Draw,
+    Meet,
     Pages,
     SharedTokens,
     Step,
@@ -37,8 +44,15 @@ from weft.engine.executor.ranks.frames import (
     decode,
 )
 from weft.engine.executor.ranks.link import LinkClosed, RankLink, config_of_json
-from weft.engine.executor.ranks.share import blocks_of, load_share, peers_of, pool_of
+from weft.engine.executor.ranks.share import (
+    SharedMemory,
+    blocks_of,
+    load_share,
+    peers_of,
+    pool_of,
+)
 from weft.engine.executor.ranks.start import START_LIMIT_S, device_of_rank
+from weft.engine.executor.step_input import StepInput
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
@@ -75,13 +89,38 @@ class Following:
         return Segment(memory, size)
 
 
-def load(config: EngineConfig, others: Following) -> LocalExecutor:
+class Drafting(NamedTuple):
+    """How a rank makes a head's drafts."""
+
+    eager: Chains
+    captured: ChainGraphs | None
+
+    def later(self, step: StepInput, limits: Int64Array) -> LaterChains:
+        """The drafts that a step verifies; see `Step.limits`."""
+        assert self.captured is not None
+        own = slice(step.num_decodes, step.num_decodes + step.num_verified)
+        requests = StepInput(
+            slots=step.slots[own],
+            starts=step.starts[own],
+            bounds=step.bounds[own],
+            counts=step.counts[own],
+            num_verified=step.num_verified,
+            limits=limits,
+            adapters=None if step.adapters is None else step.adapters[own],
+        )
+        counts = (requests.counts - 1).tolist()
+        return LaterChains(self.captured, counts, lambda: requests, to_host=False)
+
+
+def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafting | None]:
     """Loads this rank's share, in the same phases as rank 0."""
     assert config.num_threads is not None
     torch.set_num_threads(config.num_threads)
     device = find_device(config)
     peers = peers_of(others, config, device)
-    loaded = load_share(config, others, peers)
+    loaded, drafted = load_share(config, others, peers)
+    shared = SharedMemory(others, peers)
+    lora = make_lora_pool(config, loaded, device, ranks=shared)
     layout = loaded.model.kv_layout(config.page_size)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
@@ -99,11 +138,12 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
             device,
             cuda_graphs=config.cuda_graphs,
             share=config.device_memory_share,
+            lora=lora,
             max_drafts=max_drafts(config),
         )
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
-    own, pool = pool_of(others, layout, num_pages, device)
+    own, pool = pool_of(config, shared, layout, num_pages)
     num_blocks = 0 if layout.states is None else others.agree("blocks", UNBOUNDED)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
@@ -115,6 +155,8 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
         device,
         max_step_tokens=max_step_tokens,
         cuda_graphs=config.cuda_graphs,
+        lora=lora,
+        states=drafted,
         max_drafts=max_drafts(config),
         num_blocks=num_blocks,
         pool=pool,
@@ -124,12 +166,16 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
     )
     others.agree("pool")
     time_token(executor, own, config.max_running_requests, config.max_step_tokens, max_tokens)
+    drafting = None
+    if drafted is not None and config.drafter in HEAD_DRAFTERS:
+        graphs, _ = head_graphs(config, drafted, executor, None)
+        drafting = Drafting(executor.chains(drafted), graphs)
     ways = others.agree("drawing", len(WAYS))
     executor.capture_draws(None, WAYS[:ways])
-    return executor
+    return executor, drafting
 
 
-def follow(executor: LocalExecutor, group: SharedGroup) -> None:
+def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGroup) -> None:
     """Runs the frames that rank 0 sends, until the group ends.
 
     Raises:
@@ -138,9 +184,17 @@ def follow(executor: LocalExecutor, group: SharedGroup) -> None:
     drawable: Drawable | None = None
     while True:
         match decode(group.take()):
-            case Step(step, pages):
+            case Step(step, pages, limits):
                 pages.enter(executor.page_table)
+                if limits is not None:
+                    assert drafting is not None
+                    step.drafts = drafting.later(step, limits)
                 drawable = executor.launch(step).drawable
+            case ChainsOf(lasts, counts, pages):
+                assert drafting is not None
+                pages.enter(executor.page_table)
+                with torch.inference_mode():
+                    drafting.eager.run(lasts, counts)
             case Draw(way):
                 assert drawable is not None
                 assert drawable.captured is not None
@@ -149,6 +203,8 @@ def follow(executor: LocalExecutor, group: SharedGroup) -> None:
                 executor.keep(torch.from_numpy(tokens))
             case SharedTokens(num_tokens):
                 executor.keep_shared(num_tokens)
+            case Meet():
+                executor.meet()
             case Copies(copies):
                 executor.copy(copies)
             case Pages("zero", numbers):
@@ -174,13 +230,13 @@ def main(argv: list[str]) -> int:
         rank = int(hello["rank"])
         group = SharedGroup(segment, rank, config.tp, START_LIMIT_S)
         others = Following(link, rank, group, hello["store_path"])
-        executor = load(replace(config, device=device_of_rank(config, rank)), others)
+        executor, drafting = load(replace(config, device=device_of_rank(config, rank)), others)
         gc.collect()
         gc.freeze()
         others.agree("ready")
         # Rank 0 has half this limit, so that it times out first and reports the error.
         group.limit(2 * config.rank_timeout_s)
-        follow(executor, group)
+        follow(executor, drafting, group)
     except LinkClosed:
         return 0
     except RanksLost as lost:

@@ -15,10 +15,12 @@ from weft.engine.base.arrays import Int32Array, Int64Array
 from weft.engine.base.pages import PageCopy
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_sampling import WAYS, Way
+from weft.engine.executor.drafts.chains import LaterChains
+from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 
-_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED = range(7)
+_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _MEET = range(9)
 _ARRAYS = (
     *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
     *("words", "limits", "pages", "adapters"),
@@ -52,6 +54,17 @@ class Step(NamedTuple):
 
     step: StepInput
     pages: NewPages
+    limits: Int64Array | None
+    """[V]: see `StepInput.limits`, of the verified requests, if their drafts are made on the device
+    for this step; else None."""
+
+
+class ChainsOf(NamedTuple):
+    """Chains of a head's drafts to be made, the arguments of `Chains.run`."""
+
+    lasts: LastTokens
+    counts: Int64Array
+    pages: NewPages
 
 
 class Tokens(NamedTuple):
@@ -73,6 +86,10 @@ class SharedTokens(NamedTuple):
     """Its length."""
 
 
+class Meet(NamedTuple):
+    """The devices wait for one another."""
+
+
 class Copies(NamedTuple):
     """The argument of `Executor.copy`, for ranks that have a pool of their own."""
 
@@ -91,8 +108,11 @@ _NUM_STATES = 3
 
 
 def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
-    """Encodes a step; its drafts must be on the host."""
-    assert step.drafts is None, "drafts of another rank's device"
+    """Encodes a step; drafts on the device are those of chains."""
+    made: Int64Array | None = None
+    if step.drafts is not None:
+        assert isinstance(step.drafts, LaterChains), "drafts of another rank's device"
+        made = step.drafts.requests().limits
     assert not step.pooled, "ranks make no vectors"
     scores = [
         number
@@ -107,8 +127,9 @@ def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     of_states: list[Int64Array | None] = [None] * _NUM_STATES
     if rows is not None:
         of_states = [rows.borders, rows.blocks, rows.writes.reshape(-1)]
-    arrays += [np.array(scores, np.int64), *pages, *of_states]
-    lengths += [len(scores), *(len(array) for array in pages)]
+    arrays += [np.array(scores, np.int64), made, *pages, *of_states]
+    lengths += [len(scores), _NONE if made is None else len(made)]
+    lengths += [len(array) for array in pages]
     lengths += [_NONE if array is None else len(array) for array in of_states]
     header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), *lengths)
     found = [array for array in arrays if array is not None]
@@ -130,6 +151,11 @@ def encode_shared(count: int) -> list[bytes]:
     return [np.array([_SHARED, count], np.int64).tobytes()]
 
 
+def encode_meet() -> list[bytes]:
+    """Encodes that the devices wait for one another."""
+    return [np.array([_MEET], np.int64).tobytes()]
+
+
 def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
     """Encodes copies of pages."""
     return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
@@ -140,7 +166,13 @@ def encode_pages(what: Literal["zero", "poison"], pages: Sequence[int]) -> list[
     return [np.array([_ZERO if what == "zero" else _POISON, *pages], np.int64).tobytes()]
 
 
-def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages:
+def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> list[bytes]:
+    """Encodes chains to be made."""
+    header = np.array([_CHAINS, len(counts), len(pages.slots)], np.int64)
+    return [array.astype(np.int64).tobytes() for array in (header, *lasts, counts, *pages)]
+
+
+def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages | ChainsOf | Meet:
     """The content of a frame."""
     numbers: Int64Array = np.frombuffer(bytearray(frame), np.int64)  # Writable, for torch.
     kind, behind = int(numbers[0]), numbers[1:]
@@ -150,6 +182,13 @@ def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages
         return Draw(WAYS[behind[0]])
     if kind == _SHARED:
         return SharedTokens(int(behind[0]))
+    if kind == _CHAINS:
+        requests, slots = behind[:2].tolist()
+        cuts = np.cumsum([requests] * 4 + [slots] * 3)
+        *lasts, counts, new, firsts, ends, pages = np.split(behind[2:], cuts)
+        return ChainsOf(LastTokens(*lasts), counts, NewPages(new, firsts, ends, pages))
+    if kind == _MEET:
+        return Meet()
     if kind == _COPIES:
         return Copies([PageCopy(*pair) for pair in behind.reshape(-1, 2).tolist()])
     return _step(numbers) if kind == _STEP else Pages(_WORK[kind], behind.tolist())
@@ -157,7 +196,7 @@ def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages
 
 def _step(numbers: Int64Array) -> Step:
     num_pages = len(NewPages._fields)
-    num_lengths = len(_ARRAYS) + 1 + num_pages + _NUM_STATES
+    num_lengths = len(_ARRAYS) + 2 + num_pages + _NUM_STATES
     _, num_decodes, num_verified, has_trees = numbers[:4].tolist()
     at, arrays = 4 + num_lengths, list[Int64Array | None]()
     for length in numbers[4:at].tolist():
@@ -172,7 +211,7 @@ def _step(numbers: Int64Array) -> Step:
     assert draws is not None
     assert leads is not None
     assert tokens is not None
-    scores, *rest = arrays[len(_ARRAYS) :]
+    scores, made, *rest = arrays[len(_ARRAYS) :]
     of_pages, (borders, blocks, writes) = rest[:num_pages], rest[num_pages:]
     states: StateRows | None = None
     if borders is not None and blocks is not None and writes is not None:
@@ -195,7 +234,7 @@ def _step(numbers: Int64Array) -> Step:
         scores=_scores([] if scores is None else scores.tolist()),
         states=states,
     )
-    return Step(step, NewPages(*(part for part in of_pages if part is not None)))
+    return Step(step, NewPages(*(part for part in of_pages if part is not None)), made)
 
 
 def _scores(numbers: Sequence[int]) -> list[ScoredRows]:

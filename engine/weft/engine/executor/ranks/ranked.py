@@ -8,15 +8,19 @@ from functools import partial
 import numpy as np
 import torch
 from weft.engine.base.arrays import Int64Array
+from weft.engine.base.device_copies import Mark
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.pages import PageCopy
 from weft.engine.executor.device_sampling import CapturedDraw, CapturedDraws, Way
+from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
     NewPages,
+    encode_chains,
     encode_copies,
     encode_draw,
+    encode_meet,
     encode_pages,
     encode_shared,
     encode_step,
@@ -24,6 +28,18 @@ from weft.engine.executor.ranks.frames import (
 )
 from weft.engine.executor.ranks.start import Ranks
 from weft.engine.executor.step_input import StepInput
+from weft.engine.model.heads.drafted import DraftedModel
+
+
+class _ChainsOfAll:
+    """`Chains` that all ranks make."""
+
+    def __init__(self, chains: Chains, executor: RankedExecutor) -> None:
+        self._chains, self._executor = chains, executor
+
+    def run(self, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
+        """See `Chains.run`."""
+        return self._executor.run_chains(self._chains, lasts, counts)
 
 
 class RankedExecutor(LocalExecutor):
@@ -51,7 +67,7 @@ class RankedExecutor(LocalExecutor):
         if self._ranks is None:
             return super().launch(step)
         group = self._ranks.group
-        group.post(encode_step(step, self._new_pages(step)))
+        group.post(encode_step(step, self._new_pages(step.slots)))
         try:
             launched = super().launch(step)
         except Exception as error:
@@ -64,6 +80,27 @@ class RankedExecutor(LocalExecutor):
             captured = partial(self._draw_on_all, drawable.captured)
             launched = launched._replace(drawable=drawable._replace(captured=captured))
         return launched
+
+    def chains(self, model: DraftedModel) -> Chains:
+        """See `LocalExecutor.chains`: of all ranks."""
+        own = super().chains(model)
+        return own if self.num_ranks == 1 else _ChainsOfAll(own, self)
+
+    def run_chains(self, chains: Chains, lasts: LastTokens, counts: Int64Array) -> torch.Tensor:
+        """Has all ranks make chains of drafts.
+
+        Raises:
+            RanksLost: A rank is gone, or this one failed while the others go on.
+        """
+        if self._ranks is None:
+            return chains.run(lasts, counts)
+        group = self._ranks.group
+        group.post(encode_chains(lasts, counts, self._new_pages(lasts.slots)))
+        try:
+            return chains.run(lasts, counts)
+        except Exception as error:
+            self._ranks.fail(f"rank 0 failed in drafts before step {group.num_frames}: {error}")
+            raise RanksLost(self._ranks.group.reason) from error
 
     def _draw_on_all(
         self, captured: CapturedDraw, way: Way, drawn_as: Int64Array | None
@@ -81,6 +118,27 @@ class RankedExecutor(LocalExecutor):
             self._ranks.group.post(encode_shared(len(tokens)))
             tokens = self._peers.share_tokens(tokens.to(self.device, non_blocking=True))
         super().keep(tokens)
+
+    def mark(self) -> Mark:
+        """See `Executor.mark`: of the work of all ranks, where this one writes to memory of the
+        others.
+        """
+        is_shared = self._maps_pools or self._lora is not None
+        if self._ranks is not None and self.is_asynchronous and is_shared:
+            self._ranks.group.post(encode_meet())
+            self.meet()
+        return super().mark()
+
+    @property
+    def works_behind_draws(self) -> bool:
+        """See `Executor.works_behind_draws`: a draft head writes behind a step's last sum, which
+        all devices come to.
+        """
+        return self._maps_pools and self._has_head
+
+    @property
+    def _maps_pools(self) -> bool:
+        return len(self.device_pages.parts) > 1
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `Executor.copy`."""
@@ -122,12 +180,12 @@ class RankedExecutor(LocalExecutor):
         """The other ranks, if each has a pool of its own; else None."""
         return self._ranks if self.is_asynchronous else None
 
-    def _new_pages(self, step: StepInput) -> NewPages:
-        """Page table entries of the step's requests that the other ranks lack."""
-        ends = self.page_table.lengths(step.slots)
-        firsts = self._num_sent[step.slots]
+    def _new_pages(self, slots: Int64Array) -> NewPages:
+        """Page table entries of slots that the other ranks lack."""
+        ends = self.page_table.lengths(slots)
+        firsts = self._num_sent[slots]
         new = np.flatnonzero(ends > firsts)
-        slots, firsts, ends = step.slots[new], firsts[new], ends[new]
+        slots, firsts, ends = slots[new], firsts[new], ends[new]
         rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
         parts = [self.page_table.pages[slot, first:end] for slot, first, end in rows]
         pages = np.concatenate(parts) if parts else np.zeros(0, np.int32)

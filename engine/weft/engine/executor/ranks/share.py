@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from weft.engine.base.config import EngineConfig
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
+from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.executor.drafts.build import load_head
 from weft.engine.executor.local import RankPool
 from weft.engine.executor.states import RankBlocks
-from weft.engine.memory.layout import CacheLayout
+from weft.engine.memory.layout import FP8, CacheLayout
+from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.segment import Segment
 from weft.engine.parallel.shards import kv_heads_of, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
+from weft.engine.transfer.device_pages import DevicePages, PagePart
 from weft.kernels.peers import Peers
 
 if TYPE_CHECKING:
@@ -39,8 +45,31 @@ class Others(Protocol):
         ...
 
 
-def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedModel:
-    """This rank's share of the model's weights.
+class SharedMemory:
+    """Implements `weft.engine.executor.adapter_rows.RankMemory`."""
+
+    def __init__(self, others: Others, peers: SharedGroup | DevicePeers) -> None:
+        self.rank, self.size = others.rank, others.size
+        self.others, self._peers = others, peers
+
+    def memory(self, num_bytes: int) -> Sequence[torch.Tensor]:
+        """See `RankMemory.memory`.
+
+        Raises:
+            ConfigError: The system refuses it, or another rank is gone.
+        """
+        if isinstance(self._peers, SharedGroup):
+            segment = self.others.share(self.size * num_bytes)
+            return segment.tensor((self.size, num_bytes), torch.uint8).unbind()
+        memory = self._peers.memory(num_bytes)
+        self.others.agree("memory")
+        return memory
+
+
+def load_share(
+    config: EngineConfig, others: Others, peers: Peers
+) -> tuple[LoadedModel, DraftedModel | None]:
+    """This rank's share of the model's weights, and the model with its draft head, if it has one.
 
     Raises:
         ModelError, ConfigError: The weights cannot be used.
@@ -52,11 +81,15 @@ def load_share(config: EngineConfig, others: Others, peers: Peers) -> LoadedMode
         quantization=config.quantization,
         dummy=config.dummy_weights,
         task=config.task,
+        num_added_tokens=config.lora_added_tokens if config.enable_lora else 0,
         peers=peers,
         ep=config.ep,
+        mtp_head=config.reads_mtp,
+        is_fixed=config.deterministic,
     )
     others.agree("model", text=loaded.digest.hex())
-    return loaded
+    drafted = load_head(config, loaded)
+    return (loaded if drafted is None else replace(loaded, model=drafted)), drafted
 
 
 def peers_of(
@@ -82,20 +115,56 @@ def peers_of(
 
 
 def pool_of(
-    others: Others, layout: CacheLayout, num_pages: int, device: torch.device
+    config: EngineConfig, shared: SharedMemory, layout: CacheLayout, num_pages: int
 ) -> tuple[CacheLayout, RankPool | None]:
     """The layout of this rank's pages, and its pool; None: the executor allocates it.
 
-    On a CPU all ranks share one pool, in which each rank has its heads of every page. Code that
-    moves whole pages therefore need not know of ranks.
+    On a CPU all ranks share one pool, in which each rank has its heads of every page. On GPUs each
+    rank has a pool, and rank 0 maps those of all ranks if pages leave them. Code that moves whole
+    pages therefore need not know of ranks.
+
+    Raises:
+        ConfigError: The pool does not fit, or such pages cannot leave GPUs.
     """
-    if device.type != "cpu":
+    others = shared.others
+    if config.is_on_gpu and not config.moves_pages:
         return layout_of_rank(layout, others.size), None
+    if config.is_on_gpu:
+        return _mapped_pool(shared, layout, num_pages)
     dtype: torch.dtype = getattr(torch, layout.plane.dtype)
     segment = others.share(num_pages * layout.page_bytes)
     whole = segment.tensor(layout.pool_shape(num_pages), dtype)
     heads = kv_heads_of(layout.plane.heads, others.rank, others.size)
     return layout, RankPool(whole, whole[:, heads])
+
+
+def _mapped_pool(
+    shared: SharedMemory, layout: CacheLayout, num_pages: int
+) -> tuple[CacheLayout, RankPool]:
+    size, plane = shared.size, layout.plane
+    if layout.states is not None or len(layout.groups) > 1 or len(layout.groups[0].planes) > 1:
+        raise ConfigError(
+            f"tp = {size}: on GPUs pages with recurrent layers or heads of several shapes stay on "
+            "their worker; take tp = 1, or no tiers, no KV store, --transport data and "
+            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
+            param="tp",
+        )
+    own = layout_of_rank(layout, size)
+    dtype: torch.dtype = torch.uint8 if plane.dtype == FP8 else getattr(torch, plane.dtype)
+    try:
+        memory = shared.memory(num_pages * own.page_bytes)
+    except RuntimeError as error:
+        wanted = num_pages * own.page_bytes
+        raise ConfigError(f"a KV pool of {wanted:,} bytes does not fit: {error}") from error
+    pools = [flat.view(dtype).view(own.pool_shape(num_pages)) for flat in memory]
+    heads = [kv_heads_of(plane.heads, rank, size).start for rank in range(size)]
+    head_bytes = layout.page_bytes // plane.heads
+    parts = [
+        PagePart(pool, first * head_bytes, is_copy=first in heads[:rank])
+        for rank, (pool, first) in enumerate(zip(pools, heads, strict=True))
+    ]
+    mine = pools[shared.rank]
+    return own, RankPool(mine, mine, DevicePages(parts))
 
 
 def blocks_of(others: Others, layout: CacheLayout, num_blocks: int) -> RankBlocks | None:

@@ -51,13 +51,14 @@ def make_drafter(
             executor.pool,
             executor.page_table,
             config.page_size,
+            executor.chains(model),
             graphs,
             trees,
             waits_for_trees=not draws_on_device,
         )
 
     plain = of(drafted)
-    if plain.is_on_device or not config.enable_lora:
+    if plain.is_on_device or not config.enable_lora or config.tp > 1:
         return plain
     # Each draft adapter needs a copy of the head and a drafter of its own.
     return AdaptedDrafter(

@@ -13,7 +13,7 @@ from weft.engine.base.draft_shapes import DraftShape
 from weft.engine.base.drafts import LaterDrafts
 from weft.engine.drawing.encode import verified_input
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
-from weft.engine.executor.drafts.eager_chains import EagerChains, LastTokens
+from weft.engine.executor.drafts.eager_chains import Chains, EagerChains, LastTokens
 from weft.engine.executor.drafts.tree_graphs import TreeArrays, TreeGraphs
 from weft.engine.executor.drafts.trees import EagerTrees, tree_of
 from weft.engine.executor.step_input import LATE
@@ -32,6 +32,7 @@ class EagleDrafter(Drafter):
         pool: The target's pool.
         table: Page table; the drafter enters the pages of its requests.
         page_size: Token positions a page.
+        chains: Makes chains without graphs.
         graphs: Captured chains, whose drafts stay on the device; None: there are none.
         tree_graphs: Captured trees; given only together with `graphs`.
         waits_for_trees: Whether trees must reach the host before the step, because the host draws
@@ -44,6 +45,7 @@ class EagleDrafter(Drafter):
         pool: torch.Tensor,
         table: PageTable,
         page_size: int,
+        chains: Chains | None = None,
         graphs: ChainGraphs | None = None,
         tree_graphs: TreeGraphs | None = None,
         *,
@@ -53,7 +55,7 @@ class EagleDrafter(Drafter):
         self._page_size = page_size
         self._graphs = graphs
         self._tree_graphs = tree_graphs
-        self._chains = EagerChains(model, pool, table, page_size)
+        self._chains = chains or EagerChains(model, pool, table, page_size)
         self._trees = EagerTrees(model, pool, table, page_size)
         self.waits_for_trees = waits_for_trees
 

@@ -1,4 +1,8 @@
-"""An adapter in host memory, laid out as rows of the device's adapter memory."""
+"""An adapter in host memory, laid out as rows of the device's adapter memory.
+
+Among ranks a change B A of a projection is divided as the projection is: B by its output, or A by
+its input, whose parts of the result add up. The other half is whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,18 @@ class KindRows:
     b: Half
     counts: Int32Array
     """Number of rows, [layers, experts]."""
+    others: tuple[tuple[Half, Half], ...] = ()
+    """A and B of the other ranks, whose whole ones are those of the first."""
+
+    def of_rank(self, rank: int) -> tuple[Half, Half]:
+        """A and B of a rank."""
+        return self.others[rank - 1] if rank else (self.a, self.b)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows of all ranks."""
+        halves = [self.a, self.b, *(half for pair in self.others for half in pair)]
+        return sum({id(half): half.num_bytes for half in halves}.values())
 
 
 WholeMatrix = torch.Tensor | LinearWeight
@@ -76,7 +92,7 @@ class HostWeights:
     @property
     def num_bytes(self) -> int:
         """See `AdapterWeights.num_bytes`."""
-        rows = sum(kind.a.num_bytes + kind.b.num_bytes for kind in self.kinds.values())
+        rows = sum(kind.num_bytes for kind in self.kinds.values())
         matrices = {id(one): one.data for one in self.whole.values()}.values()
         return rows + sum(data.numel() * data.element_size() for data in matrices)
 
@@ -105,6 +121,7 @@ def host_weights(
     vocab_size: int,
     for_gpu: bool,
     takes_whole: bool = False,
+    num_ranks: int = 1,
 ) -> HostWeights:
     """Cuts an adapter into rows.
 
@@ -117,6 +134,7 @@ def host_weights(
         for_gpu: Whether to use page-locked memory, from which a GPU copies directly; if not, B is
             packed.
         takes_whole: Whether the adapter may replace the embedding or the LM head.
+        num_ranks: Ranks of which the projections are those of one.
 
     Raises:
         AdapterError: The adapter changes another part, or changes one in an unsupported way.
@@ -150,15 +168,25 @@ def host_weights(
         changes = _changes(adapter, part, low_rank)
         if not any(change is not None for change in changes):
             continue
-        sizes = (part.num_experts, max_rows)
-        a = _half([c.a if c else None for c in changes], *sizes, is_pinned=for_gpu)
-        b = _half([c.b.mT if c else None for c in changes], *sizes, is_pinned=for_gpu)
-        if not for_gpu:
-            b = Half(pack_b(b.rows), b.index)
+        given_a = [change.a if change else None for change in changes]
+        given_b = [change.b.mT if change else None for change in changes]
+        size_a, size_b = part.in_features, part.out_features
+        all_a, all_b = list[Half](), list[Half]()
+        for rank in range(num_ranks):
+            sizes = (rank, num_ranks, part.num_experts, max_rows)
+            if not all_a or _width(given_a) > size_a:
+                all_a.append(_half(given_a, size_a, *sizes, is_pinned=for_gpu))
+            if not all_b or _width(given_b) > size_b:
+                b = _half(given_b, size_b, *sizes, is_pinned=for_gpu)
+                all_b.append(b if for_gpu else Half(pack_b(b.rows), b.index))
+        a, b = all_a[0], all_b[0]
+        others = tuple(
+            (all_a[rank % len(all_a)], all_b[rank % len(all_b)]) for rank in range(1, num_ranks)
+        )
         ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
         most.append(int(ranks.max()))
         counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
-        kinds[part.name] = KindRows(a, b, counts.astype(np.int32))
+        kinds[part.name] = KindRows(a, b, counts.astype(np.int32), others)
     head = None if adapter.lm_head is None else adapter.lm_head.weight
     return HostWeights(
         digest=adapter.digest,
@@ -318,28 +346,42 @@ def _whole_matrices(
     return {name: made[matrix.data_ptr()] for name, matrix in replaced.items()}
 
 
+def _width(layers: Sequence[torch.Tensor | None]) -> int:
+    """Features of the first layer that is there."""
+    return next(values.shape[2] for values in layers if values is not None)
+
+
 def _half(
-    layers: Sequence[torch.Tensor | None], num_experts: int, max_rows: int, *, is_pinned: bool
+    layers: Sequence[torch.Tensor | None],
+    width: int,
+    rank: int,
+    num_ranks: int,
+    num_experts: int,
+    max_rows: int,
+    *,
+    is_pinned: bool,
 ) -> Half:
-    """Lays out the rows of each layer from [experts or 1, rank, features]."""
+    """Lays out a rank's rows of each layer from [experts or 1, ranks of the change, features], of
+    which each rank has `width`; several have the same ones if there are too few.
+    """
     index = np.zeros((len(layers), num_experts, max_rows), np.int32)
-    there = [values for values in layers if values is not None]
+    begin = rank * (_width(layers) // width) // num_ranks * width
+    there = [values[..., begin : begin + width] for values in layers if values is not None]
     total = sum(len(values) * -(-values.shape[1] // ROW_RANK) for values in there)
-    size = (total, ROW_RANK, there[0].shape[2])
+    size = (total, ROW_RANK, width)
     rows = torch.empty(size, dtype=there[0].dtype, pin_memory=is_pinned)
     used = 0
-    for layer, values in enumerate(layers):
-        if values is None:
-            continue
+    numbers_of = [layer for layer, values in enumerate(layers) if values is not None]
+    for layer, values in zip(numbers_of, there, strict=True):
         give_way()
-        given, rank, features = values.shape
-        count = -(-rank // ROW_RANK)
+        given, ranks, features = values.shape
+        count = -(-ranks // ROW_RANK)
         own = rows[used : used + given * count].view(given, count * ROW_RANK, features)
         # numpy copies a transposed B faster, and does not use torch's threads, for which steps
         # on a CPU would have to wait.
         words = words_of(own)
-        words[:, :rank] = words_of(values)
-        words[:, rank:] = 0
+        words[:, :ranks] = words_of(values)
+        words[:, ranks:] = 0
         numbers = used + np.arange(given * count).reshape(given, count)
         index[layer, :, :count] = numbers  # One for all is broadcast.
         used += given * count

@@ -23,7 +23,7 @@ from weft.engine.model.step import Step
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
-from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.draft_head import DraftChains, DraftRows
 from weft.kernels.eagle_head import EagleHeadWeight, eagle_chain, eagle_entries
@@ -85,7 +85,9 @@ def _read_weight(
     config: EagleConfig, target: DecoderOnlyLM, file: CheckpointReader
 ) -> EagleHeadWeight:
     hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-    top = Weights(file, PlainScheme(), target.dtype, target.model.embed_tokens.device)
+    device, peers = target.model.embed_tokens.device, target.model.peers
+    shard = Shard.among(peers)
+    top = Weights(file, PlainScheme(), target.dtype, device, shard=shard, peers=peers)
     layer = top.at("layers").at(0)
     attention, mlp = layer.at("self_attn"), layer.at("mlp")
     qkv = qkv_spec(hidden, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -114,8 +116,9 @@ def _read_weight(
         post_norm=layer.norm("post_attention_layernorm", hidden),
         embedding=embedding,
         cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
-        num_heads=config.num_heads,
+        num_heads=config.num_heads // shard.size,
         eps=eps,
+        peers=peers,
     )
 
 

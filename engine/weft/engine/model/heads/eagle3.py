@@ -24,7 +24,7 @@ from weft.engine.model.weights.changed_weights import ChangedWeights
 from weft.engine.model.weights.checkpoint import Checkpoint, is_rotary_buffer
 from weft.engine.model.weights.reader import CheckpointReader
 from weft.engine.model.weights.schemes.plain import PlainScheme
-from weft.engine.model.weights.specs import LinearSpec
+from weft.engine.model.weights.specs import LinearSpec, Shard
 from weft.engine.model.weights.weights import Weights
 from weft.kernels.draft_head import (
     DraftChains,
@@ -199,8 +199,9 @@ def _read_weight(config: Eagle3Config, target: DecoderOnlyLM, names: _Names) -> 
         embedding=embedding,
         target_ids=target_ids,
         cos_sin=cos_sin_table(config.rope, config.head_dim, positions).to(embedding.device),
-        num_heads=config.num_heads,
+        num_heads=config.num_heads // names.base.shard.size,
         eps=config.rms_norm_eps,
+        peers=target.model.peers,
     )
 
 
@@ -211,8 +212,10 @@ class _Names:
         self, file: CheckpointReader, config: Eagle3Config, target: DecoderOnlyLM, where: Path
     ) -> None:
         self._file, self._where = file, where
+        device, peers = target.model.embed_tokens.device, target.model.peers
+        shard = Shard.among(peers)
         self._top = top = Weights(
-            file, PlainScheme(), target.dtype, target.model.embed_tokens.device
+            file, PlainScheme(), target.dtype, device, shard=shard, peers=peers
         )
         self._prefix = "model." if file.has("model.fc.weight") else ""
         self.base = top.at("model") if self._prefix else top

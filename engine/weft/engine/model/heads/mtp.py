@@ -78,6 +78,7 @@ class MtpHead:
         self._last_norm = last_norm
         self._logits = logits
         self._is_state_first = is_state_first
+        self._peers = target.model.peers
 
     def extend(
         self, target: DecoderOnlyLM, step: Step, kept: torch.Tensor, pool: torch.Tensor
@@ -111,7 +112,8 @@ class MtpHead:
         for number, count in enumerate(chains.counts):
             token_ids = token_ids[:count]
             x = self._joined(token_ids, state[:count])
-            state = run_all(self._runs, x, _step_of(chains, number, token_ids), pool)
+            step = _step_of(chains, number, token_ids)
+            state = run_all(self._runs, x, step, pool, peers=self._peers)
             if self._last_norm is not None:
                 state = self._last_norm(state)
             token_ids = self._logits(state).argmax(dim=1)

@@ -10,6 +10,7 @@ import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
 from weft.kernels.activation import SILU, Gating
+from weft.kernels.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,11 @@ class Shard:
     """0 to `size` - 1."""
     size: int = 1
     """Number of shares."""
+
+    @classmethod
+    def among(cls, peers: Peers | None) -> Shard:
+        """This process's share among ranks; None: it has everything."""
+        return cls() if peers is None else cls(peers.rank, peers.size)
 
     def of(self, length: int, unit: int, *, may_repeat: bool) -> slice:
         """This rank's share of an axis.

@@ -1,8 +1,9 @@
 """An engine with ranks in a process of its own, since a process can have one on GPUs.
 
-    python -m weft.testing.engine.ranked_texts texts|greedy|killed|stopped DIR SETTINGS PROMPTS
+    python -m weft.testing.engine.ranked_texts texts|greedy|adapted|drafted|killed|stopped \
+        MODEL_DIR SETTINGS PROMPTS ADAPTERS
 
-Settings and prompts are JSON, as are the results on standard output.
+Settings, prompts and folders of adapters are JSON, as are the results on standard output.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ import psutil
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
+from weft.testing.engine.drafters import RandomGate
+from weft.testing.engine.eagle3_cases import NotedChains
 
 VOCAB = 517
 GREEDY = SamplingParams(temperature=0.0)
@@ -75,6 +79,24 @@ def greedy_texts(llm: LLM, prompts: list[list[int]]) -> list[dict[str, Any]]:
     ]
 
 
+def adapted_texts(
+    llm: LLM, prompts: list[list[int]], adapters: Sequence[Path | str]
+) -> list[list[int]]:
+    """Tokens of prompts that take turns with the adapters, the first with none."""
+    named = [b"", *(llm.load_adapter(Path(path)) for path in adapters)]
+    chosen = [named[row % len(named)] for row in range(len(prompts))]
+    stop = StopCriteria(max_tokens=24, ignore_eos=True)
+    return [one.token_ids for one in llm.generate(prompts, GREEDY, stop, adapters=chosen)]
+
+
+def drafted_texts(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens of prompts, and what a head drafted behind which tokens."""
+    noted = NotedChains(llm.engine, RandomGate((1, 3)))
+    stop = StopCriteria(max_tokens=40, ignore_eos=True)
+    samples = llm.generate(prompts, GREEDY, stop)
+    return {"tokens": [one.token_ids for one in samples], "chains": noted.chains}
+
+
 def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
     """Kills or stops a rank under load; what is raised, and seconds after which it is."""
     ranks = [one for one in psutil.Process().children() if "follow" in " ".join(one.cmdline())]
@@ -96,10 +118,17 @@ def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
         return {"error": str(error), "seconds": time.monotonic() - lost_at}
 
 
-def ranked(what: str, folder: Path, prompts: list[list[int]], **settings: Any) -> dict[str, Any]:
+def ranked(
+    what: str,
+    folder: Path,
+    prompts: list[list[int]],
+    adapters: Sequence[Path] = (),
+    **settings: Any,
+) -> dict[str, Any]:
     """Starts the process; its results."""
     command = [sys.executable, "-m", __name__, what, str(folder)]
-    command += [json.dumps(settings), json.dumps(prompts)]
+    command += [json.dumps(settings, default=str), json.dumps(prompts)]
+    command += [json.dumps([str(path) for path in adapters])]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=300, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -107,7 +136,7 @@ def ranked(what: str, folder: Path, prompts: list[list[int]], **settings: Any) -
 
 def main(argv: list[str]) -> None:
     """Runs the engine."""
-    what, folder, settings, prompts = argv
+    what, folder, settings, prompts, adapters = argv
     found: dict[str, Any] = {}
     with make_llm(Path(folder), **json.loads(settings)) as llm:
         if what in ("texts", "greedy"):
@@ -115,6 +144,11 @@ def main(argv: list[str]) -> None:
             found["texts"] = make(llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
             found["counters"] = llm.engine.counters()
+        elif what == "drafted":
+            found |= drafted_texts(llm, json.loads(prompts))
+            found["counters"] = llm.engine.counters()
+        elif what == "adapted":
+            found["tokens"] = adapted_texts(llm, json.loads(prompts), json.loads(adapters))
         else:
             found |= lose_a_rank(llm, what)
     print(json.dumps(found))

@@ -92,6 +92,12 @@ class PeftModels:
         return tokens[len(prompt) :], least
 
     @torch.inference_mode()
+    def logits(self, digest: bytes, tokens: Sequence[int]) -> torch.Tensor:
+        """[T, vocab] float32, behind each token."""
+        found: torch.Tensor = self._models[digest](input_ids=torch.tensor([list(tokens)])).logits[0]
+        return found
+
+    @torch.inference_mode()
     def check(self, digest: bytes, prompt: Sequence[int], sample: GeneratedSample) -> None:
         """Tokens are PEFT's greedy ones; log-probabilities are within 1e-4 of the logits' size."""
         tokens = torch.tensor([[*prompt, *sample.token_ids]])

@@ -1,0 +1,83 @@
+"""The pages of a pool as bytes, also of a pool that is divided among the GPUs of several ranks.
+
+A rank has the same bytes of every page: those of its KV heads, which are one range. Where ranks
+have the same heads, their parts are copies of one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from weft.kernels.page_digest import page_digests
+from weft.kernels.page_ops import gather_pages, scatter_pages
+
+
+class PagePart(NamedTuple):
+    """The part of every page that one rank has."""
+
+    pool: torch.Tensor
+    """[num_pages, ...], contiguous within a page; in memory that this process's device maps."""
+    begin: int
+    """First byte in the page; a multiple of 8."""
+    is_copy: bool = False
+    """Whether another part has the same bytes: this one is only written."""
+
+
+class DevicePages:
+    """Reads and writes whole pages on the current stream of one device.
+
+    Args:
+        parts: Parts that cover a page.
+    """
+
+    def __init__(self, parts: Sequence[PagePart]) -> None:
+        self.parts = tuple(parts)
+        self.device = parts[0].pool.device
+        self.num_pages = parts[0].pool.shape[0]
+        self._rows = [
+            part.pool.view(torch.uint8).reshape(self.num_pages, -1) for part in self.parts
+        ]
+        own = zip(self._read, self._rows, strict=True)
+        self.page_bytes = sum(rows.shape[1] for is_read, rows in own if is_read)
+
+    @classmethod
+    def of(cls, pool: torch.Tensor | DevicePages) -> DevicePages:
+        """The pages of a pool [num_pages, ...] in one piece."""
+        return pool if isinstance(pool, DevicePages) else cls([PagePart(pool, 0)])
+
+    @property
+    def _read(self) -> list[bool]:
+        return [not part.is_copy for part in self.parts]
+
+    def gather(self, pages: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies pages ([n] int64 on the device) to `out`; see `gather_pages`."""
+        for part, rows in zip(self.parts, self._rows, strict=True):
+            if not part.is_copy:
+                gather_pages(part.pool, pages, out[:, part.begin :][:, : rows.shape[1]])
+
+    def scatter(self, source: torch.Tensor, pages: torch.Tensor) -> None:
+        """Copies the rows of `source` to pages ([n] int64 on the device); see `scatter_pages`."""
+        for part, rows in zip(self.parts, self._rows, strict=True):
+            scatter_pages(source[:, part.begin :][:, : rows.shape[1]], pages, part.pool)
+
+    def digests(self, pages: torch.Tensor) -> torch.Tensor:
+        """Digests of pages ([n] int64 on the device); see `page_digests`."""
+        found = [
+            page_digests(part.pool, pages, part.begin // 8)
+            for part in self.parts
+            if not part.is_copy
+        ]
+        return found[0] if len(found) == 1 else torch.stack(found).sum(dim=0)
+
+    def read(self, page: int, out: torch.Tensor) -> None:
+        """Copies a page to `out`, [page_bytes] uint8 anywhere."""
+        for part, rows in zip(self.parts, self._rows, strict=True):
+            if not part.is_copy:
+                out[part.begin :][: rows.shape[1]].copy_(rows[page], non_blocking=True)
+
+    def write(self, page: int, source: torch.Tensor) -> None:
+        """Copies `source`, [page_bytes] uint8 anywhere, to a page."""
+        for part, rows in zip(self.parts, self._rows, strict=True):
+            rows[page].copy_(source[part.begin :][: rows.shape[1]], non_blocking=True)

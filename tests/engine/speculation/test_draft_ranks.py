@@ -1,0 +1,77 @@
+"""Draft heads over several ranks: texts are the model's alone, drafts are the head's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from weft.engine.base.request import SamplingParams, StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.engine.drafters import KnownDrafter, texts_of
+from weft.testing.engine.eagle3_cases import NUM_CHECKED, WatchedHead, check_chains
+from weft.testing.models.tiny_drafts import make_tiny_draft, make_tiny_eagle
+from weft.testing.models.tiny_models import make_tiny
+from weft.testing.models.tiny_mtp import KINDS, make_tiny_mtp
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+PAGE, VOCAB = 8, 250
+PARAMS = SamplingParams(temperature=1.0, seed=5)
+STOP = StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
+
+
+def llm(folder: Path, **settings: object) -> LLM:
+    sizes = {"page_size": PAGE, "prefill_chunk_tokens": 2 * PAGE, "num_threads": 1}
+    return LLM(folder, dtype="float32", **sizes, **settings)
+
+
+def random_prompts() -> list[list[int]]:
+    shared = [random.randrange(3, VOCAB) for _ in range(3 * PAGE + 3)]
+    return [
+        shared[: random.randint(1, len(shared))]
+        + [random.randrange(3, VOCAB) for _ in range(random.randint(1, 2 * PAGE))]
+        for _ in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("eagle3", 2),
+        pytest.param("eagle3", 4, marks=pytest.mark.full),
+        pytest.param("eagle", 2, marks=pytest.mark.full),
+        *(pytest.param(kind, 2, marks=pytest.mark.full) for kind in KINDS),
+    ],
+)
+def test_texts_are_the_models_and_drafts_the_heads(
+    kind: str, size: int, tmp_path: Path, seed: int
+) -> None:
+    """With prefix hits and too few pages, so that requests are resumed."""
+    folder, draft_dir, naive = tmp_path / "model", None, None
+    if kind in ("eagle3", "eagle"):
+        make_tiny("llama", folder, seed, num_attention_heads=8, num_hidden_layers=4)
+        make = make_tiny_draft if kind == "eagle3" else make_tiny_eagle
+        draft_dir = make(tmp_path / "head", folder, seed + 1)
+    else:
+        naive = make_tiny_mtp(kind, folder, seed)
+    prompts, drafter = random_prompts(), "mtp" if naive else kind
+    with llm(folder) as plain:
+        expected = plain.generate_all(prompts, PARAMS, STOP)
+    settings = {"draft_dir": draft_dir, "num_pages": 24, "poison_free_pages": True}
+    with llm(folder, drafter=drafter, tp=size, **settings) as drafting:
+        known = KnownDrafter(texts_of(prompts, expected, 5), VOCAB, 0.6)
+        watched = WatchedHead(drafting.engine, known)
+        for _ in range(2):  # The second time on a warm cache.
+            groups = drafting.generate_all(prompts, PARAMS, STOP)
+            for group, wanted in zip(groups, expected, strict=True):
+                assert [s.token_ids for s in group] == [s.token_ids for s in wanted]
+        counters = drafting.engine.counters()
+    assert counters["accepted_tokens"] > 0
+    if draft_dir is not None:
+        check_chains(watched, folder, draft_dir)
+        return
+    assert naive is not None
+    chains = [(tokens, chain) for tokens, chain in watched.chains if chain]
+    for tokens, chain in random.sample(chains, min(len(chains), NUM_CHECKED // 2)):
+        assert naive.agrees(tokens, chain), (tokens, chain)

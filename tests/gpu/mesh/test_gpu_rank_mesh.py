@@ -1,0 +1,151 @@
+"""A worker whose ranks have a GPU each takes pages from one of one GPU. Under load it loses ranks,
+and is back each time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from weft.testing.meshes.local_mesh import wait_until
+from weft.testing.meshes.mesh_calls import Ask, Caller, check_way
+from weft.testing.meshes.mesh_kinds import PATIENT
+from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
+from weft.v1 import worker_pb2
+
+pytestmark = [pytest.mark.needs("cuda", "go", "nixl"), pytest.mark.timeout(600)]
+
+NUM_KILLS, NUM_NEW = 5, 24
+LIMIT_S = 3.0
+FLAGS = ("--tp", "2", "--device", "cuda:0,cuda:1")
+SMALL = "--num-pages 200 --max-running-requests 4 --max-step-tokens 128 --prefill-chunk-tokens 64"
+
+
+class Load:
+    """Clients that ask for texts that are known, until `stop`."""
+
+    def __init__(self, mesh: TinyMesh) -> None:
+        greedy = Greedy(mesh.model_dir)
+        self._url = f"{mesh.url}/v1/completions"
+        lengths = [random.randint(1, 150) for _ in range(6)]
+        prompts = [[random.randrange(3, VOCAB) for _ in range(count)] for count in lengths]
+        self._right = [(one, greedy.text(greedy.ids(one, NUM_NEW))) for one in prompts]
+        self.num_right = self.num_failed = 0
+        self.wrong: list[str] = []
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(3)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        with httpx.Client(timeout=60, trust_env=False) as client:
+            while not self._stopped.is_set():
+                prompt, right = random.choice(self._right)
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW}
+                body |= {"temperature": 0, "ignore_eos": True}
+                try:
+                    answer = client.post(self._url, json=body)
+                except httpx.TransportError:
+                    answer = None
+                if answer is None or answer.status_code != 200:
+                    self.num_failed += 1
+                    time.sleep(0.1)
+                elif (text := answer.json()["choices"][0]["text"]) == right:
+                    self.num_right += 1
+                else:
+                    self.wrong.append(f"{text!r} is not {right!r}")
+
+    def stop(self) -> None:
+        """Ends all clients."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def lose_a_rank(mesh: TinyMesh, load: Load) -> str:
+    """Kills or stops one of the ranks; returns once the worker answers again."""
+    with mesh.worker("decode-0") as stub:
+        first = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=30).engine_pid
+    (second,) = (child.pid for child in psutil.Process(first).children())
+    ranks = [psutil.Process(pid) for pid in (first, second)]
+    before, told = mesh.service("decode-0")["epoch"], len(mesh.log("decode-0"))
+    number = random.randrange(2)
+    how = random.choice((signal.SIGKILL, signal.SIGSTOP)) if number else signal.SIGKILL
+    time.sleep(random.uniform(0.0, 1.0))
+    os.kill(ranks[number].pid, how)
+    lost_at = time.monotonic()
+    wait_until(lambda: not any(one.is_running() for one in ranks), LIMIT_S + 10)
+    ended_s = time.monotonic() - lost_at
+    if number:
+        assert re.search(r"rank 1 .*step", mesh.log("decode-0")[told:]), mesh.log("decode-0")[told:]
+
+    def is_back() -> bool:
+        ready = mesh.ready_file("decode-0")
+        return ready is not None and ready["epoch"] != before
+
+    wait_until(is_back, 120, lambda: mesh.text)
+    answered = load.num_right
+    wait_until(lambda: load.num_right > answered, 60, lambda: mesh.text)
+    back_s = time.monotonic() - lost_at
+    return f"rank {number} by {how.name}: ended after {ended_s:.1f} s, back after {back_s:.1f} s"
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize("filler", [1, 2])
+async def test_prompts_are_filled_by_workers_of_any_number_of_ranks(
+    filler: int, has_head: bool, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("cuda: this needs two GPUs")
+    owner = 3 - filler
+    devices = {1: "--tp 1 --device cuda:1", 2: "--tp 2 --device cuda:0,cuda:1"}
+    flags = (*FLAGS, "--local-prefill-max-tokens", "0", "--transport", "nixl")
+    flags += ("--prefill-args", f"{SMALL} {devices[filler]}")
+    drafts = " --drafter eagle3 --draft-gate fixed" if has_head else ""
+    flags += ("--decode-args", f"{SMALL} {devices[owner]} {PATIENT}{drafts}")
+    mesh = TinyMesh(tmp_path, *flags, has_draft=has_head)
+    try:
+        mesh.wait_ready()
+        greedy = Greedy(mesh.model_dir)
+        async with Caller(mesh) as caller:
+            for length in (300, 70, 155):
+                prompt = [random.randrange(3, VOCAB) for _ in range(length)]
+                ask = Ask(prompt=prompt, max_tokens=NUM_NEW, ignore_eos=True)
+                answer = await caller.ask("grpc", ask)
+                check_way("nixl", answer)
+                greedy.check(prompt, answer.token_ids or [], NUM_NEW)
+    finally:
+        mesh.stop()
+
+
+@pytest.mark.full_after(1)
+@pytest.mark.parametrize("part", range(4))
+def test_ranks_that_are_lost_under_load_come_back_without_a_wrong_text(
+    part: int, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("cuda: this needs two GPUs")
+    args = f"{SMALL} --rank-timeout-s {LIMIT_S:g}"
+    mesh = TinyMesh(tmp_path, *FLAGS, "--prefill", "0", "--decode-args", args)
+    load: Load | None = None
+    try:
+        mesh.wait_ready()
+        load = Load(mesh)
+        wait_until(lambda: load.num_right > 3, 60, lambda: mesh.text)
+        for _ in range(NUM_KILLS):
+            print(lose_a_rank(mesh, load))
+    finally:
+        if load is not None:
+            load.stop()
+        mesh.stop()
+    print(f"part {part}: {load.num_right} right, {load.num_failed} failed")
+    assert not load.wrong

@@ -1,0 +1,99 @@
+"""Pages of an engine with ranks that come from another worker or from tiers, in a process of its
+own, since a process can have one engine with ranks on GPUs.
+
+    python -m weft.testing.engine.ranked_pages shipped|tiers MODEL_DIR SETTINGS OF_FILLER
+
+Settings are JSON, as are the results on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.engine.tier_bench import VOCAB, TierBench
+
+PAGE = 16
+SIZES = {"page_size": PAGE, "prefill_chunk_tokens": 2 * PAGE, "max_step_tokens": 8 * PAGE}
+SIZES |= {"max_running_requests": 8}
+
+
+def new_prompt(num_pages: int) -> list[int]:
+    """Random tokens, some more than fill the pages."""
+    return [random.randrange(3, VOCAB) for _ in range(num_pages * PAGE + 3)]
+
+
+def ship(folder: Path, settings: dict[str, Any], of_filler: dict[str, Any]) -> dict[str, Any]:
+    """Prompts that the owner computes, then has another worker compute: their texts."""
+    clock = ManualClock()
+    owner = make_engine(folder, "decode", clock, **(SIZES | settings))
+    filler = make_engine(folder, "prefill", clock, worker_id="p0", **(SIZES | of_filler))
+    pair = EnginePair(owner, [filler], clock)
+    found: dict[str, Any] = {"alone": [], "shipped": [], "tokens": [], "failures": []}
+    for _ in range(3):
+        prompt = new_prompt(6)
+        owner.memory.flush_cache()
+        found["alone"] += pair.finish(pair.submit(prompt, max_tokens=16, candidates=[]))
+        owner.memory.flush_cache()
+        request_id = pair.submit(prompt, max_tokens=16)
+        found["shipped"] += pair.finish(request_id)
+        (fill,) = pair.answers[request_id].finished[0].timeline.fills
+        found["tokens"].append(fill.accepted_tokens)
+        found["failures"].append(fill.failure)
+        pair.settle()
+    found["transport"] = owner.info.transport_detail
+    pair.close()
+    return found
+
+
+def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A prompt whose pages went to host memory and disk and came back: its texts."""
+    with tempfile.TemporaryDirectory() as disk:
+        tiers = {"host_cache_bytes": 1 << 20, "disk_cache_dir": Path(disk)}
+        sizes = SIZES | {"num_pages": 64, "load_back_threshold": 0}
+        bench = TierBench(folder, 40 * PAGE, **(sizes | tiers | settings))
+        prompts = [new_prompt(19) for _ in range(2)]
+        found: dict[str, Any] = {"alone": [bench.ask(prompt) for prompt in prompts]}
+        bench.push_out()
+        found["again"] = [bench.ask(prompt) for prompt in prompts]
+        found["corrupt"] = bench.counters("host")["corrupt_pages"]
+        found["loaded"] = [bench.counters(tier)["loaded_pages"] for tier in ("host", "disk")]
+        found["notices"] = bench.engine.info.notices
+        bench.close()
+        bench.pair.close()
+    return found
+
+
+def ranked_pages(
+    what: str, folder: Path, settings: dict[str, Any], of_filler: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Starts the process; its results."""
+    command = [sys.executable, "-m", __name__, what, str(folder)]
+    command += [json.dumps(settings, default=str), json.dumps(of_filler, default=str)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=300, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    """Runs the engines."""
+    what, folder, *given = argv
+    settings, of_filler = map(json.loads, given)
+    for one in (settings, of_filler or {}):
+        if one.get("draft_dir"):
+            one["draft_dir"] = Path(one["draft_dir"])
+    if what == "tiers":
+        found = push_to_tiers(Path(folder), settings)
+    else:
+        found = ship(Path(folder), settings, of_filler)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
