@@ -1,7 +1,9 @@
 """`weft.kernels.slot_states` on a GPU: one launch a layer.
 
 A program has some values of one head of one request, whose part of the state it keeps in registers.
-It convolves its head's keys and values itself, row by row.
+It convolves its head's keys and values itself, row by row. A row adds the product of its key and an
+update to the state; both are kept in the ring, so that later steps add them without computing them
+again (arXiv 2412.06464, equation 10 unrolled).
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ def plan(
     cu_q_lens: torch.Tensor,
     positions: torch.Tensor,
     borders: torch.Tensor,
+    ends: torch.Tensor,
     blocks: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    """The plan of `weft.kernels.slot_states.plan_slots`, [R, 8]."""
+    """The plan of `weft.kernels.slot_states.plan_slots`, [R, 9]."""
     count = slots.shape[0]
-    made = torch.empty((count, 8), dtype=torch.int64, device=slots.device)
+    made = torch.empty((count, 9), dtype=torch.int64, device=slots.device)
     _plan_kernel[(count,)](
-        *(slots, cu_q_lens, positions, borders, blocks, made), PAGE_SIZE=page_size, num_warps=1
-    )
+        *(slots, cu_q_lens, positions, borders, ends, blocks, made),
+        PAGE_SIZE=page_size, num_warps=1,
+    )  # fmt: skip
     return made
 
 
@@ -48,6 +52,7 @@ def step_heads(
     new, gate, *beta = (part if part.stride(-1) == 1 else part.contiguous() for part in inputs)
     states, tails = memory.blocks
     ring, ring_gate, *ring_beta = memory.rings
+    keys, updates = memory.found
     taps = form.conv.shape[0]
     if taps > _MAX_TAPS:
         raise ValueError(f"a convolution of {taps} taps; at most {_MAX_TAPS} are computed")
@@ -58,10 +63,11 @@ def step_heads(
     _heads_kernel[grid](
         *(plan, new, gate, beta[0] if beta else None),
         *(ring, ring_gate, ring_beta[0] if ring_beta else None),
-        *(states, tails, form.conv, form.bias, form.rates, form.skips, out),
+        *(keys, updates, states, tails, form.conv, form.bias, form.rates, form.skips, out),
         *(new.stride(0), gate.stride(0), beta[0].stride(0) if beta else 0),
         *(ring.stride(0), ring.stride(1), ring_gate.stride(0), ring_gate.stride(1)),
         *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
+        *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
         *(states.stride(0), tails.stride(0), form.conv.shape[1], form.scale),
         *(*form.queries, *form.keys, *form.values),
         *(number for part in form.tail_channels for number in part),
@@ -100,6 +106,7 @@ def _plan_kernel(
     cu_q_lens: tl.tensor,
     positions: tl.tensor,
     borders: tl.tensor,
+    ends: tl.tensor,
     blocks: tl.tensor,
     made: tl.tensor,
     PAGE_SIZE: tl.constexpr,
@@ -117,7 +124,10 @@ def _plan_kernel(
     new = tl.load(own + after // PAGE_SIZE % 3)
     is_new = (after > before) & (new > 0)
     tl.store(borders + slot, after, mask=is_new)
-    to = made + request * 8
+    # Rows behind the start were drafts that were not accepted.
+    found = tl.minimum(tl.load(ends + slot, mask=is_real, other=0), start)
+    tl.store(ends + slot, start + count, mask=is_real)
+    to = made + request * 9
     tl.store(to, slot)
     tl.store(to + 1, first)
     tl.store(to + 2, count)
@@ -126,6 +136,7 @@ def _plan_kernel(
     tl.store(to + 5, old)
     tl.store(to + 6, tl.where(is_new, after, -1))
     tl.store(to + 7, new)
+    tl.store(to + 8, tl.maximum(found, before))
 
 
 @triton.jit
@@ -181,6 +192,51 @@ def _rounded(total: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _decay(
+    gates: tl.tensor,
+    row: int,
+    rate: tl.tensor,
+    at: tl.tensor,
+    mask: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    BY_KEY: tl.constexpr,
+) -> tl.tensor:
+    """The logarithm of the decay of a position in the ring; 0 from `end` on."""
+    own = gates + position % RING_ROWS * row
+    if BY_KEY:
+        found = tl.load(own + at, mask=mask & (at * 0 + position < end), other=0.0)
+    else:
+        found = tl.load(own + at, mask=position < end, other=0.0) * rate
+    return found
+
+
+@triton.jit
+def _added(
+    keys: tl.tensor,
+    updates: tl.tensor,
+    key_row: int,
+    update_row: int,
+    element: tl.tensor,
+    value: tl.tensor,
+    is_key: tl.tensor,
+    is_value: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    left: tl.tensor,
+    RING_ROWS: tl.constexpr,
+) -> tl.tensor:
+    """What a position in the ring adds to the state, of which the share `left` is left."""
+    ring_at = position % RING_ROWS
+    is_old = is_key & (element * 0 + position < end)
+    key = tl.load(keys + ring_at * key_row + element, mask=is_old, other=0.0).to(tl.float32)
+    of_value = is_value & (value * 0 + position < end)
+    update = tl.load(updates + ring_at * update_row + value, mask=of_value, other=0.0)
+    return (key * left)[:, None] * update.to(tl.float32)[None]
+
+
+@triton.jit
 def _heads_kernel(
     plan: tl.tensor,
     new: tl.tensor,
@@ -189,6 +245,8 @@ def _heads_kernel(
     ring: tl.tensor,
     ring_gates: tl.tensor,
     ring_betas: tl.tensor,
+    ring_keys: tl.tensor,
+    ring_updates: tl.tensor,
     states: tl.tensor,
     tails: tl.tensor,
     conv: tl.tensor,
@@ -205,6 +263,10 @@ def _heads_kernel(
     ring_gate_row: int,
     beta_slot: int,
     ring_beta_row: int,
+    keys_slot: int,
+    keys_row: int,
+    updates_slot: int,
+    updates_row: int,
     state_block: int,
     tail_block: int,
     channels: int,
@@ -234,10 +296,10 @@ def _heads_kernel(
 ) -> None:
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     tile, of_keys = tl.program_id(1), head // SHARED
-    given = plan + request * 8
+    given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
-    border_to, block_to = tl.load(given + 6), tl.load(given + 7)
+    border_to, block_to, known = tl.load(given + 6), tl.load(given + 7), tl.load(given + 8)
     end = tl.where(count > 0, start + count, border)
     element = tl.arange(0, BLOCK_KEYS)
     value = tile * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
@@ -256,6 +318,8 @@ def _heads_kernel(
     gates += first * gate_row
     ring += slot * ring_slot
     ring_gates += slot * gate_slot
+    ring_keys += slot * keys_slot + of_keys * KEYS
+    ring_updates += slot * updates_slot + head * VALUES
     tail = tails + block * tail_block
     BEFORE: tl.constexpr = TAPS - 1
     k_tap0 = _tap(conv, channels, k_channel, is_key, TAPS, 0)
@@ -273,19 +337,57 @@ def _heads_kernel(
         k_bias += tl.load(bias + k_channel, mask=is_key, other=0.0)
         q_bias += tl.load(bias + q_channel, mask=is_key, other=0.0)
         v_bias += tl.load(bias + v_channel, mask=is_value, other=0.0)
-    k1 = _input(new, ring, tail, new_row, ring_row, border - 1, end, border, k_channel,
+    k1 = _input(new, ring, tail, new_row, ring_row, known - 1, start, border, k_channel,
                 k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-    k2 = _input(new, ring, tail, new_row, ring_row, border - 2, end, border, k_channel,
+    k2 = _input(new, ring, tail, new_row, ring_row, known - 2, start, border, k_channel,
                 k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-    k3 = _input(new, ring, tail, new_row, ring_row, border - 3, end, border, k_channel,
+    k3 = _input(new, ring, tail, new_row, ring_row, known - 3, start, border, k_channel,
                 k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-    v1 = _input(new, ring, tail, new_row, ring_row, border - 1, end, border, v_channel,
+    v1 = _input(new, ring, tail, new_row, ring_row, known - 1, start, border, v_channel,
                 v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-    v2 = _input(new, ring, tail, new_row, ring_row, border - 2, end, border, v_channel,
+    v2 = _input(new, ring, tail, new_row, ring_row, known - 2, start, border, v_channel,
                 v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-    v3 = _input(new, ring, tail, new_row, ring_row, border - 3, end, border, v_channel,
+    v3 = _input(new, ring, tail, new_row, ring_row, known - 3, start, border, v_channel,
                 v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-    for position in range(border, end):
+    rate = 1.0
+    if rates is not None:
+        rate = tl.load(rates + head)
+    of_gate = head
+    if BY_KEY:
+        of_gate = head * KEYS + element
+    # Keys and updates that earlier steps have computed, cut where a block is written.
+    is_written = (border_to >= 0) & (border_to <= known)
+    begin = border
+    for part in range(2):
+        stop = tl.where(is_written & (part == 0), border_to, known)
+        for at in range(begin, stop, 4):
+            gate0 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            gate1 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 1, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            gate2 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 2, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            gate3 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 3, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            left2 = gate3
+            left1 = gate2 + left2
+            left0 = gate1 + left1
+            if BY_KEY:
+                state *= tl.exp(gate0 + left0)[:, None]
+            else:
+                state *= tl.exp(gate0 + left0)
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at, stop, tl.exp(left0), RING_ROWS)  # fmt: skip
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at + 1, stop, tl.exp(left1), RING_ROWS)  # fmt: skip
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at + 2, stop, tl.exp(left2), RING_ROWS)  # fmt: skip
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at + 3, stop, 1.0, RING_ROWS)  # fmt: skip
+        if is_written & (part == 0):
+            tl.store(states + block_to * state_block + place, state, mask=both)
+        begin = stop
+    for position in range(known, end):
         behind = position - start
         ring_at = position % RING_ROWS
         k0 = _input(new, ring, tail, new_row, ring_row, position, start, border, k_channel,
@@ -310,10 +412,7 @@ def _heads_kernel(
             gate = tl.load(gates + behind * gate_row + head, mask=behind >= 0, other=0.0)
             old = ring_gates + ring_at * ring_gate_row + head
             gate += tl.load(old, mask=behind < 0, other=0.0)
-            if rates is None:
-                state *= tl.exp(gate)
-            else:
-                state *= tl.exp(gate * tl.load(rates + head))
+            state *= tl.exp(gate * rate)
             tl.store(old, gate, mask=(behind >= 0) & (tile == 0))
         update = taken
         if betas is not None:
@@ -324,6 +423,10 @@ def _heads_kernel(
             update = (taken - tl.sum(state * key[:, None], axis=0)) * beta
         if rates is not None:
             update *= gate
+        to = ring_keys + ring_at * keys_row + element
+        tl.store(to, key.to(ring_keys.dtype.element_ty), mask=is_all)
+        to = ring_updates + ring_at * updates_row + value
+        tl.store(to, update.to(ring_updates.dtype.element_ty), mask=is_value)
         state += key[:, None] * update[None]
         if behind >= 0:
             query = q_bias
@@ -386,7 +489,7 @@ def _conv_kernel(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    given = plan + tl.program_id(0) * 8
+    given = plan + tl.program_id(0) * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
     border_to, block_to = tl.load(given + 6), tl.load(given + 7)

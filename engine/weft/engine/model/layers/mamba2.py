@@ -169,6 +169,15 @@ class Mamba2(RecurrentMixer):
             StatePart("dt", (self.config.heads,), "float32"),
         )
 
+    @property
+    def found(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.found`: keys and updates."""
+        config = self.config
+        return (
+            StatePart("key", (config.groups, config.state_size), self.dtype),
+            StatePart("update", (config.heads, config.head_dim), self.dtype),
+        )
+
     def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
         config = self.config
