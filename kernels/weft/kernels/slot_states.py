@@ -18,9 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-MAX_TAPS = 4
-"""Most taps of a convolution."""
-
 
 class SlotRows(NamedTuple):
     """The first requests of a step, R, none of which has many rows."""
@@ -83,13 +80,8 @@ class HeadForm(NamedTuple):
     """[H] float32: the decay of a time step of 1."""
     skips: torch.Tensor | None = None
     """[H] float32: share of the values that is added to the result."""
-    tails: tuple[Channels, Channels, Channels] | None = None
-    """Where queries, keys and values lie in the tail; None: as in the convolution."""
-
-    @property
-    def tail_channels(self) -> tuple[Channels, Channels, Channels]:
-        """`tails`, given or not."""
-        return self.tails or (self.queries, self.keys, self.values)
+    in_tails: torch.Tensor | None = None
+    """[channels] int64: each channel's place in the tail; None: its own number."""
 
 
 def plan_slots(

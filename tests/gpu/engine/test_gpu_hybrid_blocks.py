@@ -122,9 +122,7 @@ def test_texts_of_adapters_are_pefts(name: str, recurrent: list[str], tmp_path: 
         unload_all(llm.engine)
 
 
-def test_texts_of_ranks_are_those_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks may have the same GPU, which they then use in turns."""
     import torch
 

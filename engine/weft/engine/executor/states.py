@@ -92,9 +92,7 @@ class StateMemory:
         device = self.pools.rings[0].device
         try:
             found = [
-                torch.zeros(
-                    (*sizes, *part.shape), dtype=getattr(torch, part.dtype), device=device
-                )
+                torch.zeros((*sizes, *part.shape), dtype=getattr(torch, part.dtype), device=device)
                 for part in parts
             ]
         except RuntimeError as error:
