@@ -12,8 +12,9 @@ products (section 6 of the paper, there SSD).
 from __future__ import annotations
 
 import torch
+from weft.kernels.head_rows import HeadRows
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
-from weft.kernels.segments import Segments, Wave, num_rows_of
+from weft.kernels.segments import Segments, Wave, num_of_heads
 
 
 def mamba2(
@@ -47,7 +48,7 @@ def mamba2(
     """
     rows, heads, width = x.shape
     groups, size = b.shape[1:]
-    num_rows, sequences = num_rows_of(x, cu_lens), len(cu_lens) - 1
+    num_rows, sequences = num_of_heads(x, cu_lens), len(cu_lens) - 1
     fits = (
         dt.shape == (rows, heads)
         and b.shape == c.shape == (rows, groups, size)
@@ -62,15 +63,15 @@ def mamba2(
             f"x, dt, a, b, c, d, states {shapes} do not fit {num_rows} rows of {sequences} "
             "sequences"
         )
-    decay = dt.float() * a.float()
+    of_heads = HeadRows(c, b, x, dt.float() * a.float(), cu_lens, steps=dt, skips=d)
     if x.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
-        return gpu.fastest_recurrence(c, b, x, decay, states, cu_lens, steps=dt, skips=d)
+        return gpu.fastest_recurrence(of_heads, states)
     native = native_recurrence_for(x, states, b, c)
     if native is None:
         return mamba2_reference(x, dt, a, b, c, d, states, cu_lens)
-    return native_recurrence(native, c, b, x, decay, states, cu_lens, steps=dt, skips=d)
+    return native_recurrence(native, of_heads, states)
 
 
 def mamba2_reference(

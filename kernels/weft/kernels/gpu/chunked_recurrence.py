@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.head_rows import HeadRows
 
 CHUNK = 64
 _FEWEST = 32
@@ -19,35 +20,18 @@ _FEWEST = 32
 _LARGEST_KEY = 256
 
 
-def takes_chunks(v: torch.Tensor, decay: torch.Tensor, keys: int, sequences: int) -> bool:
-    """Whether rows [T, H, Dv] of so many sequences are computed by chunks."""
+def takes_chunks(rows: HeadRows) -> bool:
+    """Whether rows are computed by chunks."""
+    v, keys = rows.v, rows.k.shape[2]
     is_narrow = v.dtype in (torch.bfloat16, torch.float16) and keys <= _LARGEST_KEY
-    return is_narrow and decay.dim() == 2 and v.shape[0] >= _FEWEST * sequences
+    return is_narrow and rows.decay.dim() == 2 and v.shape[0] >= _FEWEST * rows.num_sequences
 
 
-def chunked_recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    states: torch.Tensor,
-    cu_lens: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
-    skips: torch.Tensor | None = None,
-    scale: float = 1.0,
-    is_unit: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors that `takes_chunks`."""
+def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.gpu.recurrence.recurrence` of rows for which `takes_chunks` holds."""
+    q, k, v, decay, cu_lens, beta, steps, skips, scale, is_unit = given.packed()
     rows, heads, values = v.shape
-    keys, count, shared = k.shape[2], cu_lens.shape[0] - 1, heads // k.shape[1]
-    q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
-    decay = decay.to(torch.float32).contiguous()
-    beta, steps, skips = (
-        None if each is None else each.to(torch.float32).contiguous()
-        for each in (beta, steps, skips)
-    )
+    keys, count, shared = k.shape[2], given.num_sequences, given.shared
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
     most = rows // CHUNK + count
     chunks = torch.zeros((most, 2), dtype=torch.int64, device=v.device)
