@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
-from weft.kernels.segments import Segments, Wave, num_of_heads
+from weft.kernels.segments import Segments, Wave, num_rows_of
 
 
 def mamba2(
@@ -48,7 +48,7 @@ def mamba2(
     """
     rows, heads, width = x.shape
     groups, size = b.shape[1:]
-    num_rows, sequences = num_of_heads(x, cu_lens), len(cu_lens) - 1
+    num_rows, sequences = num_rows_of(x, cu_lens), len(cu_lens) - 1
     fits = (
         dt.shape == (rows, heads)
         and b.shape == c.shape == (rows, groups, size)
