@@ -23,13 +23,15 @@ def close(made: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) ->
         torch.testing.assert_close(mine.double(), wanted.double(), rtol=0.0, atol=bound)
 
 
-@pytest.mark.parametrize("spread", [1.0, 0.1])
-def test_gated_delta(spread: float) -> None:
-    """Keys in all directions, and keys that are nearly one."""
+@pytest.mark.parametrize(("spread", "by_element"), [(1.0, False), (0.1, False), (0.3, True)])
+def test_gated_delta(spread: float, by_element: bool) -> None:
+    """Keys in all directions, and keys that are nearly one; decays of elements are strong too."""
     q, k = torch.randn(2, ROWS, 1, KEYS) * spread
     k += torch.randn(KEYS)
     q, k, v = q.half(), k.half(), torch.randn(ROWS, HEADS, VALUES).half()
     decay, beta = -torch.rand(ROWS, HEADS) / 8, torch.rand(ROWS, HEADS)
+    if by_element:
+        decay = decay[..., None] * 400 * torch.rand(ROWS, HEADS, KEYS) ** 8
     states = torch.randn(3, HEADS, KEYS, VALUES)
     rows = HeadRows(q, k, v, decay, CU_LENS, beta=beta, scale=KEYS**-0.5, is_unit=True)
     made = chunked_recurrence(rows, states)
