@@ -247,7 +247,8 @@ def _solve_kernel(
         is_own = block[:, None, None, None] == block[None, None, :, None]
         blocks = tl.reshape(system, (CHUNK // 16, 16, CHUNK // 16, 16))
         own = tl.sum(tl.where(is_own, blocks, 0.0), axis=2)
-        solved = tl.where((inner[:, None] == inner[None])[None], 1.0, own * 0.0)
+        nothing = tl.zeros((CHUNK // 16, 16, 16), tl.float32)
+        solved = tl.where((inner[:, None] == inner[None])[None], 1.0, nothing)
         for number in range(1, 16):
             is_here = (inner == number)[None, :, None]
             factors = tl.sum(tl.where(is_here, own, 0.0), axis=1)

@@ -249,7 +249,9 @@ def compile_recurrences(is_full: bool) -> None:
     recurrent_rows.gated_norm(v, v, v[0, 0], 1e-6, form="silu", gates_first=False)
     recurrent_rows.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
     if is_full:
-        chunked_recurrence.chunked_recurrence(HeadRows(q, q, v, gate, bounds, beta=gate), states)
+        for decay in (gate, torch.zeros(4, 8, 128)):
+            of_delta = HeadRows(q, q, v, decay, bounds, beta=gate)
+            chunked_recurrence.chunked_recurrence(of_delta, states)
     chunked_recurrence.chunked_recurrence(of_steps, states)
     step = 2 * 128 + 2 * 128
     inputs, conv = torch.zeros(4, 4 * step, dtype=BF16), torch.zeros(4, 4 * step)
