@@ -246,16 +246,14 @@ def _solve_kernel(
         block, inner = tl.arange(0, CHUNK // 16), tl.arange(0, 16)
         is_own = block[:, None, None, None] == block[None, None, :, None]
         blocks = tl.reshape(system, (CHUNK // 16, 16, CHUNK // 16, 16))
-        own = tl.sum(tl.where(is_own, blocks, 0.0), axis=2)
-        nothing = tl.zeros((CHUNK // 16, 16, 16), tl.float32)
-        solved = tl.where((inner[:, None] == inner[None])[None], 1.0, nothing)
-        for number in range(1, 16):
+        solved = -tl.sum(tl.where(is_own, blocks, 0.0), axis=2)
+        for number in range(2, 16):
             is_here = (inner == number)[None, :, None]
-            factors = tl.sum(tl.where(is_here, own, 0.0), axis=1)
-            found = tl.sum(factors[:, :, None] * solved, axis=1)
-            here = is_here & (inner != number)[None, None]
-            solved = tl.where(here, -found[:, None], solved)
+            found = tl.sum(tl.where(is_here, solved, 0.0), axis=1)
+            found += tl.sum(found[:, :, None] * solved, axis=1)
+            solved = tl.where(is_here, found[:, None], solved)
         inverse = tl.reshape(tl.where(is_own, solved[:, :, None], 0.0), (CHUNK, CHUNK))
+        inverse = tl.where(index[:, None] == index[None], 1.0, inverse)
         is_pair = index[:, None] // 32 == index[None] // 32
         pairs = is_pair & (index[:, None] // 16 != index[None] // 16)
         left = tl.dot(inverse, tl.where(pairs, system, 0.0), input_precision="tf32x3")
