@@ -43,10 +43,18 @@ class HeadRows(NamedTuple):
 
     def packed(self) -> HeadRows:
         """The same with elements of a head next to each other, and gates in float32, contiguous."""
-        heads = (each if each.stride(2) == 1 else each.contiguous() for each in self[:3])
-        decay, *gates = (
+        q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in self[:3])
+        beta, steps, skips = (
             None if each is None else each.to(torch.float32).contiguous()
-            for each in (self.decay, self.beta, self.steps, self.skips)
+            for each in (self.beta, self.steps, self.skips)
         )
-        assert decay is not None
-        return HeadRows(*heads, decay, self.cu_lens.contiguous(), *gates, self.scale, self.is_unit)
+        return self._replace(
+            q=q,
+            k=k,
+            v=v,
+            decay=self.decay.to(torch.float32).contiguous(),
+            cu_lens=self.cu_lens.contiguous(),
+            beta=beta,
+            steps=steps,
+            skips=skips,
+        )
