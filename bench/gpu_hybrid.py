@@ -1,10 +1,11 @@
 """Speed of models with recurrent layers on a GPU, against the roof of the same run.
 
-    python bench/gpu_hybrid.py [--parts kernels engine] [--models qwen3.5-9b ...] [--out DIR]
+    python bench/gpu_hybrid.py [--parts kernels engine ...] [--models qwen3.5-9b ...] [--out DIR]
 
 Kernels: a layer's states alone, decode steps against the bytes of states that they read, prompts
-against the rate of a large product. Engine: random weights in the models' real shapes, decode,
-prompts, and requests of 1,024 tokens in and 128 out that are sent at once.
+against the rate of a large product. Beside: prompts by fla-core's kernels. Engine: random weights
+in the models' real shapes, decode, prompts, and requests of 1,024 tokens in and 128 out that are
+sent at once. Mtp: decode with drafts of which a forced number is accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
 MANY, MANY_IN, MANY_OUT = 384, 1024, 128
 """Requests sent at once, and their tokens."""
-STEP_TILES = ((32, 4), (16, 1))
+STEP_TILES = ((32, 4), (16, 1), (8, 1), (32, 2))
 """Values of a program of decode steps, and its warps."""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
@@ -89,7 +90,11 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
             torch.randn(batch + 1, 18, channels, device="cuda", dtype=BF16),
             *(torch.rand(batch + 1, 18, 32, device="cuda") for _ in "gb"),
         )
-        memory = LayerMemory(blocks, rings)
+        found = (
+            torch.randn(batch + 1, 18, 16, 128, device="cuda", dtype=BF16) / 12,
+            torch.randn(batch + 1, 18, 32, 128, device="cuda", dtype=BF16),
+        )
+        memory = LayerMemory(blocks, rings, found)
         inputs = (
             torch.randn(batch, channels, device="cuda", dtype=BF16),
             -torch.rand(batch, 32, device="cuda"),
@@ -102,7 +107,8 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
             slot_states._TILES = dict.fromkeys(slot_states._TILES, tile)
             borders = torch.full((batch + 1,), 4 * PAGE, device="cuda")
             positions = torch.full((batch,), 4 * PAGE + behind, device="cuda")
-            rows = plan_slots(slots, bounds, positions, borders, table, PAGE)
+            ends = torch.full_like(borders, 4 * PAGE + behind)
+            rows = plan_slots(slots, bounds, positions, borders, ends, table, PAGE)
             took = seconds(lambda: step_heads(form, rows, memory, inputs))  # noqa: B023
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
             row = {"tile": tile, "batch": batch, "behind": behind}
@@ -115,8 +121,8 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
     return found
 
 
-def bench_prompt(rates: Rates) -> list[dict[str, Any]]:
-    """A prompt's rows through one layer's states."""
+def bench_prompt(rates: Rates, *, beside: bool = False) -> list[dict[str, Any]]:
+    """A prompt's rows through one layer's states; `beside`: by the kernels of fla-core."""
     found = []
     rows = PROMPT_ROWS
     bounds = torch.tensor([0, rows], device="cuda")
@@ -144,37 +150,28 @@ def bench_prompt(rates: Rates) -> list[dict[str, Any]]:
         ),
         "mamba2": (4 * rows * 128 * 128 * 64, lambda: mamba2(x, dt, a, b, c, d, ssd, bounds)),
     }
-    try:
+    if beside:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
         from fla.ops.simple_gla import chunk_simple_gla
 
-        calls["fla gated delta"] = (
-            flop,
-            lambda: chunk_gated_delta_rule(
-                wide_q[None],
-                wide_k[None],
-                v[None],
-                decay[None],
-                beta[None].to(BF16),
-                initial_state=states,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
+        options = {"initial_state": states, "output_final_state": True}
+        of_heads = options | {"use_qk_l2norm_in_kernel": True}
+        gates = decay[None], beta[None].to(BF16)
+        by_group = [part[None].expand(-1, -1, 128, -1).contiguous() for part in (c, b)]
+        delta = wide_q[None], wide_k[None], v[None]
+        of_ssd = options | {"initial_state": ssd, "scale": 1.0}
+        calls = {
+            "gated delta": (flop, lambda: chunk_gated_delta_rule(*delta, *gates, **of_heads)),
+            "delta by element": (
+                flop,
+                lambda: chunk_kda(*delta, by_element[None], gates[1], **of_heads),
             ),
-        )
-        calls["fla simple gla, as mamba2"] = (
-            4 * rows * 128 * 128 * 64,
-            lambda: chunk_simple_gla(
-                c[None].expand(-1, -1, 128, -1).contiguous(),
-                b[None].expand(-1, -1, 128, -1).contiguous(),
-                x[None],
-                (dt * a)[None],
-                initial_state=ssd,
-                output_final_state=True,
-                scale=1.0,
+            "mamba2, as simple gla": (
+                4 * rows * 128 * 128 * 64,
+                lambda: chunk_simple_gla(*by_group, x[None], (dt * a)[None], **of_ssd),
             ),
-        )
-    except Exception as error:
-        print(f"no fla-core here: {error!r}"[:200])
+        }
     for name, (work, call) in calls.items():
         try:
             took = seconds(call, 4)
@@ -183,7 +180,11 @@ def bench_prompt(rates: Rates) -> list[dict[str, Any]]:
             continue
         share = work / rates.flop_per_s / took
         found.append({"kernel": name, "ms": 1e3 * took, "share": share})
-        print(f"{name}, {rows} rows: {1e3 * took:.3f} ms, {share:.1%} of the products' rate")
+        told = f"fla-core: {name}" if beside else name
+        print(
+            f"{told}, {rows} rows: {1e3 * took:.3f} ms, {share:.1%} of the products' rate",
+            flush=True,
+        )
     return found
 
 
@@ -288,7 +289,7 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
                 f"{costs.dense / 1e9:.1f} + {costs.experts / 1e9:.1f} GB, a state "
                 f"{costs.state_bytes / 1e6:.1f} MB"
             )
-            for batch in (1, 64, 256):
+            for batch in (1, 16, 64, 256):
                 if time.perf_counter() - began > budget_s:
                     return found
                 run_batch(llm, batch, 512, 8)
@@ -375,7 +376,7 @@ def bench_mtp(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
                 with LLM(path, **(SETTINGS | {"max_running_requests": 64}), **settings) as llm:
                     llm.engine._executor._model._target.lm_head.weight.data.zero_()  # type: ignore[attr-defined]
                     forced.right.fill_(run_batch(llm, 1, 64, 8).tokens[0][-1])
-                    for batch in (1, 16, 64):
+                    for batch in (1, 64):
                         before = llm.engine.counters()
                         run_batch(llm, batch, 512, 8)
                         run = run_batch(llm, batch, 512, 96)
@@ -405,7 +406,9 @@ def bench_mtp(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
 def main() -> None:
     """Runs the parts that are asked for; what fails is told, and the others go on."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["kernels", "engine"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["kernels", "engine"], help="also beside, mtp"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each model")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -422,6 +425,8 @@ def main() -> None:
     if "kernels" in arguments.parts:
         found["steps"] = bench_steps(rates)
         found["prompt"] = bench_prompt(rates)
+    if "beside" in arguments.parts:
+        found["beside"] = bench_prompt(rates, beside=True)
     for name in arguments.models if "engine" in arguments.parts else ():
         release()
         try:

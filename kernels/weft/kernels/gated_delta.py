@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from weft.kernels.head_rows import HeadRows
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
 from weft.kernels.segments import LONGEST, Segments, Wave, num_rows_of
 
@@ -51,22 +52,15 @@ def gated_delta(
         ValueError: Shapes do not fit.
     """
     _check(q, k, v, decay, beta, states, cu_lens)
+    rows = HeadRows(*(q, k, v, decay, cu_lens), beta=beta, scale=q.shape[2] ** -0.5, is_unit=True)
     if v.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
-        scale = q.shape[2] ** -0.5
-        given = q, k, v, decay, states, cu_lens
-        return gpu.fastest_recurrence(*given, beta=beta, scale=scale, is_unit=True)
+        return gpu.fastest_recurrence(rows, states)
     native = native_recurrence_for(v, states, q, k)
     if native is None:
         return gated_delta_reference(q, k, v, decay, beta, states, cu_lens)
-    return native_recurrence(
-        native,
-        *(q, k, v, decay, states, cu_lens),
-        beta=beta,
-        scale=q.shape[2] ** -0.5,
-        is_unit=True,
-    )
+    return native_recurrence(native, rows, states)
 
 
 def delta_gates(

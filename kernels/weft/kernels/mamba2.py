@@ -12,6 +12,7 @@ products (section 6 of the paper, there SSD).
 from __future__ import annotations
 
 import torch
+from weft.kernels.head_rows import HeadRows
 from weft.kernels.native_recurrence import native_recurrence, native_recurrence_for
 from weft.kernels.segments import Segments, Wave, num_rows_of
 
@@ -62,15 +63,15 @@ def mamba2(
             f"x, dt, a, b, c, d, states {shapes} do not fit {num_rows} rows of {sequences} "
             "sequences"
         )
-    decay = dt.float() * a.float()
+    of_heads = HeadRows(c, b, x, dt.float() * a.float(), cu_lens, steps=dt, skips=d)
     if x.is_cuda:
         from weft.kernels.gpu import recurrence as gpu
 
-        return gpu.fastest_recurrence(c, b, x, decay, states, cu_lens, steps=dt, skips=d)
+        return gpu.fastest_recurrence(of_heads, states)
     native = native_recurrence_for(x, states, b, c)
     if native is None:
         return mamba2_reference(x, dt, a, b, c, d, states, cu_lens)
-    return native_recurrence(native, c, b, x, decay, states, cu_lens, steps=dt, skips=d)
+    return native_recurrence(native, of_heads, states)
 
 
 def mamba2_reference(

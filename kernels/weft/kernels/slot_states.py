@@ -8,7 +8,8 @@ ring, then the step's rows. Where the row behind a page border is certain, it wr
     |-- ring rows ----|-- new rows --|       a block is written at the last border <= start + 1
 
 The states that lie between are kept in registers. So a step reads a request's states once, and
-writes them once in `page_size` tokens.
+writes them once in `page_size` tokens. Of ring rows that an earlier step has taken so it needs only
+the key and the update that they add to the state.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-MAX_TAPS = 4
-"""Most taps of a convolution."""
-
 
 class SlotRows(NamedTuple):
     """The first requests of a step, R, none of which has many rows."""
 
     plan: torch.Tensor
-    """[R, 8] int64; for each request its slot, first row of the step, number of rows, position of
-    that row, border, block of that border, border that is written (-1: none), and its block.
+    """[R, 9] int64; for each request its slot, first row of the step, number of rows, position of
+    that row, border, block of that border, border that is written (-1: none), its block, and the
+    first position whose key and update are not in the ring.
     """
 
 
@@ -37,6 +36,10 @@ class LayerMemory(NamedTuple):
     """[num_blocks, *shape] of each part; contiguous within a block."""
     rings: tuple[torch.Tensor, ...]
     """[slots + 1, ring_rows, *shape] of each part; contiguous within a row."""
+    found: tuple[torch.Tensor, ...] = ()
+    """Keys, [slots + 1, ring_rows, heads of keys, Dk], and updates, [slots + 1, ring_rows, H, Dv],
+    of rows that were taken; of layers with heads.
+    """
 
 
 class Channels(NamedTuple):
@@ -77,13 +80,8 @@ class HeadForm(NamedTuple):
     """[H] float32: the decay of a time step of 1."""
     skips: torch.Tensor | None = None
     """[H] float32: share of the values that is added to the result."""
-    tails: tuple[Channels, Channels, Channels] | None = None
-    """Where queries, keys and values lie in the tail; None: as in the convolution."""
-
-    @property
-    def tail_channels(self) -> tuple[Channels, Channels, Channels]:
-        """`tails`, given or not."""
-        return self.tails or (self.queries, self.keys, self.values)
+    in_tails: torch.Tensor | None = None
+    """[channels] int64: each channel's place in the tail; None: its own number."""
 
 
 def plan_slots(
@@ -91,6 +89,7 @@ def plan_slots(
     cu_q_lens: torch.Tensor,
     positions: torch.Tensor,
     borders: torch.Tensor,
+    ends: torch.Tensor,
     blocks: torch.Tensor,
     page_size: int,
 ) -> SlotRows:
@@ -101,6 +100,8 @@ def plan_slots(
         cu_q_lens: [R + 1] int32: rows of each request; padding may have none.
         positions: [T] int64: of rows, complete.
         borders: [slots + 1] int64: border of each slot's newest block; written.
+        ends: [slots + 1] int64: position behind each slot's last row that such a step took, which
+            may be one of drafts; written.
         blocks: [R, 3] int64: the block at border b in column b / page_size mod 3; 0: there is none
             to be written.
         page_size: Token positions a page.
@@ -108,7 +109,8 @@ def plan_slots(
     if slots.is_cuda:
         from weft.kernels.gpu import slot_states as gpu
 
-        return SlotRows(gpu.plan(slots, cu_q_lens, positions, borders, blocks, page_size))
+        given = slots, cu_q_lens, positions, borders, ends, blocks
+        return SlotRows(gpu.plan(*given, page_size))
     first, counts = cu_q_lens[:-1].long(), cu_q_lens.diff().long()
     starts = positions[first.clamp(max=len(positions) - 1)] * (counts > 0)
     before = borders[slots] * (counts > 0)
@@ -118,8 +120,10 @@ def plan_slots(
     new = blocks[requests, after // page_size % 3]
     is_new = (after > before) & (new > 0)
     borders[slots[is_new]] = after[is_new]
+    found = torch.minimum(ends[slots], starts).maximum(before)
+    ends[slots[counts > 0]] = (starts + counts)[counts > 0]
     columns = (slots, first, counts, starts, before, old, torch.where(is_new, after, -1), new)
-    return SlotRows(torch.stack(columns, dim=1))
+    return SlotRows(torch.stack((*columns, found), dim=1))
 
 
 def step_heads(
@@ -130,7 +134,7 @@ def step_heads(
     Args:
         form: The layer.
         rows: Requests and their rows.
-        memory: Rings get the new rows; blocks that `rows` names are written.
+        memory: Rings get the new rows, keys and updates; blocks that `rows` names are written.
         inputs: For each part of the ring, [T, *shape].
 
     Returns:

@@ -8,6 +8,7 @@ from weft.kernels.gated_delta import delta_gates, gated_delta_reference
 from weft.kernels.gated_norm import GateForm, gated_norm
 from weft.kernels.gpu import recurrent_rows as rows_gpu
 from weft.kernels.gpu.chunked_recurrence import chunked_recurrence
+from weft.kernels.head_rows import HeadRows
 from weft.kernels.mamba2 import mamba2_reference
 
 pytestmark = pytest.mark.needs("triton-interpreter")
@@ -22,17 +23,18 @@ def close(made: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) ->
         torch.testing.assert_close(mine.double(), wanted.double(), rtol=0.0, atol=bound)
 
 
-@pytest.mark.parametrize("spread", [1.0, 0.1])
-def test_gated_delta(spread: float) -> None:
-    """Keys in all directions, and keys that are nearly one."""
+@pytest.mark.parametrize(("spread", "by_element"), [(1.0, False), (0.1, False), (0.3, True)])
+def test_gated_delta(spread: float, by_element: bool) -> None:
+    """Keys in all directions, and keys that are nearly one; decays of elements are strong too."""
     q, k = torch.randn(2, ROWS, 1, KEYS) * spread
     k += torch.randn(KEYS)
     q, k, v = q.half(), k.half(), torch.randn(ROWS, HEADS, VALUES).half()
     decay, beta = -torch.rand(ROWS, HEADS) / 8, torch.rand(ROWS, HEADS)
+    if by_element:
+        decay = decay[..., None] * 400 * torch.rand(ROWS, HEADS, KEYS) ** 8
     states = torch.randn(3, HEADS, KEYS, VALUES)
-    made = chunked_recurrence(
-        *(q, k, v, decay, states, CU_LENS), beta=beta, scale=KEYS**-0.5, is_unit=True
-    )
+    rows = HeadRows(q, k, v, decay, CU_LENS, beta=beta, scale=KEYS**-0.5, is_unit=True)
+    made = chunked_recurrence(rows, states)
     wide = (each.double() for each in (q, k, v, decay, beta, states))
     close(made, gated_delta_reference(*wide, CU_LENS))
 
@@ -41,7 +43,7 @@ def test_mamba2() -> None:
     x, (b, c) = torch.randn(ROWS, HEADS, VALUES).half(), torch.randn(2, ROWS, 1, KEYS).half()
     dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
     states = torch.randn(3, HEADS, KEYS, VALUES)
-    made = chunked_recurrence(c, b, x, dt * a, states, CU_LENS, steps=dt, skips=d)
+    made = chunked_recurrence(HeadRows(c, b, x, dt * a, CU_LENS, steps=dt, skips=d), states)
     wide = (each.double() for each in (x, dt, a, b, c, d, states))
     close(made, mamba2_reference(*wide, CU_LENS))
 

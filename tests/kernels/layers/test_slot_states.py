@@ -49,7 +49,11 @@ class Case:
             pool[0] = 0.0
         widths = ((self.channels,), *gates)
         rings = [torch.full((SLOTS + 1, RING_ROWS, *width), torch.nan) for width in widths]
-        self.memory = LayerMemory(tuple(blocks), tuple(rings))
+        found = [
+            torch.full((SLOTS + 1, RING_ROWS, *shape), torch.nan)
+            for shape in ((GROUPS, KEYS), (HEADS, VALUES))
+        ]
+        self.memory = LayerMemory(tuple(blocks), tuple(rings), tuple(found))
         self.gates = gates
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -89,7 +93,8 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> Non
     texts = [case.inputs() for _ in range(SLOTS)]
     wholes = [case.whole(text) for text in texts]
     known = [0] * SLOTS
-    borders, shadow = torch.zeros(SLOTS + 1, dtype=torch.int64), torch.zeros(SLOTS + 1).long()
+    borders, ends = torch.zeros(2, SLOTS + 1, dtype=torch.int64)
+    shadows = torch.zeros(2, SLOTS + 1, dtype=torch.int64)
     table = torch.arange(3 * SLOTS).view(SLOTS, 3) + 1
     for _ in range(5):
         slots = [slot for slot in range(SLOTS) if known[slot] < LENGTH and random.random() < 0.9]
@@ -112,12 +117,13 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> Non
         of_slots = torch.tensor([*slots, SLOTS])
         blocks = torch.cat([table[torch.tensor(slots)], torch.zeros(1, 3, dtype=torch.int64)])
         given = of_slots, bounds, torch.tensor(positions)
-        plan = gpu.plan(*given, borders, blocks, PAGE)
-        expected = plan_slots(*given, shadow, blocks, PAGE).plan
+        plan = gpu.plan(*given, borders, ends, blocks, PAGE)
+        expected = plan_slots(*given, *shadows, blocks, PAGE).plan
         written = expected[:, 6] >= 0
         assert torch.equal(plan[:, :7], expected[:, :7])
         assert torch.equal(plan[written, 7], expected[written, 7])
-        assert torch.equal(borders, shadow)
+        assert torch.equal(plan[:, 8], expected[:, 8])
+        assert torch.equal(torch.stack([borders, ends]), shadows)
         made = gpu.step_heads(case.form, plan, case.memory, inputs)
         for number, (slot, right) in enumerate(zip(slots, good, strict=True)):
             first, begin = int(bounds[number]), known[slot]
@@ -137,11 +143,11 @@ def test_convolutions() -> None:
     x, bounds = torch.randn(LENGTH, channels), torch.tensor([0, LENGTH])
     tail = torch.zeros(1, channels, taps - 1)
     whole = short_conv_reference(x, weight, bias, tail, bounds, has_silu=False)[0]
-    borders, at = torch.zeros(2, dtype=torch.int64), 0
+    (borders, ends), at = torch.zeros(2, 2, dtype=torch.int64), 0
     while at < LENGTH:
         count = min(random.randrange(1, 2 + DRAFTS), LENGTH - at)
         given = torch.tensor([0]), torch.tensor([0, count]).int(), torch.arange(at, at + count)
-        plan = gpu.plan(*given, borders, torch.tensor([[1, 2, 3]]), PAGE)
+        plan = gpu.plan(*given, borders, ends, torch.tensor([[1, 2, 3]]), PAGE)
         made = gpu.step_conv(weight, bias, plan, memory, x[at : at + count])
         torch.testing.assert_close(made, whole[at : at + count], rtol=1e-4, atol=1e-4)
         at += random.randrange(1, count + 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from weft.kernels.gated_delta import gated_delta_reference
 from weft.kernels.gpu import recurrence as gpu
+from weft.kernels.head_rows import HeadRows
 from weft.kernels.mamba2 import mamba2_reference
 from weft.kernels.short_conv import short_conv_reference
 from weft.testing.kernels.kernel_checks import DTYPES
@@ -31,9 +32,8 @@ def test_gated_delta(dtype: torch.dtype, by_element: bool) -> None:
     decay = -torch.rand((ROWS, HEADS, KEYS) if by_element else (ROWS, HEADS))
     beta, states = torch.rand(ROWS, HEADS), torch.randn(3, HEADS, KEYS, VALUES)
     before = states.clone()
-    made = gpu.recurrence(
-        *(q, k, v, decay, states, CU_LENS), beta=beta, scale=KEYS**-0.5, is_unit=True
-    )
+    rows = HeadRows(q, k, v, decay, CU_LENS, beta=beta, scale=KEYS**-0.5, is_unit=True)
+    made = gpu.recurrence(rows, states)
     close(made, gated_delta_reference(q, k, v, decay, beta, states, CU_LENS))
     assert torch.equal(states, before)
 
@@ -44,7 +44,7 @@ def test_mamba2(dtype: torch.dtype) -> None:
     b, c = torch.randn(2, ROWS, HEADS // 2, KEYS).to(dtype)
     dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
     states = torch.randn(3, HEADS, KEYS, VALUES)
-    made = gpu.recurrence(c, b, x, dt * a, states, CU_LENS, steps=dt, skips=d)
+    made = gpu.recurrence(HeadRows(c, b, x, dt * a, CU_LENS, steps=dt, skips=d), states)
     close(made, mamba2_reference(x, dt, a, b, c, d, states, CU_LENS))
 
 

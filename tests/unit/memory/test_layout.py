@@ -182,16 +182,16 @@ def test_states_of_recurrent_layers_are_named_behind_the_pages() -> None:
     assert _layout(worker_pb2.GetInfoResponse(planes=planes, page_size=16)) == layout.describe()
 
 
-def test_a_rank_has_its_heads_of_every_group_and_all_else() -> None:
-    def layout(heads: int) -> CacheLayout:
+def test_a_rank_has_its_heads_of_every_group_and_of_states() -> None:
+    def layout(heads: int, of_states: int) -> CacheLayout:
         planes = [
             PagedPlane(name=name, layers=2, heads=heads, dim=16, dtype="float32")
             for name in ("target", "window-24")
         ]
         groups = PageGroup((planes[0],)), PageGroup((planes[1],), 24)
-        state = (StatePart("state", (4, 8), "float32"),)
+        state = (StatePart("state", (of_states, 8), "float32"),)
         return CacheLayout(16, groups, StatePlane(name="s", layers=1, parts=state, ring=state))
 
-    assert layout_of_rank(layout(6), 1) == layout(6)
-    assert layout_of_rank(layout(6), 3) == layout(2)
-    assert layout_of_rank(layout(2), 8) == layout(1)
+    assert layout_of_rank(layout(6, 12), 1) == layout(6, 12)
+    assert layout_of_rank(layout(6, 12), 3) == layout(2, 4)
+    assert layout_of_rank(layout(2, 8), 8) == layout(1, 1)

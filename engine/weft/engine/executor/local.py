@@ -152,7 +152,8 @@ class LocalExecutor:
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
-            plane = layout.states.of_rank(num_ranks)
+            # On GPUs each rank has blocks of its own, as `layout` says.
+            plane = layout.states if blocks is None else layout.states.of_rank(num_ranks)
             self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)
         self.device = device

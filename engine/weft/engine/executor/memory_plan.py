@@ -124,6 +124,7 @@ def divide_states(
     max_drafts: int,
     *,
     is_fixed: bool = False,
+    on_gpu: bool = False,
 ) -> tuple[int, int]:
     """Divides memory between pages and the blocks and rings of recurrent layers, which get what all
     running requests need, but at most three quarters, and blocks for the prefix cache, but all in
@@ -135,6 +136,7 @@ def divide_states(
         max_requests: Most running requests.
         max_drafts: Most drafts of a request in a step.
         is_fixed: Pages get all of `pool_bytes`, whatever blocks need.
+        on_gpu: Whether rings have what steps on a GPU find.
 
     Returns:
         Number of blocks, the null block included, and the bytes that pages get.
@@ -145,7 +147,8 @@ def divide_states(
     plane = layout.states
     if plane is None:
         return 0, pool_bytes
-    rings = (max_requests + 1) * num_ring_rows(layout.page_size, max_drafts) * plane.ring_row_bytes
+    row_bytes = plane.ring_row_bytes + (plane.found_row_bytes if on_gpu else 0)
+    rings = (max_requests + 1) * num_ring_rows(layout.page_size, max_drafts) * row_bytes
     num_tokens = pool_bytes // layout.page_bytes * layout.page_size
     at_work = 1 + max_requests * BLOCKS_OF_REQUEST
     if is_fixed:

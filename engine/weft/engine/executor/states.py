@@ -56,6 +56,7 @@ class StateMemory:
         blocks: RankBlocks | None = None,
     ) -> None:
         self._ring_rows = ring_rows
+        self._found = plane.found, num_slots + 1, ring_rows, plane.layers
 
         def zeros(part: StatePart, *sizes: int) -> torch.Tensor:
             dtype: torch.dtype = getattr(torch, part.dtype)
@@ -80,6 +81,23 @@ class StateMemory:
     def of_blocks(self) -> tuple[torch.Tensor, ...]:
         """All parts of blocks over all ranks, [num_blocks, ...] each, as they are exchanged."""
         return (*self._whole, *self.pools.row_blocks)
+
+    def with_found(self) -> StatePools:
+        """The memory, and what steps on a GPU keep in addition.
+
+        Raises:
+            ConfigError: It does not fit into memory.
+        """
+        parts, *sizes = self._found
+        device = self.pools.rings[0].device
+        try:
+            found = [
+                torch.zeros((*sizes, *part.shape), dtype=getattr(torch, part.dtype), device=device)
+                for part in parts
+            ]
+        except RuntimeError as error:
+            raise ConfigError(f"rings of recurrent layers do not fit: {error}") from error
+        return self.pools._replace(found=tuple(found))
 
     def to_pages(self, block: int, pages: Sequence[int], pool: torch.Tensor) -> None:
         """Copies a block into pages of a pool, which have room for it.
@@ -169,10 +187,13 @@ class DeviceStates:
         self, memory: StateMemory, page_size: int, max_requests: int, device: torch.device
     ) -> None:
         self._memory = memory
+        self._pools = memory.with_found()
         self._page_size = page_size
         self._copies = DeviceCopies(device)
         self._borders = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
         """By slot: the border of the newest block. Steps change it as they run."""
+        self._ends = torch.zeros_like(self._borders)
+        """By slot: see `plan_slots`. The host lays it at the newest block's border."""
         self._table = torch.zeros((max_requests, 3), dtype=torch.int64, device=device)
         """`StateRows.table` of the captured step that was sent last."""
 
@@ -228,9 +249,10 @@ class DeviceStates:
         numbers = self._memory.numbers(arrays.slots[chunks], starts, counts, own)
         of_few = NO_TABLE if rows is None else rows.table[:few]
         lasts, table, *sent = self._copies.send((numbers.lasts, of_few, *numbers.flat))
-        step = _made(self._memory.pools, numbers, sent)
+        step = _made(self._pools, numbers, sent)
         if rows is not None:
             self._borders.index_copy_(0, slots[chunks], lasts)
+            self._ends.index_copy_(0, slots[chunks], lasts)
         if not few:
             return step
         first = self._few(slots[:few], cu_q_lens[: few + 1], positions, table.view(-1, 3))
@@ -243,10 +265,10 @@ class DeviceStates:
         positions: torch.Tensor,
         table: torch.Tensor,
     ) -> StateStep:
-        rows = slots, cu_q_lens, positions, self._borders, table
+        rows = slots, cu_q_lens, positions, self._borders, self._ends, table
         few, nothing = plan_slots(*rows, self._page_size), self._borders[:0]
         return StateStep(
-            pools=self._memory.pools,
+            pools=self._pools,
             ring_slots=nothing,
             ring_rows=nothing,
             rounds=(),

@@ -466,7 +466,7 @@ def _size_pools(
             needs = draft.added_to(needs, context, page_bytes, device)
         if layout.states is not None and needs.for_pool > 0:
             most = config.max_running_requests, max_drafts(config)
-            num_blocks, left = divide_states(layout, needs.for_pool, *most)
+            num_blocks, left = divide_states(layout, needs.for_pool, *most, on_gpu=True)
             needs = replace(needs, states=needs.for_pool - left)
         num_pages = pages_of(needs, page_bytes)
         num_draft_pages = 0 if draft is None else needs.drafts // draft.layout.page_bytes
@@ -480,6 +480,7 @@ def _size_pools(
             config.max_running_requests,
             max_drafts(config),
             is_fixed=config.num_pages is not None,
+            on_gpu=device.type == "cuda",
         )
         num_pages = size // page_bytes
         if num_pages < MIN_PAGES:
@@ -542,7 +543,7 @@ def _make_executor(
         layout, pool = pool_of(config, shared, layout, pools.num_pages)
         if layout.states is not None:
             shared.others.agree("blocks", pools.num_blocks)
-        blocks = blocks_of(shared.others, layout, pools.num_blocks)
+        blocks = blocks_of(shared.others, layout, pools.num_blocks, device)
     executor = RankedExecutor(
         models.loaded.model,
         layout,

@@ -49,26 +49,16 @@ def check_recurrent(config: EngineConfig, kind: str = "") -> None:
         ),
         (
             "tp",
-            config.tp > 1 and config.is_on_gpu,
-            "1 on GPUs for models with recurrent layers, whose states are divided on CPUs so far",
-        ),
-        *(
-            (
-                name,
-                config.is_on_gpu and bool(getattr(config, name)),
-                "off on GPUs for models with recurrent layers, which keep states in the pool alone",
-            )
-            for name in ("has_store", "host_cache_bytes", "disk_cache_dir")
+            config.tp > 1
+            and config.is_on_gpu
+            and bool(config.ships_pages or config.host_cache_bytes or config.disk_cache_dir),
+            "1 on GPUs for models with recurrent layers whose pages are shipped or go to tiers, "
+            "since each rank has blocks of its own",
         ),
         (
             "drafter",
             config.drafter not in ("none", "ngram", "mtp"),
             "none, ngram or mtp for models with recurrent layers",
-        ),
-        (
-            "enable_lora",
-            config.enable_lora and config.is_on_gpu,
-            "off on GPUs for models with recurrent layers",
         ),
         (
             "deterministic",

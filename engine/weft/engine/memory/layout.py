@@ -166,6 +166,10 @@ class StatePlane:
     """
     ring: tuple[StatePart, ...]
     """Inputs of one position, from which the layer computes states and outputs again."""
+    found: tuple[StatePart, ...] = ()
+    """What steps on a GPU find of one position and keep in the ring, so as not to compute it again
+    (`weft.kernels.slot_states.LayerMemory.found`).
+    """
     rows: tuple[StatePart, ...] = ()
     """What is kept of the rows themselves, once for all layers: a ring has it of each position, a
     block of the last one before its border. Draft heads continue from such rows.
@@ -183,6 +187,11 @@ class StatePlane:
         of_rows = sum(part.num_bytes for part in self.rows)
         return self.layers * sum(part.num_bytes for part in self.ring) + of_rows
 
+    @property
+    def found_row_bytes(self) -> int:
+        """What a position in a ring has in addition on a GPU."""
+        return self.layers * sum(part.num_bytes for part in self.found)
+
     def over_ranks(self, size: int) -> StatePlane:
         """The plane of all of `size` ranks, of which this is one's: each has a range of the first
         axis of every part.
@@ -194,16 +203,16 @@ class StatePlane:
         return self._with_first_axes(lambda length: length // size)
 
     def _with_first_axes(self, change: Callable[[int], int]) -> StatePlane:
-        parts, ring = (
+        parts, ring, found = (
             tuple(
                 part._replace(shape=(change(part.shape[0]), *part.shape[1:]))
                 if part.shape
                 else part
                 for part in some
             )
-            for some in (self.parts, self.ring)
+            for some in (self.parts, self.ring, self.found)
         )
-        return replace(self, parts=parts, ring=ring)
+        return replace(self, parts=parts, ring=ring, found=found)
 
     def describe(self) -> str:
         """Canonical text of what a block contains; rings are never exchanged."""

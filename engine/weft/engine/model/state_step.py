@@ -59,6 +59,8 @@ class StatePools(NamedTuple):
     """For each part of `StatePlane.rows`, [num_blocks, 1, *shape]."""
     row_rings: tuple[torch.Tensor, ...] = ()
     """The same of rings, [slots + 1, ring_rows, 1, *shape]."""
+    found: tuple[torch.Tensor, ...] = ()
+    """On a GPU, for each part of `StatePlane.found`, like rings."""
 
 
 class StateRound(NamedTuple):
@@ -126,6 +128,7 @@ class StateStep:
         memory = LayerMemory(
             tuple(pool[:, layer] for pool in self.pools.blocks),
             tuple(pool[:, :, layer] for pool in self.pools.rings),
+            tuple(pool[:, :, layer] for pool in self.pools.found),
         )
         first = few_rows(self.few, memory, tuple(part[: self.num_few] for part in inputs))
         if not self.rounds:

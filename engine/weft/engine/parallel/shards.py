@@ -173,13 +173,16 @@ def kv_heads_of(heads: int, rank: int, size: int) -> slice:
 
 
 def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
-    """The layout of the pages of one of `size` ranks, which holds its KV heads of every plane."""
+    """The layout of the pages and blocks of one of `size` ranks, which holds its KV heads of every
+    plane, and its heads or channels of states.
+    """
 
     def of_rank(group: PageGroup) -> PageGroup:
         planes = (replace(plane, heads=max(1, plane.heads // size)) for plane in group.planes)
         return replace(group, planes=tuple(planes))
 
-    return replace(layout, groups=tuple(map(of_rank, layout.groups)))
+    states = None if layout.states is None else layout.states.of_rank(size)
+    return replace(layout, groups=tuple(map(of_rank, layout.groups)), states=states)
 
 
 def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, device: torch.device) -> str:

@@ -3,8 +3,10 @@
 The states at the beginnings of chunks are computed one after another, everything else at once. The
 gated delta rule's updates of a chunk solve a triangular system (arXiv 2412.06464, section 3.3): its
 inverse T turns values and keys into U and W, so that the updates behind a state S are U - W S.
-Mamba 2 (arXiv 2405.21060, section 6) has given updates. Products take the operands' 16 bits and
-accumulate in float32.
+Mamba 2 (arXiv 2405.21060, section 6) has given updates. With decays of each element of a key
+(arXiv 2510.26692, section 3.2) a decay between two rows is a product of two that are both at most
+1: up to the first row of the later one's block of 16, and behind it. Within a block it is computed
+for each pair. Products take the operands' 16 bits and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.head_rows import HeadRows
 
 CHUNK = 64
 _FEWEST = 32
@@ -19,35 +22,18 @@ _FEWEST = 32
 _LARGEST_KEY = 256
 
 
-def takes_chunks(v: torch.Tensor, decay: torch.Tensor, keys: int, sequences: int) -> bool:
-    """Whether rows [T, H, Dv] of so many sequences are computed by chunks."""
+def takes_chunks(rows: HeadRows) -> bool:
+    """Whether rows are computed by chunks."""
+    v, keys = rows.v, rows.k.shape[2]
     is_narrow = v.dtype in (torch.bfloat16, torch.float16) and keys <= _LARGEST_KEY
-    return is_narrow and decay.dim() == 2 and v.shape[0] >= _FEWEST * sequences
+    return is_narrow and v.shape[0] >= _FEWEST * rows.num_sequences
 
 
-def chunked_recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    states: torch.Tensor,
-    cu_lens: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
-    skips: torch.Tensor | None = None,
-    scale: float = 1.0,
-    is_unit: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors that `takes_chunks`."""
+def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weft.kernels.gpu.recurrence.recurrence` of rows for which `takes_chunks` holds."""
+    q, k, v, decay, cu_lens, beta, steps, skips, scale, is_unit = given.packed()
     rows, heads, values = v.shape
-    keys, count, shared = k.shape[2], cu_lens.shape[0] - 1, heads // k.shape[1]
-    q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
-    decay = decay.to(torch.float32).contiguous()
-    beta, steps, skips = (
-        None if each is None else each.to(torch.float32).contiguous()
-        for each in (beta, steps, skips)
-    )
+    keys, count, shared = k.shape[2], given.num_sequences, given.shared
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
     most = rows // CHUNK + count
     chunks = torch.zeros((most, 2), dtype=torch.int64, device=v.device)
@@ -57,7 +43,21 @@ def chunked_recurrence(
     )
     block_keys = triton.next_power_of_2(max(16, keys))
     tile = min(64, triton.next_power_of_2(max(16, values)))
-    sizes = {"KEYS": keys, "VALUES": values, "BLOCK_KEYS": block_keys, "CHUNK": CHUNK}
+    by_key = decay.dim() == 3
+    warps = 8 if by_key else 4
+    if by_key:
+        grown = torch.empty_like(decay)
+        _grown_kernel[(most, heads)](
+            *(decay, grown, chunks, heads), KEYS=keys, BLOCK_KEYS=block_keys, CHUNK=CHUNK
+        )
+        decay = grown
+    sizes = {
+        "BY_KEY": by_key,
+        "KEYS": keys,
+        "VALUES": values,
+        "BLOCK_KEYS": block_keys,
+        "CHUNK": CHUNK,
+    }
     rows_of = (q.stride(0), k.stride(0), v.stride(0))
     heads_of = (q.stride(1), k.stride(1), v.stride(1))
     updates = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
@@ -67,7 +67,7 @@ def chunked_recurrence(
         _solve_kernel[(most, heads)](
             *(k, v, decay, beta, weights, updates, chunks, *rows_of[1:], *heads_of[1:]),
             *(heads, shared),
-            **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=4, num_stages=2,
+            **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
         )  # fmt: skip
     begins = torch.empty((most, heads, keys, values), dtype=v.dtype, device=v.device)
     narrow = min(32, tile)
@@ -80,7 +80,7 @@ def chunked_recurrence(
     _outputs_kernel[(most, heads, triton.cdiv(values, tile))](
         *(q, k, v, decay, skips, updates, begins, out, chunks, *rows_of, *heads_of),
         *(heads, shared, scale),
-        **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=4, num_stages=2,
+        **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
     )  # fmt: skip
     return out, after
 
@@ -120,6 +120,79 @@ def _keys(
 
 
 @triton.jit
+def _grown_kernel(
+    decay: tl.tensor,
+    grown: tl.tensor,
+    chunks: tl.tensor,
+    heads: int,
+    KEYS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Sums of the decays of elements from the beginning of a chunk."""
+    begin = tl.load(chunks + tl.program_id(0) * 2)
+    length = tl.load(chunks + tl.program_id(0) * 2 + 1)
+    index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
+    mask = (index < length)[:, None] & (element < KEYS)[None]
+    at = ((begin + index) * heads + tl.program_id(1))[:, None] * KEYS + element[None]
+    total = tl.cumsum(tl.load(decay + at, mask=mask, other=0.0), axis=0)
+    tl.store(grown + at, total, mask=mask)
+
+
+@triton.jit
+def _alike(
+    left: tl.tensor,
+    keys: tl.tensor,
+    grown: tl.tensor,
+    k: tl.tensor,
+    k_row: int,
+    of_gate: tl.tensor,
+    gate_row: int,
+    begin: tl.tensor,
+    length: tl.tensor,
+    KEYS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+) -> tl.tensor:
+    """Products of rows of `left` with keys at or before them, of which each element has decayed.
+
+    Args:
+        left: [CHUNK, BLOCK_KEYS] float32.
+        keys: The same.
+        grown: The same: sums of decays.
+        k: The head's keys.
+        k_row: Their distance.
+        of_gate: The head's sums of decays.
+        gate_row: Their distance.
+        begin: The chunk's first row.
+        length: Its rows.
+    """
+    index, element = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEYS)
+    is_key = element < KEYS
+    found = tl.zeros((CHUNK, CHUNK), tl.float32)
+    kind = k.dtype.element_ty
+    for first in tl.static_range(16, CHUNK, 16):
+        is_there = is_key & (element * 0 + first < length)
+        at_first = tl.load(of_gate + (begin + first) * gate_row + element, mask=is_there, other=0.0)
+        later = (left * tl.exp(tl.minimum(grown - at_first[None], 0.0))).to(kind)
+        before = (keys * tl.exp(tl.minimum(at_first[None] - grown, 0.0))).to(kind)
+        is_here = (index // 16 * 16 == first)[:, None] & (index < first)[None]
+        found = tl.where(is_here, tl.dot(later, tl.trans(before)), found)
+    for number in range(0, 16):
+        other = index // 16 * 16 + number
+        both = (other < length)[:, None] & is_key[None]
+        row = begin + other
+        at_other = of_gate + (row * gate_row)[:, None] + element[None]
+        between = grown - tl.load(at_other, mask=both, other=0.0)
+        key = _keys(k, row * k_row, element, both, IS_UNIT)
+        one = tl.sum(left * key * tl.exp(tl.minimum(between, 0.0)), axis=1)
+        is_here = (index[None] == other[:, None]) & (index[:, None] >= index[None])
+        found = tl.where(is_here, one[:, None], found)
+    return found
+
+
+@triton.jit
 def _solve_kernel(
     k: tl.tensor,
     v: tl.tensor,
@@ -134,6 +207,7 @@ def _solve_kernel(
     v_head: int,
     heads: int,
     shared: int,
+    BY_KEY: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -152,39 +226,49 @@ def _solve_kernel(
         row = begin + index
         both = is_row[:, None] & (element < KEYS)[None]
         keys = _keys(k + head // shared * k_head, row * k_row, element, both, IS_UNIT)
-        grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
         share = tl.load(beta + row * heads + head, mask=is_row, other=0.0)
         kind = k.dtype.element_ty
-        narrow = keys.to(kind)
-        alike = tl.dot(narrow, tl.trans(narrow))
-        between = tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
-        system = tl.where(index[:, None] > index[None], alike * between * share[:, None], 0.0)
-        # Its inverse: blocks of 16 by substitution, all four at once, then pairs of blocks.
-        is_own = index[:, None] // 16 == index[None] // 16
-        own = tl.where(is_own, system, 0.0)
-        inverse = tl.where(index[:, None] == index[None], 1.0, 0.0)
-        for number in range(1, 16):
-            is_here = index % 16 == number
-            factors = tl.sum(tl.where(is_here[:, None], own, 0.0), axis=0)
-            found = tl.sum(factors[:, None] * inverse, axis=0)
-            here = is_here[:, None] & is_own & (index[:, None] != index[None])
-            inverse = tl.where(here, -found[None], inverse)
-        pairs = (index[:, None] // 32 == index[None] // 32) & (is_own == 0)
+        if BY_KEY:
+            at = decay + (row * heads + head)[:, None] * KEYS + element[None]
+            grown = tl.load(at, mask=both, other=0.0)
+            alike = _alike(keys, keys, grown, k + head // shared * k_head, k_row,
+                           decay + head * KEYS, heads * KEYS, begin, length,
+                           KEYS, BLOCK_KEYS, CHUNK, IS_UNIT)  # fmt: skip
+            decayed = (keys * tl.exp(grown)).to(kind)
+        else:
+            grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
+            narrow = keys.to(kind)
+            alike = tl.dot(narrow, tl.trans(narrow))
+            alike *= tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
+            decayed = (keys * tl.exp(grown)[:, None]).to(kind)
+        system = tl.where(index[:, None] > index[None], alike * share[:, None], 0.0)
+        # Its inverse: blocks of 16 by substitution, all at once, then pairs of blocks.
+        block, inner = tl.arange(0, CHUNK // 16), tl.arange(0, 16)
+        is_own = block[:, None, None, None] == block[None, None, :, None]
+        blocks = tl.reshape(system, (CHUNK // 16, 16, CHUNK // 16, 16))
+        solved = -tl.sum(tl.where(is_own, blocks, 0.0), axis=2)
+        for number in range(2, 16):
+            is_here = (inner == number)[None, :, None]
+            found = tl.sum(tl.where(is_here, solved, 0.0), axis=1)
+            found += tl.sum(found[:, :, None] * solved, axis=1)
+            solved = tl.where(is_here, found[:, None], solved)
+        inverse = tl.reshape(tl.where(is_own, solved[:, :, None], 0.0), (CHUNK, CHUNK))
+        inverse = tl.where(index[:, None] == index[None], 1.0, inverse)
+        is_pair = index[:, None] // 32 == index[None] // 32
+        pairs = is_pair & (index[:, None] // 16 != index[None] // 16)
         left = tl.dot(inverse, tl.where(pairs, system, 0.0), input_precision="tf32x3")
         inverse -= tl.dot(left, inverse, input_precision="tf32x3")
-        halves = index[:, None] // 32 != index[None] // 32
-        left = tl.dot(inverse, tl.where(halves, system, 0.0), input_precision="tf32x3")
+        left = tl.dot(inverse, tl.where(is_pair, 0.0, system), input_precision="tf32x3")
         inverse -= tl.dot(left, inverse, input_precision="tf32x3")
-        solved = inverse.to(kind)
-        weight = tl.dot(solved, (keys * (share * tl.exp(grown))[:, None]).to(kind))
+        shares = (inverse * share[None]).to(kind)
+        weight = tl.dot(shares, decayed)
         to = weights + (row * heads + head)[:, None] * KEYS + element[None]
         tl.store(to, weight.to(kind), mask=both)
         for first in tl.static_range(0, VALUES, TILE):
             value = first + tl.arange(0, TILE)
             mask = is_row[:, None] & (value < VALUES)[None]
             at = v + head * v_head + (row * v_row)[:, None] + value[None]
-            given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            update = tl.dot(solved, (given * share[:, None]).to(kind))
+            update = tl.dot(shares, tl.load(at, mask=mask, other=0.0))
             to = updates + (row * heads + head)[:, None] * VALUES + value[None]
             tl.store(to, update.to(kind), mask=mask)
 
@@ -208,6 +292,7 @@ def _states_kernel(
     v_head: int,
     heads: int,
     shared: int,
+    BY_KEY: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -247,11 +332,19 @@ def _states_kernel(
             update *= tl.load(steps + row * heads + head, mask=is_row, other=0.0)[:, None]
         tl.store(taken, update.to(kind), mask=at_value)
         keys = _keys(k + head // shared * k_head, row * k_row, element, at_key, IS_UNIT)
-        gate = tl.load(decay + row * heads + head, mask=is_row, other=0.0)
-        total = tl.sum(gate, axis=0)
-        left = tl.exp(total - tl.cumsum(gate, axis=0))
-        state *= tl.exp(total)
-        state += tl.dot(tl.trans((keys * left[:, None]).to(kind)), update.to(kind))
+        if BY_KEY:
+            of_gate = decay + head * KEYS + element
+            last = tl.minimum(begin + (number + 1) * CHUNK, end) - 1
+            total = tl.load(of_gate + last * heads * KEYS, mask=is_key, other=0.0)
+            at = of_gate[None] + (row * heads * KEYS)[:, None]
+            keys *= tl.exp(total[None] - tl.load(at, mask=at_key, other=0.0))
+            state *= tl.exp(total)[:, None]
+        else:
+            gate = tl.load(decay + row * heads + head, mask=is_row, other=0.0)
+            total = tl.sum(gate, axis=0)
+            keys *= tl.exp(total - tl.cumsum(gate, axis=0))[:, None]
+            state *= tl.exp(total)
+        state += tl.dot(tl.trans(keys.to(kind)), update.to(kind))
     tl.store(after + own + place, state, mask=both)
 
 
@@ -275,6 +368,7 @@ def _outputs_kernel(
     heads: int,
     shared: int,
     scale: float,
+    BY_KEY: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -296,15 +390,24 @@ def _outputs_kernel(
         of_keys = head // shared
         keys = _keys(k + of_keys * k_head, row * k_row, element, both, IS_UNIT)
         queries = _keys(q + of_keys * q_head, row * q_row, element, both, IS_UNIT)
-        grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
         kind = q.dtype.element_ty
-        alike = tl.dot(queries.to(kind), tl.trans(keys.to(kind)))
-        between = tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
-        alike = tl.where(index[:, None] >= index[None], alike * between, 0.0)
+        if BY_KEY:
+            at = decay + (row * heads + head)[:, None] * KEYS + element[None]
+            grown = tl.load(at, mask=both, other=0.0)
+            alike = _alike(queries, keys, grown, k + of_keys * k_head, k_row,
+                           decay + head * KEYS, heads * KEYS, begin, length,
+                           KEYS, BLOCK_KEYS, CHUNK, IS_UNIT)  # fmt: skip
+            queries *= tl.exp(grown)
+        else:
+            grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
+            alike = tl.dot(queries.to(kind), tl.trans(keys.to(kind)))
+            alike *= tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
+            queries *= tl.exp(grown)[:, None]
+        alike = tl.where(index[:, None] >= index[None], alike, 0.0)
         before = begins + (chunk * heads + head) * KEYS * VALUES
         place = element[:, None] * VALUES + value[None]
         state = tl.load(before + place, mask=is_key[:, None] & is_value[None], other=0.0)
-        made = tl.dot((queries * tl.exp(grown)[:, None]).to(kind), state)
+        made = tl.dot(queries.to(kind), state)
         taken = (row * heads + head)[:, None] * VALUES + value[None]
         update = tl.load(updates + taken, mask=at_value, other=0.0)
         made = (made + tl.dot(alike.to(kind), update)) * scale

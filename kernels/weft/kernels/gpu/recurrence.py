@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.chunked_recurrence import chunked_recurrence, takes_chunks
+from weft.kernels.head_rows import HeadRows
 
 _VALUES = 32
 """Values of a program."""
@@ -17,56 +18,32 @@ _CHANNELS = 256
 """Channels of a program."""
 
 
-def fastest_recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    states: torch.Tensor,
-    cu_lens: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
-    skips: torch.Tensor | None = None,
-    scale: float = 1.0,
-    is_unit: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors."""
-    is_long = takes_chunks(v, decay, k.shape[2], len(cu_lens) - 1)
-    run = chunked_recurrence if is_long else recurrence
-    gates = {"beta": beta, "steps": steps, "skips": skips}
-    return run(q, k, v, decay, states, cu_lens, **gates, scale=scale, is_unit=is_unit)
+def fastest_recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`recurrence`, by chunks where that is faster."""
+    run = chunked_recurrence if takes_chunks(rows) else recurrence
+    return run(rows, states)
 
 
-def recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    states: torch.Tensor,
-    cu_lens: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    steps: torch.Tensor | None = None,
-    skips: torch.Tensor | None = None,
-    scale: float = 1.0,
-    is_unit: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.native_recurrence.native_recurrence` for CUDA tensors, row by row."""
-    rows, heads, values = v.shape
+def recurrence(rows: HeadRows, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes rows through states one after another.
+
+    Args:
+        rows: Of S sequences.
+        states: [S, H, Dk, Dv] float32; not changed.
+
+    Returns:
+        [T, H, Dv] of the dtype of `v`, and the states behind the last rows.
+    """
+    q, k, v, decay, cu_lens, *gates, scale, is_unit = rows.packed()
+    heads, values = v.shape[1:]
     keys = k.shape[2]
-    q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (q, k, v))
     states, after = states.contiguous(), torch.empty_like(states, dtype=torch.float32)
-    out = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
-    gates = (
-        None if each is None else each.to(torch.float32).contiguous()
-        for each in (decay, beta, steps, skips)
-    )
-    grid = ((len(cu_lens) - 1) * heads, triton.cdiv(values, _VALUES))
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    grid = (rows.num_sequences * heads, triton.cdiv(values, _VALUES))
     _recurrence_kernel[grid](
-        *(q, k, v, *gates, states, after, out, cu_lens),
+        *(q, k, v, decay, *gates, states, after, out, cu_lens),
         *(q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)),
-        *(heads, heads // k.shape[1], scale),
+        *(heads, rows.shared, scale),
         KEYS=keys, VALUES=values, BLOCK_KEYS=triton.next_power_of_2(keys), BLOCK_VALUES=_VALUES,
         IS_UNIT=is_unit, BY_KEY=decay.dim() == 3, num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""`weft.kernels.slot_states` on a GPU: one launch a layer.
+"""`weft.kernels.slot_states` on a GPU.
 
-A program has some values of one head of one request, whose part of the state it keeps in registers.
-It convolves its head's keys and values itself, row by row.
+A launch convolves rows. Then a program has some values of one head of one request, whose part of
+the state it keeps in registers. A row adds the product of its key and an
+update to the state; both are kept in the ring, so that later steps add them without computing them
+again (arXiv 2412.06464, equation 10 unrolled).
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ without waiting for others (bench/gpu_hybrid.py: half the time of 256 requests o
 """
 _CHANNELS = 256
 """Channels of a program."""
-_MAX_TAPS = 4
 
 
 def plan(
@@ -29,15 +30,17 @@ def plan(
     cu_q_lens: torch.Tensor,
     positions: torch.Tensor,
     borders: torch.Tensor,
+    ends: torch.Tensor,
     blocks: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    """The plan of `weft.kernels.slot_states.plan_slots`, [R, 8]."""
+    """The plan of `weft.kernels.slot_states.plan_slots`, [R, 9]."""
     count = slots.shape[0]
-    made = torch.empty((count, 8), dtype=torch.int64, device=slots.device)
+    made = torch.empty((count, 9), dtype=torch.int64, device=slots.device)
     _plan_kernel[(count,)](
-        *(slots, cu_q_lens, positions, borders, blocks, made), PAGE_SIZE=page_size, num_warps=1
-    )
+        *(slots, cu_q_lens, positions, borders, ends, blocks, made),
+        PAGE_SIZE=page_size, num_warps=1,
+    )  # fmt: skip
     return made
 
 
@@ -48,27 +51,26 @@ def step_heads(
     new, gate, *beta = (part if part.stride(-1) == 1 else part.contiguous() for part in inputs)
     states, tails = memory.blocks
     ring, ring_gate, *ring_beta = memory.rings
-    taps = form.conv.shape[0]
-    if taps > _MAX_TAPS:
-        raise ValueError(f"a convolution of {taps} taps; at most {_MAX_TAPS} are computed")
+    keys, updates = memory.found
+    requests, channels = plan.shape[0], new.shape[1]
+    mixed = new.new_empty((requests, ring.shape[1], channels))
+    _convolve(form.conv, form.bias, plan, (ring, tails), new, mixed, form.in_tails, for_heads=True)
     out = new.new_zeros((new.shape[0], form.heads, form.value_dim))
-    values, warps = _TILES[max(count for count in _TILES if count <= max(1, plan.shape[0]))]
+    values, warps = _TILES[max(count for count in _TILES if count <= max(1, requests))]
     values = min(values, triton.next_power_of_2(form.value_dim))
-    grid = (plan.shape[0] * form.heads, triton.cdiv(form.value_dim, values))
+    grid = (requests * form.heads, triton.cdiv(form.value_dim, values))
     _heads_kernel[grid](
-        *(plan, new, gate, beta[0] if beta else None),
-        *(ring, ring_gate, ring_beta[0] if ring_beta else None),
-        *(states, tails, form.conv, form.bias, form.rates, form.skips, out),
-        *(new.stride(0), gate.stride(0), beta[0].stride(0) if beta else 0),
-        *(ring.stride(0), ring.stride(1), ring_gate.stride(0), ring_gate.stride(1)),
+        *(plan, mixed, gate, beta[0] if beta else None),
+        *(ring_gate, ring_beta[0] if ring_beta else None),
+        *(keys, updates, states, form.rates, form.skips, out),
+        *(channels, gate.stride(0), beta[0].stride(0) if beta else 0),
+        *(ring_gate.stride(0), ring_gate.stride(1)),
         *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
-        *(states.stride(0), tails.stride(0), form.conv.shape[1], form.scale),
-        *(*form.queries, *form.keys, *form.values),
-        *(number for part in form.tail_channels for number in part),
+        *(keys.stride(0), keys.stride(1), updates.stride(0), updates.stride(1)),
+        *(states.stride(0), form.scale, *form.queries, *form.keys, *form.values),
         RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
         VALUES=form.value_dim, BLOCK_KEYS=triton.next_power_of_2(form.key_dim),
-        BLOCK_VALUES=values, TAPS=taps, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
-        num_warps=warps,
+        BLOCK_VALUES=values, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -82,16 +84,30 @@ def step_conv(
 ) -> torch.Tensor:
     """`weft.kernels.slot_states.step_conv` for CUDA tensors."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (tails,), (ring,), taps = memory.blocks, memory.rings, weight.shape[0]
-    if taps > _MAX_TAPS:
-        raise ValueError(f"a convolution of {taps} taps; at most {_MAX_TAPS} are computed")
+    (tails,), (ring,) = memory.blocks, memory.rings
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    _conv_kernel[(plan.shape[0], triton.cdiv(x.shape[1], _CHANNELS))](
-        *(plan, x, ring, tails, weight, bias, out),
-        *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), x.shape[1]),
-        RING_ROWS=ring.shape[1], TAPS=taps, BLOCK=_CHANNELS, num_warps=4,
-    )  # fmt: skip
+    _convolve(weight, bias, plan, (ring, tails), x, out, None, for_heads=False)
     return out
+
+
+def _convolve(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: torch.Tensor,
+    memory: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    in_tails: torch.Tensor | None,
+    *,
+    for_heads: bool,
+) -> None:
+    (ring, tails), channels = memory, x.shape[1]
+    _conv_kernel[(plan.shape[0], triton.cdiv(channels, _CHANNELS))](
+        *(plan, x, ring, tails, weight, bias, in_tails, out),
+        *(x.stride(0), ring.stride(0), ring.stride(1), tails.stride(0), channels),
+        RING_ROWS=ring.shape[1], TAPS=weight.shape[0], FOR_HEADS=for_heads, BLOCK=_CHANNELS,
+        num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -100,6 +116,7 @@ def _plan_kernel(
     cu_q_lens: tl.tensor,
     positions: tl.tensor,
     borders: tl.tensor,
+    ends: tl.tensor,
     blocks: tl.tensor,
     made: tl.tensor,
     PAGE_SIZE: tl.constexpr,
@@ -117,7 +134,10 @@ def _plan_kernel(
     new = tl.load(own + after // PAGE_SIZE % 3)
     is_new = (after > before) & (new > 0)
     tl.store(borders + slot, after, mask=is_new)
-    to = made + request * 8
+    # Rows behind the start were drafts that were not accepted.
+    found = tl.minimum(tl.load(ends + slot, mask=is_real, other=0), start)
+    tl.store(ends + slot, start + count, mask=is_real)
+    to = made + request * 9
     tl.store(to, slot)
     tl.store(to + 1, first)
     tl.store(to + 2, count)
@@ -126,6 +146,7 @@ def _plan_kernel(
     tl.store(to + 5, old)
     tl.store(to + 6, tl.where(is_new, after, -1))
     tl.store(to + 7, new)
+    tl.store(to + 8, tl.maximum(found, before))
 
 
 @triton.jit
@@ -158,56 +179,76 @@ def _input(
 
 
 @triton.jit
-def _tap(
-    conv: tl.tensor,
-    channels: int,
-    channel: tl.tensor,
+def _decay(
+    gates: tl.tensor,
+    row: int,
+    rate: tl.tensor,
+    at: tl.tensor,
     mask: tl.tensor,
-    TAPS: tl.constexpr,
-    BACK: tl.constexpr,
+    position: tl.tensor,
+    end: tl.tensor,
+    RING_ROWS: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ) -> tl.tensor:
-    """The weight of the value so many rows back; zeros behind the last one."""
-    if BACK < TAPS:
-        found = tl.load(conv + (TAPS - 1 - BACK) * channels + channel, mask=mask, other=0.0)
+    """The logarithm of the decay of a position in the ring; 0 from `end` on."""
+    own = gates + position % RING_ROWS * row
+    if BY_KEY:
+        found = tl.load(own + at, mask=mask & (at * 0 + position < end), other=0.0)
     else:
-        found = tl.zeros(channel.shape, tl.float32)
+        found = tl.load(own + at, mask=position < end, other=0.0) * rate
     return found
 
 
 @triton.jit
-def _rounded(total: tl.tensor, like: tl.tensor) -> tl.tensor:
-    """SiLU, in the precision of the model."""
-    return (total * tl.sigmoid(total)).to(like.dtype.element_ty).to(tl.float32)
+def _added(
+    keys: tl.tensor,
+    updates: tl.tensor,
+    key_row: int,
+    update_row: int,
+    element: tl.tensor,
+    value: tl.tensor,
+    is_key: tl.tensor,
+    is_value: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    left: tl.tensor,
+    RING_ROWS: tl.constexpr,
+) -> tl.tensor:
+    """What a position in the ring adds to the state, of which the share `left` is left."""
+    ring_at = position % RING_ROWS
+    is_old = is_key & (element * 0 + position < end)
+    key = tl.load(keys + ring_at * key_row + element, mask=is_old, other=0.0).to(tl.float32)
+    of_value = is_value & (value * 0 + position < end)
+    update = tl.load(updates + ring_at * update_row + value, mask=of_value, other=0.0)
+    return (key * left)[:, None] * update.to(tl.float32)[None]
 
 
 @triton.jit
 def _heads_kernel(
     plan: tl.tensor,
-    new: tl.tensor,
+    mixed: tl.tensor,
     gates: tl.tensor,
     betas: tl.tensor,
-    ring: tl.tensor,
     ring_gates: tl.tensor,
     ring_betas: tl.tensor,
+    ring_keys: tl.tensor,
+    ring_updates: tl.tensor,
     states: tl.tensor,
-    tails: tl.tensor,
-    conv: tl.tensor,
-    bias: tl.tensor,
     rates: tl.tensor,
     skips: tl.tensor,
     out: tl.tensor,
-    new_row: int,
+    channels: int,
     gate_row: int,
     beta_row: int,
-    ring_slot: int,
-    ring_row: int,
     gate_slot: int,
     ring_gate_row: int,
     beta_slot: int,
     ring_beta_row: int,
+    keys_slot: int,
+    keys_row: int,
+    updates_slot: int,
+    updates_row: int,
     state_block: int,
-    tail_block: int,
-    channels: int,
     scale: float,
     q_first: int,
     q_step: int,
@@ -215,12 +256,6 @@ def _heads_kernel(
     k_step: int,
     v_first: int,
     v_step: int,
-    q_tail_first: int,
-    q_tail_step: int,
-    k_tail_first: int,
-    k_tail_step: int,
-    v_tail_first: int,
-    v_tail_step: int,
     RING_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -228,16 +263,15 @@ def _heads_kernel(
     VALUES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
-    TAPS: tl.constexpr,
     IS_UNIT: tl.constexpr,
     BY_KEY: tl.constexpr,
 ) -> None:
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     tile, of_keys = tl.program_id(1), head // SHARED
-    given = plan + request * 8
+    given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
-    border_to, block_to = tl.load(given + 6), tl.load(given + 7)
+    border_to, block_to, known = tl.load(given + 6), tl.load(given + 7), tl.load(given + 8)
     end = tl.where(count > 0, start + count, border)
     element = tl.arange(0, BLOCK_KEYS)
     value = tile * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
@@ -245,64 +279,68 @@ def _heads_kernel(
     both = is_key[:, None] & is_value[None]
     place = head * KEYS * VALUES + element[:, None] * VALUES + value[None]
     state = tl.load(states + block * state_block + place, mask=both, other=0.0)
-    q_channel = q_first + of_keys * q_step + element
-    k_channel = k_first + of_keys * k_step + element
-    v_channel = v_first + of_keys * v_step + head % SHARED * VALUES + value
-    q_in_tail = q_tail_first + of_keys * q_tail_step + element
-    k_in_tail = k_tail_first + of_keys * k_tail_step + element
-    v_in_tail = v_tail_first + of_keys * v_tail_step + head % SHARED * VALUES + value
+    # One program of each head of keys stores what all of them have computed.
     is_all = is_key & (element * 0 + tile * SHARED + head % SHARED == 0)
-    new += first * new_row
     gates += first * gate_row
-    ring += slot * ring_slot
     ring_gates += slot * gate_slot
-    tail = tails + block * tail_block
-    BEFORE: tl.constexpr = TAPS - 1
-    k_tap0 = _tap(conv, channels, k_channel, is_key, TAPS, 0)
-    k_tap1 = _tap(conv, channels, k_channel, is_key, TAPS, 1)
-    k_tap2 = _tap(conv, channels, k_channel, is_key, TAPS, 2)
-    k_tap3 = _tap(conv, channels, k_channel, is_key, TAPS, 3)
-    v_tap0 = _tap(conv, channels, v_channel, is_value, TAPS, 0)
-    v_tap1 = _tap(conv, channels, v_channel, is_value, TAPS, 1)
-    v_tap2 = _tap(conv, channels, v_channel, is_value, TAPS, 2)
-    v_tap3 = _tap(conv, channels, v_channel, is_value, TAPS, 3)
-    k_bias = tl.zeros((BLOCK_KEYS,), tl.float32)
-    q_bias = tl.zeros((BLOCK_KEYS,), tl.float32)
-    v_bias = tl.zeros((BLOCK_VALUES,), tl.float32)
-    if bias is not None:
-        k_bias += tl.load(bias + k_channel, mask=is_key, other=0.0)
-        q_bias += tl.load(bias + q_channel, mask=is_key, other=0.0)
-        v_bias += tl.load(bias + v_channel, mask=is_value, other=0.0)
-    k1 = _input(new, ring, tail, new_row, ring_row, border - 1, end, border, k_channel,
-                k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-    k2 = _input(new, ring, tail, new_row, ring_row, border - 2, end, border, k_channel,
-                k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-    k3 = _input(new, ring, tail, new_row, ring_row, border - 3, end, border, k_channel,
-                k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-    v1 = _input(new, ring, tail, new_row, ring_row, border - 1, end, border, v_channel,
-                v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-    v2 = _input(new, ring, tail, new_row, ring_row, border - 2, end, border, v_channel,
-                v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-    v3 = _input(new, ring, tail, new_row, ring_row, border - 3, end, border, v_channel,
-                v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-    for position in range(border, end):
+    ring_keys += slot * keys_slot + of_keys * KEYS
+    ring_updates += slot * updates_slot + head * VALUES
+    mixed += request * RING_ROWS * channels
+    rate = 1.0
+    if rates is not None:
+        rate = tl.load(rates + head)
+    of_gate = head
+    if BY_KEY:
+        of_gate = head * KEYS + element
+    # Keys and updates that earlier steps have found, cut where a block is written.
+    is_written = (border_to >= 0) & (border_to <= known)
+    begin = border
+    for part in range(2):
+        stop = tl.where(is_written & (part == 0), border_to, known)
+        for at in range(begin, stop, 4):
+            gate0 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            gate1 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 1, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            gate2 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 2, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            gate3 = _decay(ring_gates, ring_gate_row, rate, of_gate, is_key, at + 3, stop,
+                           RING_ROWS, BY_KEY)  # fmt: skip
+            left2 = gate3
+            left1 = gate2 + left2
+            left0 = gate1 + left1
+            if BY_KEY:
+                state *= tl.exp(gate0 + left0)[:, None]
+            else:
+                state *= tl.exp(gate0 + left0)
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at, stop, tl.exp(left0), RING_ROWS)  # fmt: skip
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at + 1, stop, tl.exp(left1), RING_ROWS)  # fmt: skip
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at + 2, stop, tl.exp(left2), RING_ROWS)  # fmt: skip
+            state += _added(ring_keys, ring_updates, keys_row, updates_row, element, value, is_key,
+                            is_value, at + 3, stop, 1.0, RING_ROWS)  # fmt: skip
+        if is_written & (part == 0):
+            tl.store(states + block_to * state_block + place, state, mask=both)
+        begin = stop
+    for position in range(known, end):
         behind = position - start
         ring_at = position % RING_ROWS
-        k0 = _input(new, ring, tail, new_row, ring_row, position, start, border, k_channel,
-                    k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-        v0 = _input(new, ring, tail, new_row, ring_row, position, start, border, v_channel,
-                    v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-        key = k_bias + k_tap0 * k0 + k_tap1 * k1 + k_tap2 * k2 + k_tap3 * k3
-        key = tl.where(is_key, _rounded(key, new), 0.0)
-        taken = v_bias + v_tap0 * v0 + v_tap1 * v1 + v_tap2 * v2 + v_tap3 * v3
-        taken = _rounded(taken, new)
+        row = mixed + ring_at * channels
+        key = tl.load(row + k_first + of_keys * k_step + element, mask=is_key, other=0.0)
+        key = key.to(tl.float32)
+        query = tl.load(row + q_first + of_keys * q_step + element, mask=is_key, other=0.0)
+        query = query.to(tl.float32)
+        of_value = v_first + of_keys * v_step + head % SHARED * VALUES + value
+        taken = tl.load(row + of_value, mask=is_value, other=0.0).to(tl.float32)
         if IS_UNIT:
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+            query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
         if BY_KEY:
-            at = head * KEYS + element
             is_new = is_key & (element * 0 + behind >= 0)
-            gate = tl.load(gates + behind * gate_row + at, mask=is_new, other=0.0)
-            old = ring_gates + ring_at * ring_gate_row + at
+            gate = tl.load(gates + behind * gate_row + of_gate, mask=is_new, other=0.0)
+            old = ring_gates + ring_at * ring_gate_row + of_gate
             gate += tl.load(old, mask=is_key & (element * 0 + behind < 0), other=0.0)
             state *= tl.exp(gate)[:, None]
             tl.store(old, gate, mask=is_new & (element * 0 + tile == 0))
@@ -310,10 +348,7 @@ def _heads_kernel(
             gate = tl.load(gates + behind * gate_row + head, mask=behind >= 0, other=0.0)
             old = ring_gates + ring_at * ring_gate_row + head
             gate += tl.load(old, mask=behind < 0, other=0.0)
-            if rates is None:
-                state *= tl.exp(gate)
-            else:
-                state *= tl.exp(gate * tl.load(rates + head))
+            state *= tl.exp(gate * rate)
             tl.store(old, gate, mask=(behind >= 0) & (tile == 0))
         update = taken
         if betas is not None:
@@ -324,48 +359,19 @@ def _heads_kernel(
             update = (taken - tl.sum(state * key[:, None], axis=0)) * beta
         if rates is not None:
             update *= gate
+        to = ring_keys + ring_at * keys_row + element
+        tl.store(to, key.to(ring_keys.dtype.element_ty), mask=is_all)
+        to = ring_updates + ring_at * updates_row + value
+        tl.store(to, update.to(ring_updates.dtype.element_ty), mask=is_value)
         state += key[:, None] * update[None]
         if behind >= 0:
-            query = q_bias
-            for back in tl.static_range(TAPS):
-                raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border,
-                             q_channel, q_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-                query += raw * _tap(conv, channels, q_channel, is_key, TAPS, back)
-            query = tl.where(is_key, _rounded(query, new), 0.0)
-            if IS_UNIT:
-                query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
             made = tl.sum(state * (query * scale)[:, None], axis=0)
             if skips is not None:
                 made += taken * tl.load(skips + head)
             to = out + ((first + behind) * HEADS + head) * VALUES + value
             tl.store(to, made.to(out.dtype.element_ty), mask=is_value)
-            kept = ring + ring_at * ring_row
-            tl.store(kept + v_channel, v0.to(ring.dtype.element_ty), mask=is_value)
-            raw = tl.load(new + behind * new_row + q_channel, mask=is_key, other=0.0)
-            tl.store(kept + q_channel, raw.to(ring.dtype.element_ty), mask=is_all)
-            tl.store(kept + k_channel, k0.to(ring.dtype.element_ty), mask=is_all)
         if position + 1 == border_to:
             tl.store(states + block_to * state_block + place, state, mask=both)
-        k3 = k2
-        k2 = k1
-        k1 = k0
-        v3 = v2
-        v2 = v1
-        v1 = v0
-    if border_to >= 0:
-        to = tails + block_to * tail_block
-        for index in tl.static_range(BEFORE):
-            at = border_to - BEFORE + index
-            q0 = _input(new, ring, tail, new_row, ring_row, at, start, border, q_channel,
-                        q_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-            k0 = _input(new, ring, tail, new_row, ring_row, at, start, border, k_channel,
-                        k_in_tail, is_key, RING_ROWS, BEFORE)  # fmt: skip
-            v0 = _input(new, ring, tail, new_row, ring_row, at, start, border, v_channel,
-                        v_in_tail, is_value, RING_ROWS, BEFORE)  # fmt: skip
-            kind = tails.dtype.element_ty
-            tl.store(to + q_in_tail * BEFORE + index, q0.to(kind), mask=is_all)
-            tl.store(to + k_in_tail * BEFORE + index, k0.to(kind), mask=is_all)
-            tl.store(to + v_in_tail * BEFORE + index, v0.to(kind), mask=is_value)
 
 
 @triton.jit
@@ -376,6 +382,7 @@ def _conv_kernel(
     tails: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
+    in_tails: tl.tensor,
     out: tl.tensor,
     new_row: int,
     ring_slot: int,
@@ -384,35 +391,50 @@ def _conv_kernel(
     channels: int,
     RING_ROWS: tl.constexpr,
     TAPS: tl.constexpr,
+    FOR_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    given = plan + tl.program_id(0) * 8
+    """Convolves new rows; `FOR_HEADS` all rows that heads have not taken, with SiLU, into the rows
+    that they have in the ring.
+    """
+    request = tl.program_id(0)
+    given = plan + request * 9
     slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     start, border, block = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
-    border_to, block_to = tl.load(given + 6), tl.load(given + 7)
+    border_to, block_to, begin = tl.load(given + 6), tl.load(given + 7), start
+    if FOR_HEADS:
+        begin = tl.where(count > 0, tl.load(given + 8), start)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < channels
+    in_tail = channel
+    if in_tails is not None:
+        in_tail = tl.load(in_tails + channel, mask=mask, other=0)
     new += first * new_row
     ring += slot * ring_slot
     tail = tails + block * tail_block
     BEFORE: tl.constexpr = TAPS - 1
-    for position in range(start, start + count):
+    for position in range(begin, start + count):
         total = tl.zeros((BLOCK,), tl.float32)
         if bias is not None:
             total += tl.load(bias + channel, mask=mask, other=0.0)
         for back in tl.static_range(TAPS):
             raw = _input(new, ring, tail, new_row, ring_row, position - back, start, border,
-                         channel, channel, mask, RING_ROWS, BEFORE)  # fmt: skip
-            total += raw * _tap(weight, channels, channel, mask, TAPS, back)
+                         channel, in_tail, mask, RING_ROWS, BEFORE)  # fmt: skip
+            factor = weight + (TAPS - 1 - back) * channels + channel
+            total += raw * tl.load(factor, mask=mask, other=0.0)
         behind = position - start
-        to = out + (first + behind) * channels + channel
-        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
-        raw = tl.load(new + behind * new_row + channel, mask=mask, other=0.0)
+        row = first + behind
+        if FOR_HEADS:
+            total *= tl.sigmoid(total)
+            row = request * RING_ROWS + position % RING_ROWS
+        tl.store(out + row * channels + channel, total.to(out.dtype.element_ty), mask=mask)
+        is_new = mask & (channel * 0 + behind >= 0)
+        raw = tl.load(new + behind * new_row + channel, mask=is_new, other=0.0)
         kept = ring + position % RING_ROWS * ring_row + channel
-        tl.store(kept, raw.to(ring.dtype.element_ty), mask=mask)
+        tl.store(kept, raw.to(ring.dtype.element_ty), mask=is_new)
     if border_to >= 0:
         for index in tl.static_range(BEFORE):
             raw = _input(new, ring, tail, new_row, ring_row, border_to - BEFORE + index, start,
-                         border, channel, channel, mask, RING_ROWS, BEFORE)  # fmt: skip
-            to = tails + block_to * tail_block + channel * BEFORE + index
+                         border, channel, in_tail, mask, RING_ROWS, BEFORE)  # fmt: skip
+            to = tails + block_to * tail_block + in_tail * BEFORE + index
             tl.store(to, raw.to(tails.dtype.element_ty), mask=mask)

@@ -160,7 +160,7 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
         max_drafts=max_drafts(config),
         num_blocks=num_blocks,
         pool=pool,
-        blocks=blocks_of(others, layout, num_blocks),
+        blocks=blocks_of(others, layout, num_blocks, device),
         num_ranks=config.tp,
         peers=None if isinstance(peers, SharedGroup) else peers,
     )

@@ -103,8 +103,8 @@ class Pages(NamedTuple):
     pages: list[int]
 
 
-_NUM_STATES = 3
-"""Arrays of `StateRows` in a frame: all but what a GPU needs, where such layers are not divided."""
+_NUM_STATES = 4
+"""Arrays of `StateRows` in a frame."""
 
 
 def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
@@ -126,12 +126,13 @@ def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     rows = step.states
     of_states: list[Int64Array | None] = [None] * _NUM_STATES
     if rows is not None:
-        of_states = [rows.borders, rows.blocks, rows.writes.reshape(-1)]
+        of_states = [rows.borders, rows.blocks, rows.writes.reshape(-1), rows.table.reshape(-1)]
     arrays += [np.array(scores, np.int64), made, *pages, *of_states]
     lengths += [len(scores), _NONE if made is None else len(made)]
     lengths += [len(array) for array in pages]
     lengths += [_NONE if array is None else len(array) for array in of_states]
-    header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), *lengths)
+    num_few = 0 if rows is None else rows.num_few
+    header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), num_few, *lengths)
     found = [array for array in arrays if array is not None]
     return [np.array(header, np.int64).tobytes(), *(a.astype(np.int64).tobytes() for a in found)]
 
@@ -197,9 +198,9 @@ def decode(frame: bytes) -> Step | Tokens | Draw | SharedTokens | Copies | Pages
 def _step(numbers: Int64Array) -> Step:
     num_pages = len(NewPages._fields)
     num_lengths = len(_ARRAYS) + 2 + num_pages + _NUM_STATES
-    _, num_decodes, num_verified, has_trees = numbers[:4].tolist()
-    at, arrays = 4 + num_lengths, list[Int64Array | None]()
-    for length in numbers[4:at].tolist():
+    _, num_decodes, num_verified, has_trees, num_few = numbers[:5].tolist()
+    at, arrays = 5 + num_lengths, list[Int64Array | None]()
+    for length in numbers[5:at].tolist():
         arrays.append(None if length < 0 else numbers[at : at + length])
         at += max(0, length)
     (slots, starts, bounds, counts, draws, leads, tokens, words, limits, added, adapters) = arrays[
@@ -212,10 +213,14 @@ def _step(numbers: Int64Array) -> Step:
     assert leads is not None
     assert tokens is not None
     scores, made, *rest = arrays[len(_ARRAYS) :]
-    of_pages, (borders, blocks, writes) = rest[:num_pages], rest[num_pages:]
+    of_pages, (borders, blocks, writes, table) = rest[:num_pages], rest[num_pages:]
     states: StateRows | None = None
-    if borders is not None and blocks is not None and writes is not None:
-        states = StateRows(borders, blocks, writes.reshape(3, -1))
+    if borders is not None:
+        assert blocks is not None
+        assert writes is not None
+        assert table is not None
+        of_blocks = writes.reshape(3, -1), num_few, table.reshape(-1, 3)
+        states = StateRows(borders, blocks, *of_blocks)
     step = StepInput(
         slots=slots,
         starts=bounds if starts is None else starts,

@@ -167,11 +167,13 @@ def _mapped_pool(
     return own, RankPool(mine, mine, DevicePages(parts))
 
 
-def blocks_of(others: Others, layout: CacheLayout, num_blocks: int) -> RankBlocks | None:
+def blocks_of(
+    others: Others, layout: CacheLayout, num_blocks: int, device: torch.device
+) -> RankBlocks | None:
     """The blocks of recurrent layers, which all ranks on a CPU share like the pool; None: the model
-    has none.
+    has none, or the executor allocates them.
     """
-    if layout.states is None:
+    if layout.states is None or device.type != "cpu":
         return None
     whole: list[torch.Tensor] = []
     for part in layout.states.parts:

@@ -144,6 +144,12 @@ class DeltaAttention(RecurrentMixer):
             StatePart("beta", (self.heads,), "float32"),
         )
 
+    @property
+    def found(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.found`: keys and updates."""
+        shape = self.heads, self.config.dim
+        return StatePart("key", shape, self.dtype), StatePart("update", shape, self.dtype)
+
     def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
         products, of_heads = self.projections, (self.heads, self.config.dim)

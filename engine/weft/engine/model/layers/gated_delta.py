@@ -139,6 +139,14 @@ class GatedDelta(RecurrentMixer):
             StatePart("beta", (self.value_heads,), "float32"),
         )
 
+    @property
+    def found(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.found`: keys and updates."""
+        return (
+            StatePart("key", (self.key_heads, self.config.key_dim), self.dtype),
+            StatePart("update", (self.value_heads, self.config.value_dim), self.dtype),
+        )
+
     def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """See `RecurrentMixer.project`."""
         groups: tuple[Group, ...] = ("state_in", "state_gates")

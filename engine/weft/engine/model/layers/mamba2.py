@@ -71,7 +71,7 @@ class Mamba2(RecurrentMixer):
         self._inner = config.heads * config.head_dim
         self._shared = config.groups * config.state_size
         size, shared = config.state_size, config.heads // config.groups
-        of_group = shared * config.head_dim + 2 * size
+        numbers = torch.arange(conv.shape[1], device=conv.device)
         self._form = HeadForm(
             conv,
             conv_bias,
@@ -84,11 +84,7 @@ class Mamba2(RecurrentMixer):
             value_dim=config.head_dim,
             rates=rates,
             skips=skips,
-            tails=(
-                Channels(shared * config.head_dim + size, of_group),
-                Channels(shared * config.head_dim, of_group),
-                Channels(0, of_group),
-            ),
+            in_tails=self._by_group(numbers[None, :, None]).flatten().argsort(),
         )
 
     @classmethod
@@ -167,6 +163,15 @@ class Mamba2(RecurrentMixer):
         return (
             StatePart("xbc", (self.conv.shape[1],), self.dtype),
             StatePart("dt", (self.config.heads,), "float32"),
+        )
+
+    @property
+    def found(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.found`: keys and updates."""
+        config = self.config
+        return (
+            StatePart("key", (config.groups, config.state_size), self.dtype),
+            StatePart("update", (config.heads, config.head_dim), self.dtype),
         )
 
     def project(self, x: Normed, lora: LoraStep | None) -> Projected:

@@ -64,6 +64,11 @@ class RecurrentMixer(ABC):
     def ring(self) -> tuple[StatePart, ...]:
         """See `StatePlane.ring`."""
 
+    @property
+    def found(self) -> tuple[StatePart, ...]:
+        """See `StatePlane.found`."""
+        return ()
+
     @abstractmethod
     def project(self, x: Normed, lora: LoraStep | None) -> Projected:
         """Computes what there is of each row by itself."""
@@ -86,7 +91,8 @@ class RecurrentMixer(ABC):
 
     def state_plane(self, layers: int) -> StatePlane:
         """The plane of this many layers of this shape."""
-        return StatePlane(name=self.kind, layers=layers, parts=self.parts, ring=self.ring)
+        parts, ring, found = self.parts, self.ring, self.found
+        return StatePlane(name=self.kind, layers=layers, parts=parts, ring=ring, found=found)
 
     @property
     def has_own_kv(self) -> bool:

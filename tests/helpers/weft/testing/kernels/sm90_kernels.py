@@ -66,6 +66,7 @@ from weft.kernels.gpu import (
 from weft.kernels.gpu import linear as gpu_linear
 from weft.kernels.gpu.moe import routed_moe
 from weft.kernels.gpu.moe_parts import ExpertParts
+from weft.kernels.head_rows import HeadRows
 from weft.kernels.latent_attention import LatentSpec
 from weft.kernels.linear import LinearWeight, PlainForm, gate_up_silu, linear
 from weft.kernels.lora import LoraStep
@@ -245,25 +246,30 @@ def compile_recurrences(is_full: bool) -> None:
     q, v = torch.zeros(4, 4, 128, dtype=BF16), torch.zeros(4, 8, 128, dtype=BF16)
     gate = torch.zeros(4, 8)
     for decay in (gate, torch.zeros(4, 8, 128)):
-        recurrence.recurrence(q, q, v, decay, states, bounds, beta=gate, is_unit=True)
-    recurrence.recurrence(q, q, v, gate, states, bounds, steps=gate, skips=gate[0])
+        recurrence.recurrence(HeadRows(q, q, v, decay, bounds, beta=gate, is_unit=True), states)
+    of_steps = HeadRows(q, q, v, gate, bounds, steps=gate, skips=gate[0])
+    recurrence.recurrence(of_steps, states)
     x, tails = torch.zeros(4, 512, dtype=BF16), torch.zeros(2, 512, 3, dtype=BF16)
     recurrence.short_conv(x, torch.zeros(4, 512), None, tails, bounds, has_silu=True)
     recurrent_rows.gated_norm(v, v, v[0, 0], 1e-6, form="silu", gates_first=False)
     recurrent_rows.delta_gates(gate.to(BF16).repeat(1, 2), gate[0], gate[0], 8)
     if is_full:
-        chunked_recurrence.chunked_recurrence(q, q, v, gate, states, bounds, beta=gate)
-    chunked_recurrence.chunked_recurrence(q, q, v, gate, states, bounds, steps=gate, skips=gate[0])
+        for decay in (gate, torch.zeros(4, 8, 128)):
+            of_delta = HeadRows(q, q, v, decay, bounds, beta=gate)
+            chunked_recurrence.chunked_recurrence(of_delta, states)
+    chunked_recurrence.chunked_recurrence(of_steps, states)
     step = 2 * 128 + 2 * 128
     inputs, conv = torch.zeros(4, 4 * step, dtype=BF16), torch.zeros(4, 4 * step)
     channels = (Channels(at, step) for at in (0, 128, 256))
     form = HeadForm(conv, None, *channels, 8, 2, 128, 128, 0.1, is_unit=True)
     numbers = torch.zeros(4, dtype=torch.int64)
     table = torch.zeros(3, 3, dtype=torch.int64)
-    plan = slot_states.plan(numbers[:3], numbers.int(), numbers, numbers, table, PAGE_SIZE)
+    of_slots = numbers, numbers, table
+    plan = slot_states.plan(numbers[:3], numbers.int(), numbers, *of_slots, PAGE_SIZE)
     blocks = states, torch.zeros(2, 4 * step, 3, dtype=BF16)
     rings = torch.zeros(2, 24, 4 * step, dtype=BF16), *(torch.zeros(2, 24, 8) for _ in "gb")
-    slot_states.step_heads(form, plan, LayerMemory(blocks, rings), (inputs, gate, gate))
+    found = torch.zeros(2, 24, 4, 128, dtype=BF16), torch.zeros(2, 24, 8, 128, dtype=BF16)
+    slot_states.step_heads(form, plan, LayerMemory(blocks, rings, found), (inputs, gate, gate))
     memory = LayerMemory(blocks[1:], rings[:1])
     slot_states.step_conv(conv, None, plan, memory, inputs)
 

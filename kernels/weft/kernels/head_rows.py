@@ -1,0 +1,60 @@
+"""Rows of layers whose heads have a matrix as state: the gated delta rule, and Mamba 2's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class HeadRows(NamedTuple):
+    """What ragged sequences of rows read and write in their states."""
+
+    q: torch.Tensor
+    """[T, Hk, Dk]."""
+    k: torch.Tensor
+    """[T, Hk, Dk]."""
+    v: torch.Tensor
+    """[T, H, Dv]; H / Hk consecutive heads share a head of q and k."""
+    decay: torch.Tensor
+    """[T, H] or [T, H, Dk]: logarithms of what is left of a state."""
+    cu_lens: torch.Tensor
+    """[S + 1] int64: where each sequence begins."""
+    beta: torch.Tensor | None = None
+    """[T, H]: with it, the delta rule; see `weft.kernels.gated_delta`."""
+    steps: torch.Tensor | None = None
+    """[T, H]: factors on values."""
+    skips: torch.Tensor | None = None
+    """[H]: share of the values that is added to the result."""
+    scale: float = 1.0
+    """Factor on queries."""
+    is_unit: bool = False
+    """Whether keys and queries are normalised to length 1."""
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.cu_lens) - 1
+
+    @property
+    def shared(self) -> int:
+        """Heads for each head of keys."""
+        return self.v.shape[1] // self.k.shape[1]
+
+    def packed(self) -> HeadRows:
+        """The same with elements of a head next to each other, and gates in float32, contiguous."""
+        q, k, v = (each if each.stride(2) == 1 else each.contiguous() for each in self[:3])
+        beta, steps, skips = (
+            None if each is None else each.to(torch.float32).contiguous()
+            for each in (self.beta, self.steps, self.skips)
+        )
+        return self._replace(
+            q=q,
+            k=k,
+            v=v,
+            decay=self.decay.to(torch.float32).contiguous(),
+            cu_lens=self.cu_lens.contiguous(),
+            beta=beta,
+            steps=steps,
+            skips=skips,
+        )
