@@ -32,33 +32,47 @@ from model_shapes import MODELS
 from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
 from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.groups_few_rows import (
+    MAX_ROWS,
+    FewRowsShape,
+    PairExperts,
+    few_rows_shape,
+    multiply_few,
+)
 from weft.kernels.gpu.groups_linear import in_floats
 from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, product_shape
-from weft.kernels.packed_groups import PackedGroups
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
+from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
+Shape = GroupsShape | FewRowsShape
 Format = Literal["int4", "mxfp4"]
-SWEEP: dict[int, tuple[GroupsShape, ...]] = {
-    1: (
-        GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 8, 8, 4), GroupsShape(8, 16, 4, 4, 6, 2),
-        GroupsShape(8, 16, 4, 4, 6, 4), GroupsShape(8, 32, 4, 4, 5, 4),
-        GroupsShape(8, 32, 8, 8, 4, 2), GroupsShape(8, 16, 8, 8, 4, 2),
-    ),
+FEW = (
+    FewRowsShape(8, 32, 4), FewRowsShape(8, 16, 2), FewRowsShape(4, 16, 2), FewRowsShape(4, 32, 4),
+    FewRowsShape(16, 32, 4), FewRowsShape(16, 16, 2), FewRowsShape(8, 16, 4), FewRowsShape(4, 8, 1),
+    FewRowsShape(8, 8, 1), FewRowsShape(8, 64, 8), FewRowsShape(16, 32, 8), FewRowsShape(2, 16, 2),
+)  # fmt: skip
+SWEEP: dict[int, tuple[Shape, ...]] = {
+    1: (*FEW, GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
+    2: (*FEW[:6], GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
     16: (
-        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 16, 8, 8, 4), GroupsShape(16, 32, 4, 4, 4, 4),
-        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 32, 8, 8, 3, 2),
-        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
+        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 32, 4, 4, 4, 4), GroupsShape(16, 64, 4, 4, 3),
+        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 128, 0, 8, 4, 2),
+        GroupsShape(16, 64, 0, 4, 4, 4), GroupsShape(16, 64, 0, 4, 6, 4, True),
+        GroupsShape(16, 64, 0, 4, 5, 1, True),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 6), GroupsShape(64, 64, 0, 4, 6, 2),
-        GroupsShape(64, 64, 0, 4, 6, 4), GroupsShape(64, 128, 0, 8, 4, 2),
-        GroupsShape(64, 128, 0, 8, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8),
-        GroupsShape(64, 64, 0, 4, 3, 4), GroupsShape(64, 64, 0, 4, 3, 8),
-        GroupsShape(32, 64, 0, 4, 4, 4), GroupsShape(64, 64, 0, 4, 2, 4),
+        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
+        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 1, True),
+        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 4, 1, True),
+        GroupsShape(64, 128, 0, 8, 4, 4, True), GroupsShape(64, 128, 0, 4, 4, 4, True),
+        GroupsShape(64, 128, 0, 8, 3, 2, True),
     ),
     256: (
-        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 64, 0, 4, 4, 2),
-        GroupsShape(128, 128, 0, 8, 3, 2), GroupsShape(128, 128, 0, 8, 3, 4),
-        GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 64, 0, 4, 6, 2),
+        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
+        GroupsShape(128, 128, 0, 8, 4, 1, True), GroupsShape(128, 128, 0, 4, 3, 1, True),
+        GroupsShape(128, 128, 0, 8, 2, 1, True), GroupsShape(128, 64, 0, 4, 3, 1, True),
+        GroupsShape(256, 64, 0, 4, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 1, True),
+        GroupsShape(128, 128, 0, 8, 3, 2, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -119,30 +133,36 @@ def draw(product: Product, number_format: Format) -> PackedGroups:
     return PackedGroups(data, scales, None, product.n, product.k, unit, is_e2m1)
 
 
-def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: GroupsShape) -> None:
-    """The product by our kernel."""
+def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: Shape) -> None:
+    """The product by our kernel; what cannot be gated is, by a launch of its own."""
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
-    multiply_groups(out, x, w, shape, is_gated=product.is_gated)
+    if isinstance(shape, FewRowsShape):
+        multiply_few(out, x, w, is_gated=product.is_gated, shape=shape)
+        return
+    is_gated = product.is_gated and shape.splits == 1 and shape.columns < 128
+    if product.is_gated and not is_gated:
+        out = torch.empty((x.shape[0], product.n), device="cuda", dtype=BF16)
+    multiply_groups(out, x, w, shape, is_gated=is_gated)
+    if product.is_gated and not is_gated:
+        silu_and_mul(out)
 
 
-def shapes_of(
-    product: Product, rows: int, number_format: Format, is_sweep: bool
-) -> list[GroupsShape]:
+def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool) -> list[Shape]:
     """The chosen shape, and those that are timed beside it."""
     if rows not in SWEEP:
         return []
     half = 64 if number_format == "int4" else 32
-    chosen = product_shape(
+    chosen: Shape = product_shape(
         rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
-    )  # fmt: skip
-    others = SWEEP[rows] if is_sweep else ()
-    can_run = [shape for shape in others if shape.splits == 1 or not product.is_gated]
-    return list(dict.fromkeys([chosen, *can_run]))
+    )
+    if rows <= MAX_ROWS:
+        chosen = few_rows_shape(product.k, half, is_gated=product.is_gated)
+    return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 
-def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:
+def cases(is_sweep: bool) -> list[tuple[Product, int, Format, Shape]]:
     """All kernels that `time_kernels` launches; products of one K have them in common."""
-    formats: tuple[Format, ...] = ("int4", "mxfp4")
+    formats: tuple[Format, ...] = ("int4", "mxfp4") if not is_sweep else ("int4",)
     return [
         (product, rows, number_format, shape)
         for product, rows, number_format in itertools.product(PRODUCTS[1:], SWEEP, formats)
@@ -150,7 +170,7 @@ def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:
     ]
 
 
-def compile_one(case: tuple[Product, int, Format, GroupsShape]) -> str:
+def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     """Compiles a kernel by a small product; returns what went wrong."""
     product, rows, number_format, shape = case
     product = product._replace(n=512)
@@ -180,13 +200,14 @@ def time_kernels(found: Results, rates: Rates, is_sweep: bool) -> None:
             torch.randn(product.n, product.k, device="cuda", dtype=BF16)
             for _ in range(max(2, ROTATING_BYTES // (2 * size)))
         ]
-        xs = {rows: torch.randn(rows, product.k, device="cuda", dtype=BF16) for rows in ROWS}
+        all_rows = sorted({*ROWS, *SWEEP})
+        xs = {n: torch.randn(n, product.k, device="cuda", dtype=BF16) for n in all_rows}
         for rows, x in xs.items():
             with noted(found, f"bfloat16 {product.name} {rows}"):
                 calls = [_after(product, lambda w=w, x=x: F.linear(x, w)) for w in plain]
                 note(found, product, rows, "", "bfloat16", calls, rates)
         del plain
-        for number_format in ("int4", "mxfp4"):
+        for number_format in ("int4",) if is_sweep else ("int4", "mxfp4"):
             weights = [draw(product, number_format) for _ in range(2 * ROTATING_BYTES // size + 1)]
             for rows, x in xs.items():
                 for place, shape in enumerate(shapes_of(product, rows, number_format, is_sweep)):
@@ -238,15 +259,76 @@ def note(
 
 def report_kernels(found: Results) -> None:
     """A line for each product, number of rows and format: its ways by time, the chosen starred."""
-    for product, rows in itertools.product(PRODUCTS, ROWS):
+    for product, rows in itertools.product(PRODUCTS, sorted({*ROWS, *SWEEP})):
         mine = [row for row in found.products if (row.product, row.rows) == (product.name, rows)]
         plain = next((row.us for row in mine if not row.format), float("nan"))
         for number_format in ("int4", "mxfp4"):
             ways = sorted((r for r in mine if r.format == number_format), key=lambda r: r.us)
-            roof = ways[0].roof_us if ways else float("nan")
+            if not ways:
+                continue
+            roof = ways[0].roof_us
             shown = "; ".join(f"{r.us:.1f} {'*' * r.is_chosen}{r.way}" for r in ways)
             title = f"{product.name} x{rows} {number_format}"
             print(f"{title}: bf16 {plain:.1f} roof {roof:.1f} | {shown}")
+
+
+EXPERTS = (
+    ("gpt-oss-20b", 32, 2880, 2880, 4, "mxfp4"),
+    ("qwen3-30b-a3b", 128, 2048, 768, 8, "int4"),
+)
+"""Model, experts, hidden and inner size, experts of a token, format."""
+FEW_EXPERTS = (
+    FewRowsShape(4, 64, 4), FewRowsShape(8, 64, 4), FewRowsShape(4, 32, 2), FewRowsShape(8, 32, 2),
+    FewRowsShape(8, 16, 1), FewRowsShape(4, 16, 1), FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1),
+    FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 1), FewRowsShape(16, 8, 2), FewRowsShape(16, 16, 4),
+)  # fmt: skip
+
+
+def time_experts(found: Results, rates: Rates, rows_of: Sequence[int] = (1, 4)) -> None:
+    """Products of pairs of few rows and their experts, gate and up, and down."""
+    for model, experts, hidden, inner, top_k, number_format in EXPERTS:
+        for name, n, k, is_gated in (
+            ("up", 2 * inner, hidden, True),
+            ("down", hidden, inner, False),
+        ):
+            product = Product(f"{model} {name}", n, k, is_gated)
+            copies = []
+            for _ in range(max(1, 2 * ROTATING_BYTES // (experts * n * k)) + 1):
+                first = draw(product, number_format)
+                packed = PackedExperts.empty(experts, first)
+                packed.data.random_()
+                packed.scales.copy_(first.scales.expand_as(packed.scales))
+                copies.append(packed)
+            for rows in rows_of:
+                pairs = rows * top_k
+                x = torch.randn(rows if is_gated else pairs, k, device="cuda", dtype=BF16)
+                ids = [
+                    torch.randperm(experts, device="cuda")[:pairs].int().view(rows, top_k)
+                    for _ in range(8)
+                ]
+                shares = None if is_gated else torch.ones(rows, top_k, device="cuda")
+                out = torch.empty(pairs, product.columns, device="cuda", dtype=BF16)
+                for shape in FEW_EXPERTS:
+                    with noted(found, f"experts {product.name} {rows} {shape}"):
+                        calls = [
+                            lambda w=w, i=i, s=shape, x=x, out=out: multiply_few(
+                                out, x, w, is_gated=product.is_gated, shape=s,
+                                experts=PairExperts(
+                                    i, shares, top_k if product.is_gated else 1, PLAIN_EXPERTS
+                                ),
+                            )
+                            for w, i in itertools.product(copies, ids)
+                        ]  # fmt: skip
+                        bits = BITS[number_format] / 8
+                        roof = 1e6 * pairs * n * k * bits / rates.bytes_per_s
+                        way = ",".join(str(value) for value in shape)
+                        row = Timing(product.name, rows, number_format, way, time_us(calls), roof)
+                        found.products.append(row)
+                mine = [r for r in found.products if (r.product, r.rows) == (product.name, rows)]
+                shown = "; ".join(f"{r.us:.1f} {r.way}" for r in sorted(mine, key=lambda r: r.us))
+                print(f"experts {product.name} x{rows}: roof {mine[0].roof_us:.1f} | {shown}")
+            del copies
+            release()
 
 
 def bench_model(
@@ -383,7 +465,7 @@ def write_json(
 def main() -> None:
     """Runs the parts, and prints a table for each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    every = ("compile", "kernels", "kv", "engine")
+    every = ("compile", "kernels", "experts", "kv", "engine")
     parser.add_argument("--parts", nargs="+", choices=every, default=list(every))
     parser.add_argument("--sweep", action="store_true", help="time launch shapes beside the chosen")
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
@@ -398,7 +480,7 @@ def main() -> None:
     if "compile" in arguments.parts:
         compile_all(arguments.sweep, arguments.processes)
         print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
-    if not {"kernels", "kv", "engine"} & set(arguments.parts):
+    if not {"kernels", "experts", "kv", "engine"} & set(arguments.parts):
         return
     setup, found, rates = describe_gpu(arguments.commit), Results(), measure_rates()
     print(f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, "
@@ -411,6 +493,9 @@ def main() -> None:
         print(f"kernels: {time.perf_counter() - began:.0f} s", flush=True)
         if arguments.out:
             write_json(arguments.out, setup, rates, found, arguments.name)
+    if "experts" in arguments.parts:
+        with noted(found, "experts"):
+            time_experts(found, rates)
     if "kv" in arguments.parts:
         with noted(found, "kv"):
             time_kv(found, rates)

@@ -1,6 +1,7 @@
 """Linear layers with weights of 4 bits in groups on a GPU.
 
-Up to MAX_OWN_ROWS are multiplied by numbers that are unpacked in registers (`groups_product`). For
+One or two rows are multiplied as integers (`groups_few_rows`), up to MAX_OWN_ROWS by numbers that
+are unpacked in registers (`groups_product`). For
 more rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once
 takes less time than doing so for every tile of rows.
 """
@@ -19,8 +20,9 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_product import multiply_groups, power_of_two, product_shape
-from weft.kernels.gpu.groups_unpack import unpacked
+from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
+from weft.kernels.gpu.groups_product import multiply_groups, product_shape
+from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.lora import Ranks, add_fixed_lora
 from weft.kernels.lora import LoraAddition, check_addition
 from weft.kernels.packed_groups import PackedGroups
@@ -65,6 +67,9 @@ def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) ->
     if lora is not None or w.is_fixed or not _is_own(x.shape[0], w):
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
+    if can_take(x):
+        multiply_few(out, x, matrix, bias=w.bias, is_gated=True)
+        return out
     shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=False)
     multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
     return out
@@ -85,6 +90,9 @@ def _product(
     rows, columns = x.shape[0], w.out_features
     if _is_own(rows, w):
         out = torch.empty((rows, columns), dtype=dtype, device=x.device)
+        if can_take(x) and not w.is_fixed:
+            multiply_few(out, x, matrix, bias=w.bias, residual=residual)
+            return out
         shape = product_shape(rows, columns, matrix.half, is_gated=False, is_fixed=w.is_fixed)
         multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual)
         return out
