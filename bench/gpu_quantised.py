@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,12 +311,11 @@ def time_experts(found: Results, rates: Rates, rows_of: Sequence[int] = (1, 4)) 
                 out = torch.empty(pairs, product.columns, device="cuda", dtype=BF16)
                 for shape in FEW_EXPERTS:
                     with noted(found, f"experts {product.name} {rows} {shape}"):
+                        taken = top_k if is_gated else 1
                         calls = [
-                            lambda w=w, i=i, s=shape, x=x, out=out: multiply_few(
-                                out, x, w, is_gated=product.is_gated, shape=s,
-                                experts=PairExperts(
-                                    i, shares, top_k if product.is_gated else 1, PLAIN_EXPERTS
-                                ),
+                            partial(
+                                multiply_few, out, x, w, is_gated=is_gated, shape=shape,
+                                experts=PairExperts(i, shares, taken, PLAIN_EXPERTS),
                             )
                             for w, i in itertools.product(copies, ids)
                         ]  # fmt: skip

@@ -1,9 +1,9 @@
 """The experts of a mixture on a GPU.
 
-Few rows: see `moe_direct`, and `groups_few_rows` for weights of 4 bits. More rows: pairs of a row and
-an expert are sorted by expert and cut into blocks, which are multiplied by their experts' weights
-(`moe_products`). No pair is dropped, and a row's experts are summed in their order, so that results
-repeat.
+Few rows: see `moe_direct`, and `groups_few_rows` for weights of 4 bits. More rows: pairs of a row
+and an expert are sorted by expert and cut into blocks, which are multiplied by their experts'
+weights (`moe_products`). No pair is dropped, and a row's experts are summed in their order, so that
+results repeat.
 """
 
 from __future__ import annotations
