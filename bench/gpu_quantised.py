@@ -49,8 +49,9 @@ Shape = GroupsShape | FewRowsShape
 Format = Literal["int4", "mxfp4"]
 FEW = (
     FewRowsShape(8, 32, 4), FewRowsShape(8, 16, 2), FewRowsShape(4, 16, 2), FewRowsShape(4, 32, 4),
-    FewRowsShape(16, 32, 4), FewRowsShape(16, 16, 2), FewRowsShape(8, 16, 4), FewRowsShape(4, 8, 1),
-    FewRowsShape(8, 8, 1), FewRowsShape(8, 64, 8), FewRowsShape(16, 32, 8), FewRowsShape(2, 16, 2),
+    FewRowsShape(16, 32, 4), FewRowsShape(16, 16, 4), FewRowsShape(8, 16, 4), FewRowsShape(4, 8, 1),
+    FewRowsShape(8, 64, 8), FewRowsShape(2, 16, 2), FewRowsShape(8, 32, 4, True),
+    FewRowsShape(4, 16, 2, True), FewRowsShape(8, 32, 8), FewRowsShape(4, 64, 8),
 )  # fmt: skip
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (*FEW, GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
@@ -77,6 +78,16 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
+EXPERTS = (
+    ("gpt-oss-20b", 32, 2880, 2880, 4, "mxfp4"),
+    ("qwen3-30b-a3b", 128, 2048, 768, 8, "int4"),
+)
+"""Model, experts, hidden and inner size, experts of a token, format."""
+FEW_EXPERTS = (
+    FewRowsShape(4, 64, 4), FewRowsShape(8, 64, 4), FewRowsShape(4, 32, 2), FewRowsShape(8, 32, 2),
+    FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1), FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 2),
+    FewRowsShape(8, 32, 2, True), FewRowsShape(4, 64, 4, True),
+)  # fmt: skip
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -184,11 +195,33 @@ def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     return ""
 
 
+def compile_experts(case: tuple[tuple[str, int, int, int, int, Format], bool, Shape]) -> str:
+    """As `compile_one`, for pairs of a row and an expert."""
+    (model, _, hidden, inner, top_k, number_format), is_gated, shape = case
+    n, k = (2 * inner, hidden) if is_gated else (hidden, inner)
+    try:
+        assert isinstance(shape, FewRowsShape)
+        packed = PackedExperts.empty(2, draw(Product(model, n, k), number_format))
+        packed.data.zero_()
+        packed.scales.fill_(1)
+        ids = torch.zeros(1, top_k, device="cuda", dtype=torch.int32)
+        x = torch.zeros(1 if is_gated else top_k, k, device="cuda", dtype=BF16)
+        out = torch.empty(top_k, inner if is_gated else hidden, device="cuda", dtype=BF16)
+        shares = None if is_gated else torch.ones(1, top_k, device="cuda")
+        given = PairExperts(ids, shares, top_k if is_gated else 1, PLAIN_EXPERTS)
+        multiply_few(out, x, packed, is_gated=is_gated, experts=given, shape=shape)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"experts {model} {is_gated} {shape}: {str(error)[:200]}"
+    return ""
+
+
 def compile_all(is_sweep: bool, processes: int) -> None:
     """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        found = list(pool.map(compile_one, cases(is_sweep), chunksize=4))
+        found = list(pool.map(compile_one, cases(is_sweep), chunksize=2))
+        found += pool.map(compile_experts, itertools.product(EXPERTS, (False, True), FEW_EXPERTS))
     failed = [error for error in found if error]
     print(f"compiled {len(found) - len(failed)} of {len(found)} kernels", *failed[:5], sep="\n")
 
@@ -271,18 +304,6 @@ def report_kernels(found: Results) -> None:
             shown = "; ".join(f"{r.us:.1f} {'*' * r.is_chosen}{r.way}" for r in ways)
             title = f"{product.name} x{rows} {number_format}"
             print(f"{title}: bf16 {plain:.1f} roof {roof:.1f} | {shown}")
-
-
-EXPERTS = (
-    ("gpt-oss-20b", 32, 2880, 2880, 4, "mxfp4"),
-    ("qwen3-30b-a3b", 128, 2048, 768, 8, "int4"),
-)
-"""Model, experts, hidden and inner size, experts of a token, format."""
-FEW_EXPERTS = (
-    FewRowsShape(4, 64, 4), FewRowsShape(8, 64, 4), FewRowsShape(4, 32, 2), FewRowsShape(8, 32, 2),
-    FewRowsShape(8, 16, 1), FewRowsShape(4, 16, 1), FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1),
-    FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 1), FewRowsShape(16, 8, 2), FewRowsShape(16, 16, 4),
-)  # fmt: skip
 
 
 def time_experts(found: Results, rates: Rates, rows_of: Sequence[int] = (1, 4)) -> None:

@@ -36,6 +36,8 @@ class FewRowsShape(NamedTuple):
     blocks: int
     """Blocks of K that are taken at once, a power of two."""
     warps: int
+    is_late: bool = False
+    """The next kernel may begin only once this one's weights are loaded."""
 
 
 class PairExperts(NamedTuple):
@@ -120,6 +122,7 @@ def multiply_few(
         IS_NATIVE=is_dependent(x.device),
         COLUMNS=shape.columns,
         STEP=shape.blocks,
+        IS_LATE=shape.is_late,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -157,9 +160,11 @@ def _few_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    IS_LATE: tl.constexpr,
 ) -> None:
     """Some columns of all rows; of experts those of one pair."""
-    release_next(IS_DEPENDENT)
+    if not IS_LATE:
+        release_next(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
     WORDS: tl.constexpr = HALF // 4
@@ -224,6 +229,8 @@ def _few_kernel(
                     numbers_up, values, given_up, offsets is not None, UNIT == HALF, IS_E2M1,
                     IS_NATIVE,
                 )  # fmt: skip
+    if IS_LATE:
+        release_next(IS_DEPENDENT)
     for row in tl.static_range(ROWS):
         if row == 0:
             total, total_up = _summed(product), _summed(up)
