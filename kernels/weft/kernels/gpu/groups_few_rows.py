@@ -384,11 +384,10 @@ def _integers(
     dtype: tl.constexpr = row_at.dtype.element_ty
     l0, l1, l2, l3 = _four(low, dtype)
     h0, h1, h2, h3 = _four(high, dtype)
-    most = tl.maximum(
-        tl.maximum(_most(l0, l1), _most(l2, l3)), tl.maximum(_most(h0, h1), _most(h2, h3))
-    )
+    most_low = _larger(_larger(tl.abs(l0), tl.abs(l1)), _larger(tl.abs(l2), tl.abs(l3)))
+    most_high = _larger(_larger(tl.abs(h0), tl.abs(h1)), _larger(tl.abs(h2), tl.abs(h3)))
     # The largest value is below 2^(power - 126); it becomes an integer below 2^15.
-    most = tl.max(_by_thread(most), axis=2)
+    most = tl.reduce(_by_thread(_larger(most_low, most_high)), 2, _larger)
     power = most.to(tl.int32, bitcast=True) >> 23
     is_finite = power < 255
     power = tl.maximum(power, 15)
@@ -436,8 +435,9 @@ def _plain(word: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _most(one: tl.tensor, other: tl.tensor) -> tl.tensor:
-    return tl.maximum(tl.abs(one), tl.abs(other))
+def _larger(one: tl.tensor, other: tl.tensor) -> tl.tensor:
+    """NaN if one of them is."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
