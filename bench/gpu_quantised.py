@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -41,8 +41,16 @@ from weft.kernels.gpu.groups_few_rows import (
     multiply_few,
 )
 from weft.kernels.gpu.groups_linear import in_floats
-from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, product_shape
+from weft.kernels.gpu.groups_product import (
+    Experts,
+    GroupsShape,
+    multiply_groups,
+    product_shape,
+)
+from weft.kernels.gpu.moe import MAX_PACKED_ROWS
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
+from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.gpu.moe_tiles import packed_tiles
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
 Shape = GroupsShape | FewRowsShape
@@ -88,6 +96,12 @@ FEW_EXPERTS = (
     FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1), FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 2),
     FewRowsShape(8, 32, 2, True), FewRowsShape(4, 64, 4, True),
 )  # fmt: skip
+MANY_EXPERTS = (
+    (64, 4, 4, 3), (32, 4, 4, 4), (64, 0, 4, 4), (64, 0, 4, 3), (128, 0, 8, 3), (128, 0, 4, 3),
+    (64, 0, 4, 6), (32, 0, 4, 4),
+)  # fmt: skip
+"""Shapes of sorted pairs but for their rows."""
+EXPERTS_ROWS = (1, 4, 64, 256)
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -195,33 +209,13 @@ def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     return ""
 
 
-def compile_experts(case: tuple[tuple[str, int, int, int, int, Format], bool, Shape]) -> str:
-    """As `compile_one`, for pairs of a row and an expert."""
-    (model, _, hidden, inner, top_k, number_format), is_gated, shape = case
-    n, k = (2 * inner, hidden) if is_gated else (hidden, inner)
-    try:
-        assert isinstance(shape, FewRowsShape)
-        packed = PackedExperts.empty(2, draw(Product(model, n, k), number_format))
-        packed.data.zero_()
-        packed.scales.fill_(1)
-        ids = torch.zeros(1, top_k, device="cuda", dtype=torch.int32)
-        x = torch.zeros(1 if is_gated else top_k, k, device="cuda", dtype=BF16)
-        out = torch.empty(top_k, inner if is_gated else hidden, device="cuda", dtype=BF16)
-        shares = None if is_gated else torch.ones(1, top_k, device="cuda")
-        given = PairExperts(ids, shares, top_k if is_gated else 1, PLAIN_EXPERTS)
-        multiply_few(out, x, packed, is_gated=is_gated, experts=given, shape=shape)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"experts {model} {is_gated} {shape}: {str(error)[:200]}"
-    return ""
-
-
 def compile_all(is_sweep: bool, processes: int) -> None:
     """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         found = list(pool.map(compile_one, cases(is_sweep), chunksize=2))
-        found += pool.map(compile_experts, itertools.product(EXPERTS, (False, True), FEW_EXPERTS))
+        every = itertools.product(experts_products(), EXPERTS_ROWS, range(3))
+        found += pool.map(compile_experts, every)
     failed = [error for error in found if error]
     print(f"compiled {len(found) - len(failed)} of {len(found)} kernels", *failed[:5], sep="\n")
 
@@ -306,50 +300,98 @@ def report_kernels(found: Results) -> None:
             print(f"{title}: bf16 {plain:.1f} roof {roof:.1f} | {shown}")
 
 
-def time_experts(found: Results, rates: Rates, rows_of: Sequence[int] = (1, 4)) -> None:
-    """Products of pairs of few rows and their experts, gate and up, and down."""
+def call_experts(
+    product: Product, packed: PackedExperts, rows: int, top_k: int, shape: Shape
+) -> Callable[[], None]:
+    """A product of random pairs; of gate and up each row of x is that of `top_k` pairs."""
+    experts, pairs = packed.shape[0], rows * top_k
+    ids = torch.rand(rows, experts, device="cuda").topk(top_k, dim=1).indices.int()
+    if rows * top_k <= experts:
+        ids = torch.randperm(experts, device="cuda")[:pairs].int().view(rows, top_k)
+    is_gated = product.is_gated
+    x = torch.randn(rows if is_gated else pairs, product.k, device="cuda", dtype=BF16)
+    shares = None if is_gated else torch.ones(rows, top_k, device="cuda")
+    out = torch.empty(pairs, product.columns, device="cuda", dtype=BF16)
+    taken = top_k if is_gated else 1
+    if isinstance(shape, FewRowsShape):
+        few = PairExperts(ids, shares, taken, PLAIN_EXPERTS)
+        return partial(multiply_few, out, x, packed, is_gated=is_gated, shape=shape, experts=few)
+    blocks = sort_pairs(ids, experts, shape.rows)
+    many = Experts(blocks, shares, taken, PLAIN_EXPERTS)
+    return partial(multiply_groups, out, x, packed, shape, is_gated=is_gated, experts=many)
+
+
+def shapes_of_experts(
+    product: Product, rows: int, experts: int, top_k: int, half: int
+) -> list[Shape]:
+    """The chosen shape first."""
+    if rows <= MAX_PACKED_ROWS:
+        chosen: Shape = few_rows_shape(product.k, half, is_gated=product.is_gated)
+        return list(dict.fromkeys([chosen, *FEW_EXPERTS]))
+    count = packed_tiles(rows * top_k, experts, is_plain=True).rows
+    chosen = product_shape(
+        count, product.columns, half, is_gated=product.is_gated, is_fixed=False, can_split=False
+    )
+    others = [GroupsShape(count, *shape) for shape in MANY_EXPERTS if count <= 16 or not shape[1]]
+    return list(dict.fromkeys([chosen, *others]))
+
+
+def experts_products() -> Iterator[tuple[Product, int, int, Format]]:
+    """Products of gate and up, and down, with experts, experts of a token, and format."""
     for model, experts, hidden, inner, top_k, number_format in EXPERTS:
-        for name, n, k, is_gated in (
-            ("up", 2 * inner, hidden, True),
-            ("down", hidden, inner, False),
-        ):
-            product = Product(f"{model} {name}", n, k, is_gated)
-            copies = []
-            for _ in range(max(1, 2 * ROTATING_BYTES // (experts * n * k)) + 1):
-                first = draw(product, number_format)
-                packed = PackedExperts.empty(experts, first)
-                packed.data.random_()
-                packed.scales.copy_(first.scales.expand_as(packed.scales))
-                copies.append(packed)
-            for rows in rows_of:
-                pairs = rows * top_k
-                x = torch.randn(rows if is_gated else pairs, k, device="cuda", dtype=BF16)
-                ids = [
-                    torch.randperm(experts, device="cuda")[:pairs].int().view(rows, top_k)
-                    for _ in range(8)
-                ]
-                shares = None if is_gated else torch.ones(rows, top_k, device="cuda")
-                out = torch.empty(pairs, product.columns, device="cuda", dtype=BF16)
-                for shape in FEW_EXPERTS:
-                    with noted(found, f"experts {product.name} {rows} {shape}"):
-                        taken = top_k if is_gated else 1
-                        calls = [
-                            partial(
-                                multiply_few, out, x, w, is_gated=is_gated, shape=shape,
-                                experts=PairExperts(i, shares, taken, PLAIN_EXPERTS),
-                            )
-                            for w, i in itertools.product(copies, ids)
-                        ]  # fmt: skip
-                        bits = BITS[number_format] / 8
-                        roof = 1e6 * pairs * n * k * bits / rates.bytes_per_s
-                        way = ",".join(str(value) for value in shape)
-                        row = Timing(product.name, rows, number_format, way, time_us(calls), roof)
-                        found.products.append(row)
-                mine = [r for r in found.products if (r.product, r.rows) == (product.name, rows)]
-                shown = "; ".join(f"{r.us:.1f} {r.way}" for r in sorted(mine, key=lambda r: r.us))
-                print(f"experts {product.name} x{rows}: roof {mine[0].roof_us:.1f} | {shown}")
-            del copies
-            release()
+        yield Product(f"{model} up", 2 * inner, hidden, True), experts, top_k, number_format
+        yield Product(f"{model} down", hidden, inner), experts, top_k, number_format
+
+
+def draw_experts(product: Product, count: int, number_format: Format) -> PackedExperts:
+    """Random experts."""
+    first = draw(product, number_format)
+    packed = PackedExperts.empty(count, first)
+    packed.data.random_()
+    packed.scales.copy_(first.scales.expand_as(packed.scales))
+    return packed
+
+
+def compile_experts(case: tuple[tuple[Product, int, int, Format], int, int]) -> str:
+    """As `compile_one`, for all shapes of a product of pairs and experts from one place on."""
+    (product, experts, top_k, number_format), rows, place = case
+    half = 64 if number_format == "int4" else 32
+    shapes = shapes_of_experts(product, rows, experts, top_k, half)[place::3]
+    try:
+        packed = draw_experts(product, top_k, number_format)
+        for shape in shapes:
+            call_experts(product, packed, rows, top_k, shape)()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"experts {product.name} {rows}: {str(error)[:200]}"
+    return ""
+
+
+def time_experts(found: Results, rates: Rates) -> None:
+    """Products of pairs of a row and an expert; the roof reads each chosen expert once."""
+    for product, experts, top_k, number_format in experts_products():
+        half, numbers = (64 if number_format == "int4" else 32), product.n * product.k
+        count = max(1, 2 * ROTATING_BYTES // (experts * numbers)) + 1
+        copies = [draw_experts(product, experts, number_format) for _ in range(count)]
+        for rows in EXPERTS_ROWS:
+            read = min(experts, rows * top_k) * numbers * BITS[number_format] / 8
+            roof, lines = 1e6 * read / rates.bytes_per_s, []
+            shapes = shapes_of_experts(product, rows, experts, top_k, half)
+            for place, shape in enumerate(shapes):
+                with noted(found, f"experts {product.name} {rows} {shape}"):
+                    calls = [
+                        call_experts(product, copies[i % count], rows, top_k, shape)
+                        for i in range(4 * count)
+                    ]
+                    way = ",".join(str(value) for value in shape)
+                    us = time_us(calls)
+                    row = Timing(product.name, rows, number_format, way, us, roof, place == 0)
+                    found.products.append(row)
+                    lines.append((us, f"{us:.1f} {'*' * (place == 0)}{way}"))
+            shown = "; ".join(line for _, line in sorted(lines))
+            print(f"experts {product.name} x{rows}: roof {roof:.1f} | {shown}", flush=True)
+        del copies
+        release()
 
 
 def bench_model(
@@ -360,9 +402,13 @@ def bench_model(
     batches: Sequence[int],
     layers: int,
     kv_dtype: str,
+    long: int = 0,
 ) -> None:
-    """Decode and prefill of one model in one format; empty: bfloat16."""
+    """Decode and prefill of one model in one format; empty: bfloat16. `long`: requests at once with
+    1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
+    """
     from gpu_engine import bench_decode, run_batch
+    from gpu_hybrid import told_kernels
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.loop.llm import LLM
 
@@ -383,9 +429,9 @@ def bench_model(
             "dtype": "bfloat16",
             "kv_dtype": kv_dtype,
             "dummy_weights": True,
-            "num_pages": 50 * max(batches) + 1100,
+            "num_pages": max(50 * max(batches) + 1100, 130 * long),
             "max_context_tokens": 5120,
-            "max_running_requests": max(batches),
+            "max_running_requests": max(*batches, long),
             "max_step_tokens": 8192,
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
@@ -415,6 +461,17 @@ def bench_model(
             with noted(found, f"engine {model} {number_format} prefill"):
                 times = [run_batch(llm, 4, 4096, 2).first_token_s for _ in range(3)]
                 row["prefill_tokens_per_s"] = 4 * 4096 / min(times)
+            if long:
+                for batch in batches:
+                    told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
+                with noted(found, f"engine {model} {number_format} {long} long requests"):
+                    run = run_batch(llm, long, 1024, 1024)
+                    row["long"] = {
+                        "requests": long,
+                        "tokens_per_s": long * 1024 / run.all_seconds,
+                        "decode_tokens_per_s": long * run.num_steps / run.seconds,
+                        "first_token_s": run.first_token_s,
+                    }
         found.models.append(row)
         print(json.dumps(row), flush=True)
 
@@ -492,6 +549,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
+    parser.add_argument("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
     parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -527,7 +585,7 @@ def main() -> None:
         with noted(found, f"engine {each}"):
             bench_model(
                 found, rates, model, number_format, arguments.batches, arguments.layers,
-                kv[0] if kv else "auto",
+                kv[0] if kv else "auto", arguments.long,
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()
