@@ -17,9 +17,10 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,36 +33,75 @@ from model_shapes import MODELS
 from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
 from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu.activation import silu_and_mul
+from weft.kernels.gpu.groups_few_rows import (
+    MAX_ROWS,
+    FewRowsShape,
+    PairExperts,
+    few_rows_shape,
+    multiply_few,
+)
 from weft.kernels.gpu.groups_linear import in_floats
-from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, product_shape
-from weft.kernels.packed_groups import PackedGroups
+from weft.kernels.gpu.groups_product import (
+    Experts,
+    GroupsShape,
+    multiply_groups,
+    product_shape,
+)
+from weft.kernels.gpu.moe import MAX_PACKED_ROWS
+from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
+from weft.kernels.gpu.moe_sort import sort_pairs
+from weft.kernels.gpu.moe_tiles import packed_tiles
+from weft.kernels.packed_groups import PackedExperts, PackedGroups
 
+Shape = GroupsShape | FewRowsShape
 Format = Literal["int4", "mxfp4"]
-SWEEP: dict[int, tuple[GroupsShape, ...]] = {
-    1: (
-        GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 8, 8, 4), GroupsShape(8, 16, 4, 4, 6, 2),
-        GroupsShape(8, 16, 4, 4, 6, 4), GroupsShape(8, 32, 4, 4, 5, 4),
-        GroupsShape(8, 32, 8, 8, 4, 2), GroupsShape(8, 16, 8, 8, 4, 2),
-    ),
+FEW = (
+    FewRowsShape(8, 32, 4), FewRowsShape(8, 16, 2), FewRowsShape(4, 16, 2), FewRowsShape(4, 32, 4),
+    FewRowsShape(16, 32, 4), FewRowsShape(16, 16, 4), FewRowsShape(8, 16, 4), FewRowsShape(4, 8, 1),
+    FewRowsShape(8, 64, 8), FewRowsShape(2, 16, 2), FewRowsShape(8, 32, 4, True),
+    FewRowsShape(4, 16, 2, True), FewRowsShape(8, 32, 8), FewRowsShape(4, 64, 8),
+)  # fmt: skip
+SWEEP: dict[int, tuple[Shape, ...]] = {
+    1: (*FEW, GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
+    2: (*FEW[:6], GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
     16: (
-        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 16, 8, 8, 4), GroupsShape(16, 32, 4, 4, 4, 4),
-        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 32, 8, 8, 3, 2),
-        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
+        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 32, 4, 4, 4, 4), GroupsShape(16, 64, 4, 4, 3),
+        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 128, 0, 8, 4, 2),
+        GroupsShape(16, 64, 0, 4, 4, 4), GroupsShape(16, 64, 0, 4, 6, 4, True),
+        GroupsShape(16, 64, 0, 4, 5, 1, True),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 6), GroupsShape(64, 64, 0, 4, 6, 2),
-        GroupsShape(64, 64, 0, 4, 6, 4), GroupsShape(64, 128, 0, 8, 4, 2),
-        GroupsShape(64, 128, 0, 8, 4, 4), GroupsShape(64, 128, 0, 8, 4, 8),
-        GroupsShape(64, 64, 0, 4, 3, 4), GroupsShape(64, 64, 0, 4, 3, 8),
-        GroupsShape(32, 64, 0, 4, 4, 4), GroupsShape(64, 64, 0, 4, 2, 4),
+        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
+        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 1, True),
+        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 4, 1, True),
+        GroupsShape(64, 128, 0, 8, 4, 4, True), GroupsShape(64, 128, 0, 4, 4, 4, True),
+        GroupsShape(64, 128, 0, 8, 3, 2, True),
     ),
     256: (
-        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 64, 0, 4, 4, 2),
-        GroupsShape(128, 128, 0, 8, 3, 2), GroupsShape(128, 128, 0, 8, 3, 4),
-        GroupsShape(64, 64, 0, 4, 4), GroupsShape(64, 64, 0, 4, 6, 2),
+        GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
+        GroupsShape(128, 128, 0, 8, 4, 1, True), GroupsShape(128, 128, 0, 4, 3, 1, True),
+        GroupsShape(128, 128, 0, 8, 2, 1, True), GroupsShape(128, 64, 0, 4, 3, 1, True),
+        GroupsShape(256, 64, 0, 4, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 1, True),
+        GroupsShape(128, 128, 0, 8, 3, 2, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
+EXPERTS = (
+    ("gpt-oss-20b", 32, 2880, 2880, 4, "mxfp4"),
+    ("qwen3-30b-a3b", 128, 2048, 768, 8, "int4"),
+)
+"""Model, experts, hidden and inner size, experts of a token, format."""
+FEW_EXPERTS = (
+    FewRowsShape(4, 64, 4), FewRowsShape(8, 64, 4), FewRowsShape(4, 32, 2), FewRowsShape(8, 32, 2),
+    FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1), FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 2),
+    FewRowsShape(8, 32, 2, True), FewRowsShape(4, 64, 4, True),
+)  # fmt: skip
+MANY_EXPERTS = (
+    (64, 4, 4, 3), (32, 4, 4, 4), (64, 0, 4, 4), (64, 0, 4, 3), (128, 0, 8, 3), (128, 0, 4, 3),
+    (64, 0, 4, 6), (32, 0, 4, 4),
+)  # fmt: skip
+"""Shapes of sorted pairs but for their rows."""
+EXPERTS_ROWS = (1, 4, 64, 256)
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -119,30 +159,36 @@ def draw(product: Product, number_format: Format) -> PackedGroups:
     return PackedGroups(data, scales, None, product.n, product.k, unit, is_e2m1)
 
 
-def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: GroupsShape) -> None:
-    """The product by our kernel."""
+def run_shape(x: torch.Tensor, w: PackedGroups, product: Product, shape: Shape) -> None:
+    """The product by our kernel; what cannot be gated is, by a launch of its own."""
     out = torch.empty((x.shape[0], product.columns), device="cuda", dtype=BF16)
-    multiply_groups(out, x, w, shape, is_gated=product.is_gated)
+    if isinstance(shape, FewRowsShape):
+        multiply_few(out, x, w, is_gated=product.is_gated, shape=shape)
+        return
+    is_gated = product.is_gated and shape.splits == 1 and shape.columns < 128
+    if product.is_gated and not is_gated:
+        out = torch.empty((x.shape[0], product.n), device="cuda", dtype=BF16)
+    multiply_groups(out, x, w, shape, is_gated=is_gated)
+    if product.is_gated and not is_gated:
+        silu_and_mul(out)
 
 
-def shapes_of(
-    product: Product, rows: int, number_format: Format, is_sweep: bool
-) -> list[GroupsShape]:
+def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool) -> list[Shape]:
     """The chosen shape, and those that are timed beside it."""
     if rows not in SWEEP:
         return []
     half = 64 if number_format == "int4" else 32
-    chosen = product_shape(
+    chosen: Shape = product_shape(
         rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
-    )  # fmt: skip
-    others = SWEEP[rows] if is_sweep else ()
-    can_run = [shape for shape in others if shape.splits == 1 or not product.is_gated]
-    return list(dict.fromkeys([chosen, *can_run]))
+    )
+    if rows <= MAX_ROWS:
+        chosen = few_rows_shape(product.k, half, is_gated=product.is_gated)
+    return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 
-def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:
+def cases(is_sweep: bool) -> list[tuple[Product, int, Format, Shape]]:
     """All kernels that `time_kernels` launches; products of one K have them in common."""
-    formats: tuple[Format, ...] = ("int4", "mxfp4")
+    formats: tuple[Format, ...] = ("int4", "mxfp4") if not is_sweep else ("int4",)
     return [
         (product, rows, number_format, shape)
         for product, rows, number_format in itertools.product(PRODUCTS[1:], SWEEP, formats)
@@ -150,7 +196,7 @@ def cases(is_sweep: bool) -> list[tuple[Product, int, Format, GroupsShape]]:
     ]
 
 
-def compile_one(case: tuple[Product, int, Format, GroupsShape]) -> str:
+def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     """Compiles a kernel by a small product; returns what went wrong."""
     product, rows, number_format, shape = case
     product = product._replace(n=512)
@@ -167,7 +213,9 @@ def compile_all(is_sweep: bool, processes: int) -> None:
     """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        found = list(pool.map(compile_one, cases(is_sweep), chunksize=4))
+        found = list(pool.map(compile_one, cases(is_sweep), chunksize=2))
+        every = itertools.product(experts_products(), EXPERTS_ROWS, range(3))
+        found += pool.map(compile_experts, every)
     failed = [error for error in found if error]
     print(f"compiled {len(found) - len(failed)} of {len(found)} kernels", *failed[:5], sep="\n")
 
@@ -180,13 +228,14 @@ def time_kernels(found: Results, rates: Rates, is_sweep: bool) -> None:
             torch.randn(product.n, product.k, device="cuda", dtype=BF16)
             for _ in range(max(2, ROTATING_BYTES // (2 * size)))
         ]
-        xs = {rows: torch.randn(rows, product.k, device="cuda", dtype=BF16) for rows in ROWS}
+        all_rows = sorted({*ROWS, *SWEEP})
+        xs = {n: torch.randn(n, product.k, device="cuda", dtype=BF16) for n in all_rows}
         for rows, x in xs.items():
             with noted(found, f"bfloat16 {product.name} {rows}"):
                 calls = [_after(product, lambda w=w, x=x: F.linear(x, w)) for w in plain]
                 note(found, product, rows, "", "bfloat16", calls, rates)
         del plain
-        for number_format in ("int4", "mxfp4"):
+        for number_format in ("int4",) if is_sweep else ("int4", "mxfp4"):
             weights = [draw(product, number_format) for _ in range(2 * ROTATING_BYTES // size + 1)]
             for rows, x in xs.items():
                 for place, shape in enumerate(shapes_of(product, rows, number_format, is_sweep)):
@@ -238,15 +287,111 @@ def note(
 
 def report_kernels(found: Results) -> None:
     """A line for each product, number of rows and format: its ways by time, the chosen starred."""
-    for product, rows in itertools.product(PRODUCTS, ROWS):
+    for product, rows in itertools.product(PRODUCTS, sorted({*ROWS, *SWEEP})):
         mine = [row for row in found.products if (row.product, row.rows) == (product.name, rows)]
         plain = next((row.us for row in mine if not row.format), float("nan"))
         for number_format in ("int4", "mxfp4"):
             ways = sorted((r for r in mine if r.format == number_format), key=lambda r: r.us)
-            roof = ways[0].roof_us if ways else float("nan")
+            if not ways:
+                continue
+            roof = ways[0].roof_us
             shown = "; ".join(f"{r.us:.1f} {'*' * r.is_chosen}{r.way}" for r in ways)
             title = f"{product.name} x{rows} {number_format}"
             print(f"{title}: bf16 {plain:.1f} roof {roof:.1f} | {shown}")
+
+
+def call_experts(
+    product: Product, packed: PackedExperts, rows: int, top_k: int, shape: Shape
+) -> Callable[[], None]:
+    """A product of random pairs; of gate and up each row of x is that of `top_k` pairs."""
+    experts, pairs = packed.shape[0], rows * top_k
+    ids = torch.rand(rows, experts, device="cuda").topk(top_k, dim=1).indices.int()
+    if rows * top_k <= experts:
+        ids = torch.randperm(experts, device="cuda")[:pairs].int().view(rows, top_k)
+    is_gated = product.is_gated
+    x = torch.randn(rows if is_gated else pairs, product.k, device="cuda", dtype=BF16)
+    shares = None if is_gated else torch.ones(rows, top_k, device="cuda")
+    out = torch.empty(pairs, product.columns, device="cuda", dtype=BF16)
+    taken = top_k if is_gated else 1
+    if isinstance(shape, FewRowsShape):
+        few = PairExperts(ids, shares, taken, PLAIN_EXPERTS)
+        return partial(multiply_few, out, x, packed, is_gated=is_gated, shape=shape, experts=few)
+    blocks = sort_pairs(ids, experts, shape.rows)
+    many = Experts(blocks, shares, taken, PLAIN_EXPERTS)
+    return partial(multiply_groups, out, x, packed, shape, is_gated=is_gated, experts=many)
+
+
+def shapes_of_experts(
+    product: Product, rows: int, experts: int, top_k: int, half: int
+) -> list[Shape]:
+    """The chosen shape first."""
+    if rows <= MAX_PACKED_ROWS:
+        chosen: Shape = few_rows_shape(product.k, half, is_gated=product.is_gated)
+        return list(dict.fromkeys([chosen, *FEW_EXPERTS]))
+    count = packed_tiles(rows * top_k, experts, is_plain=True).rows
+    chosen = product_shape(
+        count, product.columns, half, is_gated=product.is_gated, is_fixed=False, can_split=False
+    )
+    others = [GroupsShape(count, *shape) for shape in MANY_EXPERTS if count <= 16 or not shape[1]]
+    return list(dict.fromkeys([chosen, *others]))
+
+
+def experts_products() -> Iterator[tuple[Product, int, int, Format]]:
+    """Products of gate and up, and down, with experts, experts of a token, and format."""
+    for model, experts, hidden, inner, top_k, number_format in EXPERTS:
+        yield Product(f"{model} up", 2 * inner, hidden, True), experts, top_k, number_format
+        yield Product(f"{model} down", hidden, inner), experts, top_k, number_format
+
+
+def draw_experts(product: Product, count: int, number_format: Format) -> PackedExperts:
+    """Random experts."""
+    first = draw(product, number_format)
+    packed = PackedExperts.empty(count, first)
+    packed.data.random_()
+    packed.scales.copy_(first.scales.expand_as(packed.scales))
+    return packed
+
+
+def compile_experts(case: tuple[tuple[Product, int, int, Format], int, int]) -> str:
+    """As `compile_one`, for all shapes of a product of pairs and experts from one place on."""
+    (product, experts, top_k, number_format), rows, place = case
+    half = 64 if number_format == "int4" else 32
+    shapes = shapes_of_experts(product, rows, experts, top_k, half)[place::3]
+    try:
+        packed = draw_experts(product, top_k, number_format)
+        for shape in shapes:
+            call_experts(product, packed, rows, top_k, shape)()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"experts {product.name} {rows}: {str(error)[:200]}"
+    return ""
+
+
+def time_experts(found: Results, rates: Rates) -> None:
+    """Products of pairs of a row and an expert; the roof reads each chosen expert once."""
+    for product, experts, top_k, number_format in experts_products():
+        half, numbers = (64 if number_format == "int4" else 32), product.n * product.k
+        count = max(1, 2 * ROTATING_BYTES // (experts * numbers)) + 1
+        copies = [draw_experts(product, experts, number_format) for _ in range(count)]
+        for rows in EXPERTS_ROWS:
+            read = min(experts, rows * top_k) * numbers * BITS[number_format] / 8
+            roof, lines = 1e6 * read / rates.bytes_per_s, []
+            shapes = shapes_of_experts(product, rows, experts, top_k, half)
+            for place, shape in enumerate(shapes):
+                with noted(found, f"experts {product.name} {rows} {shape}"):
+                    calls = [
+                        call_experts(product, copies[i % count], rows, top_k, shape)
+                        for i in range(4 * count)
+                    ]
+                    way = ",".join(str(value) for value in shape)
+                    us = time_us(calls)
+                    row = Timing(product.name, rows, number_format, way, us, roof, place == 0)
+                    found.products.append(row)
+                    lines.append((us, f"{us:.1f} {'*' * (place == 0)}{way}"))
+            shown = "; ".join(line for _, line in sorted(lines))
+            print(f"experts {product.name} x{rows}: roof {roof:.1f} | {shown}", flush=True)
+        del copies
+        release()
 
 
 def bench_model(
@@ -257,9 +402,13 @@ def bench_model(
     batches: Sequence[int],
     layers: int,
     kv_dtype: str,
+    long: int = 0,
 ) -> None:
-    """Decode and prefill of one model in one format; empty: bfloat16."""
+    """Decode and prefill of one model in one format; empty: bfloat16. `long`: requests at once with
+    1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
+    """
     from gpu_engine import bench_decode, run_batch
+    from gpu_hybrid import told_kernels
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.loop.llm import LLM
 
@@ -280,9 +429,9 @@ def bench_model(
             "dtype": "bfloat16",
             "kv_dtype": kv_dtype,
             "dummy_weights": True,
-            "num_pages": 50 * max(batches) + 1100,
+            "num_pages": max(50 * max(batches) + 1100, 130 * long),
             "max_context_tokens": 5120,
-            "max_running_requests": max(batches),
+            "max_running_requests": max(*batches, long),
             "max_step_tokens": 8192,
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
@@ -312,6 +461,17 @@ def bench_model(
             with noted(found, f"engine {model} {number_format} prefill"):
                 times = [run_batch(llm, 4, 4096, 2).first_token_s for _ in range(3)]
                 row["prefill_tokens_per_s"] = 4 * 4096 / min(times)
+            if long:
+                for batch in batches:
+                    told_kernels(partial(run_batch, llm, batch, 16, 33), f"x{batch}", 32)
+                with noted(found, f"engine {model} {number_format} {long} long requests"):
+                    run = run_batch(llm, long, 1024, 1024)
+                    row["long"] = {
+                        "requests": long,
+                        "tokens_per_s": long * 1024 / run.all_seconds,
+                        "decode_tokens_per_s": long * run.num_steps / run.seconds,
+                        "first_token_s": run.first_token_s,
+                    }
         found.models.append(row)
         print(json.dumps(row), flush=True)
 
@@ -383,12 +543,13 @@ def write_json(
 def main() -> None:
     """Runs the parts, and prints a table for each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    every = ("compile", "kernels", "kv", "engine")
+    every = ("compile", "kernels", "experts", "kv", "engine")
     parser.add_argument("--parts", nargs="+", choices=every, default=list(every))
     parser.add_argument("--sweep", action="store_true", help="time launch shapes beside the chosen")
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
+    parser.add_argument("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
     parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -398,7 +559,7 @@ def main() -> None:
     if "compile" in arguments.parts:
         compile_all(arguments.sweep, arguments.processes)
         print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
-    if not {"kernels", "kv", "engine"} & set(arguments.parts):
+    if not {"kernels", "experts", "kv", "engine"} & set(arguments.parts):
         return
     setup, found, rates = describe_gpu(arguments.commit), Results(), measure_rates()
     print(f"{setup['device']}: copy {rates.bytes_per_s / 1e12:.2f} TB/s, "
@@ -411,6 +572,9 @@ def main() -> None:
         print(f"kernels: {time.perf_counter() - began:.0f} s", flush=True)
         if arguments.out:
             write_json(arguments.out, setup, rates, found, arguments.name)
+    if "experts" in arguments.parts:
+        with noted(found, "experts"):
+            time_experts(found, rates)
     if "kv" in arguments.parts:
         with noted(found, "kv"):
             time_kv(found, rates)
@@ -421,7 +585,7 @@ def main() -> None:
         with noted(found, f"engine {each}"):
             bench_model(
                 found, rates, model, number_format, arguments.batches, arguments.layers,
-                kv[0] if kv else "auto",
+                kv[0] if kv else "auto", arguments.long,
             )  # fmt: skip
         # Only once no frame of the model's run holds its tensors.
         release()

@@ -1,12 +1,14 @@
 """Linear layers with weights of 4 bits in groups on a GPU.
 
-Up to MAX_OWN_ROWS are multiplied by numbers that are unpacked in registers (`groups_product`). For
+One or two rows are multiplied as integers (`groups_few_rows`), up to MAX_OWN_ROWS by numbers that
+are unpacked in registers (`groups_product`). For
 more rows the weight becomes floats, for this product alone, and cuBLAS multiplies: unpacking once
 takes less time than doing so for every tile of rows.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +21,11 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_product import multiply_groups, power_of_two, product_shape
-from weft.kernels.gpu.groups_unpack import unpacked
-from weft.kernels.gpu.lora import Ranks, add_fixed_lora
-from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
+from weft.kernels.gpu.groups_product import multiply_groups, product_shape
+from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
+from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
+from weft.kernels.lora import LoraAddition
 from weft.kernels.packed_groups import PackedGroups
 
 if TYPE_CHECKING:
@@ -42,29 +45,19 @@ def linear(
     lora: LoraAddition | None = None,
 ) -> torch.Tensor:
     """`weft.kernels.linear.linear` for weights in groups on a GPU."""
-    matrix = _check(x, w, residual)
-    if lora is not None:
-        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-    dtype = out_dtype or x.dtype
-    if w.is_fixed:
-        # As with adapters, so that rows do not depend on whether another row has one.
-        out = _product(x, w, matrix, None, dtype)
-        if lora is not None:
-            add_fixed_lora(out, x, lora)
-        return out if residual is None else out.add_(residual)
-    ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
-    out = _product(x, w, matrix, residual, dtype)
-    if ranks is not None:
-        ranks.add_to(out)
-    return out
+    matrix = _matrix_of(x, w, residual)
+    return with_adapters(x, w, partial(_product, x, w, matrix), residual, out_dtype, lora)
 
 
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for weights in groups on a GPU."""
-    matrix = _check(x, w, None)
+    matrix = _matrix_of(x, w, None)
     if lora is not None or w.is_fixed or not _is_own(x.shape[0], w):
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
+    if can_take(x):
+        multiply_few(out, x, matrix, bias=w.bias, is_gated=True)
+        return out
     shape = product_shape(x.shape[0], out.shape[1], matrix.half, is_gated=True, is_fixed=False)
     multiply_groups(out, x, matrix, shape, bias=w.bias, is_gated=True)
     return out
@@ -85,6 +78,9 @@ def _product(
     rows, columns = x.shape[0], w.out_features
     if _is_own(rows, w):
         out = torch.empty((rows, columns), dtype=dtype, device=x.device)
+        if can_take(x) and not w.is_fixed:
+            multiply_few(out, x, matrix, bias=w.bias, residual=residual)
+            return out
         shape = product_shape(rows, columns, matrix.half, is_gated=False, is_fixed=w.is_fixed)
         multiply_groups(out, x, matrix, shape, bias=w.bias, residual=residual)
         return out
@@ -181,15 +177,7 @@ def _scaled(
     return wide
 
 
-def _check(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> PackedGroups:
+def _matrix_of(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> PackedGroups:
+    check_operands(x, w, residual)
     assert isinstance(w.form, PackedGroups)
-    if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit weights of "
-            f"{w.in_features} columns in groups, in a {w.dtype} layer"
-        )
-    if residual is not None and (
-        residual.shape != (x.shape[0], w.out_features) or not residual.is_contiguous()
-    ):
-        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
     return w.form

@@ -21,7 +21,7 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_unpack import unpacked
+from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
@@ -40,6 +40,8 @@ class GroupsShape(NamedTuple):
     """Parts of K that are being loaded."""
     splits: int = 1
     """Programs that share K; a further launch sums their parts. Not for experts, nor gated."""
+    is_rounded: bool = False
+    """Weights are rounded to floats of 16 bits in registers; without slices."""
 
 
 _SUMMED = 1024
@@ -164,6 +166,7 @@ def multiply_groups(
         SLICES=shape.slices,
         STAGES=shape.stages,
         SPLITS=shape.splits,
+        IS_ROUNDED=shape.is_rounded,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -221,6 +224,7 @@ def _groups_kernel(
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
 ) -> None:
     """Parts of a split product are written as they are, [SPLITS, M, N] float32."""
     release_next(IS_DEPENDENT)
@@ -262,7 +266,7 @@ def _groups_kernel(
     else:
         product, up = _tiled(
             row_at, exists, data, scales, offsets, last, columns, width, begin, end,
-            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES,
+            K, IS_GATED, HALF, UNIT, IS_E2M1, IS_NATIVE, ROWS, COLUMNS, STAGES, IS_ROUNDED,
         )  # fmt: skip
     in_out = column < columns
     mask = in_out[:, None] & exists[None, :]
@@ -381,6 +385,7 @@ def _tiled(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """As `_sliced`."""
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
@@ -406,16 +411,28 @@ def _tiled(
         is_block = block + 1 < BLOCKS
         following = _given(scales, offsets, at_scale, is_block, width, UNIT, HALF)
         tile = tl.load(begin + at)
-        product = _add_groups(
-            product, tile, low, high, given, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-        )
+        if IS_ROUNDED:
+            product = _add_rounded(
+                product, tile, low, high, given, offsets is not None, IS_E2M1, IS_NATIVE
+            )
+        else:
+            product = _add_groups(
+                product, tile, low, high, given, offsets is not None, UNIT == HALF, IS_E2M1,
+                IS_NATIVE,
+            )  # fmt: skip
         given = following
         if IS_GATED:
             following = _given(scales, offsets, at_scale + columns, is_block, width, UNIT, HALF)
             tile = tl.load(begin_up + at)
-            up = _add_groups(
-                up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1, IS_NATIVE
-            )
+            if IS_ROUNDED:
+                up = _add_rounded(
+                    up, tile, low, high, given_up, offsets is not None, IS_E2M1, IS_NATIVE
+                )
+            else:
+                up = _add_groups(
+                    up, tile, low, high, given_up, offsets is not None, UNIT == HALF, IS_E2M1,
+                    IS_NATIVE,
+                )  # fmt: skip
             given_up = following
     return product, up
 
@@ -507,6 +524,29 @@ def _add_groups(
 
 
 @triton.jit
+def _add_rounded(
+    total: tl.tensor,
+    tile: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    given: tl.tuple,
+    HAS_OFFSETS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+) -> tl.tensor:
+    """As `_add_groups`, of weights that are rounded once."""
+    scale, offset, scale_high, offset_high = given
+    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
+    lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
+    upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
+    if HAS_OFFSETS:
+        lower += _moved(offset, scale)
+        upper += _moved(offset_high, scale_high)
+    total = tl.dot(lower.to(low.dtype), low, total)
+    return tl.dot(upper.to(low.dtype), high, total)
+
+
+@triton.jit
 def _wide(scale: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
     """Scales in float32, [..., COLUMNS, 1]."""
     wide = power_of_two(scale) if IS_E2M1 else scale.to(tl.float32)
@@ -547,10 +587,3 @@ def _sum_kernel(
     if residual is not None:
         total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """2^(exponent - 127) in float32, of 0 to 254."""
-    normal = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return tl.where(exponent == 0, 2.0**-127, normal)

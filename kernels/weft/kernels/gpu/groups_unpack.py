@@ -103,3 +103,10 @@ def _plain(number: tl.tensor, IS_E2M1: tl.constexpr) -> tl.tensor:
     else:
         wide = (number - 8).to(tl.float32)
     return wide
+
+
+@triton.jit
+def power_of_two(exponent: tl.tensor) -> tl.tensor:
+    """2^(exponent - 127) in float32, of 0 to 254."""
+    normal = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent == 0, 2.0**-127, normal)

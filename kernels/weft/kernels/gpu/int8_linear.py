@@ -7,6 +7,7 @@ so that a row's result does not depend on the other rows.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,8 @@ import triton.language as tl
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_few_rows import MAX_ROWS, FewRows, few_rows
-from weft.kernels.gpu.lora import Ranks, add_fixed_lora
-from weft.kernels.lora import LoraAddition, check_addition
+from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
+from weft.kernels.lora import LoraAddition
 from weft.kernels.quantised import INT8_MAX, Int8Channels
 
 if TYPE_CHECKING:
@@ -38,21 +39,8 @@ def linear(
     """`weft.kernels.linear.linear` for int8 weights on a GPU; what adapters add is computed of `x`
     as it is.
     """
-    matrix = _check(x, w, residual)
-    if lora is not None:
-        check_addition((x.shape[0], w.out_features), x.shape, x.dtype, lora)
-    dtype = out_dtype or x.dtype
-    if w.is_fixed:
-        # As with adapters, so that rows do not depend on whether another row has one.
-        out = _product(x, w, matrix, None, dtype)
-        if lora is not None:
-            add_fixed_lora(out, x, lora)
-        return out if residual is None else out.add_(residual)
-    ranks = None if lora is None else Ranks(x, lora, is_ahead=True)
-    out = _product(x, w, matrix, residual, dtype)
-    if ranks is not None:
-        ranks.add_to(out)
-    return out
+    matrix = _matrix_of(x, w, residual)
+    return with_adapters(x, w, partial(_product, x, w, matrix), residual, out_dtype, lora)
 
 
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
@@ -163,15 +151,7 @@ def _finish_kernel(
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
 
 
-def _check(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> Int8Channels:
+def _matrix_of(x: torch.Tensor, w: LinearWeight, residual: torch.Tensor | None) -> Int8Channels:
+    check_operands(x, w, residual)
     assert isinstance(w.form, Int8Channels)
-    if x.shape[1] != w.in_features or x.dtype != w.dtype or not x.is_contiguous():
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} contiguous={x.is_contiguous()} does not fit int8 "
-            f"weights of {w.in_features} columns in a {w.dtype} layer"
-        )
-    if residual is not None and (
-        residual.shape != (x.shape[0], w.out_features) or not residual.is_contiguous()
-    ):
-        raise ValueError(f"residual {tuple(residual.shape)} does not fit, or is not contiguous")
     return w.form

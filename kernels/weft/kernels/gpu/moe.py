@@ -1,8 +1,9 @@
 """The experts of a mixture on a GPU.
 
-Few rows: see `moe_direct`. More rows: pairs of a row and an expert are sorted by expert and cut
-into blocks, which are multiplied by their experts' weights (`moe_products`). No pair is dropped,
-and a row's experts are summed in their order, so that results repeat.
+Few rows: see `moe_direct`, and `groups_few_rows` for weights of 4 bits. More rows: pairs of a row
+and an expert are sorted by expert and cut into blocks, which are multiplied by their experts'
+weights (`moe_products`). No pair is dropped, and a row's experts are summed in their order, so that
+results repeat.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from weft.kernels.activation import SILU
 from weft.kernels.gpu.dependent_launch import LaunchOptions, launch_options
+from weft.kernels.gpu.groups_few_rows import PairExperts, is_in_fours, multiply_few
 from weft.kernels.gpu.moe_combine import NormAfter, combine
 from weft.kernels.gpu.moe_direct import MAX_DIRECT_ROWS, direct_moe
 from weft.kernels.gpu.moe_lora import down_additions, gate_up_additions
@@ -38,6 +40,8 @@ from weft.kernels.moe import SOFTMAX, RouterForm, StackedWeight
 from weft.kernels.packed_groups import PackedExperts
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
+MAX_PACKED_ROWS = 4
+"""Most rows of which each pair is multiplied by its expert's weights of 4 bits for itself."""
 MAX_FORKED_ROWS = 256
 """Most rows for which the low-rank additions run concurrently with the products, which leave parts
 of the GPU idle."""
@@ -130,6 +134,9 @@ def routed_moe(
         routed = route(logits, top_k, renormalise, form, more.placement)
         out = moe(x, *routed, w13, w2, None, lora, more, is_fixed=is_fixed)
         return out if after is None else add_rms_norm(out, *after)[0]
+    if lora is None and _is_few_packed(x, w13, w2):
+        routed = route(logits, top_k, renormalise, form, more.placement)
+        return _few_packed(x, *routed, w13, w2, None, after, more)
     tiles, blocks = _tiles(rows, top_k, w2, lora, more), None
     if is_sorted_at_once(rows, logits.shape[1]):
         ids, shares, blocks = route_and_sort(
@@ -175,6 +182,8 @@ def moe(
         assert not isinstance(w13, PackedExperts)
         assert not isinstance(w2, PackedExperts)
         return direct_moe(x, ids, shares, w13, w2, residual, lora, more)
+    if lora is None and not is_fixed and _is_few_packed(x, w13, w2):
+        return _few_packed(x, ids, shares, w13, w2, residual, None, more)
     experts, _, inner = w2.shape
     ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
     tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
@@ -185,6 +194,41 @@ def moe(
 
 def _is_direct(rows: int, w13: StackedWeight) -> bool:
     return rows <= MAX_DIRECT_ROWS and not isinstance(w13, PackedExperts)
+
+
+def _is_few_packed(x: torch.Tensor, w13: StackedWeight, w2: StackedWeight) -> bool:
+    return (
+        isinstance(w13, PackedExperts)
+        and isinstance(w2, PackedExperts)
+        and x.shape[0] <= MAX_PACKED_ROWS
+        and is_in_fours(x.shape[1], x.dtype)
+        and is_in_fours(w2.shape[2], x.dtype)
+    )
+
+
+def _few_packed(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    w13: StackedWeight,
+    w2: StackedWeight,
+    residual: torch.Tensor | None,
+    after: NormAfter | None,
+    more: ExpertParts,
+) -> torch.Tensor:
+    """`moe` of few rows over weights of 4 bits, with the norm that follows; nothing is sorted."""
+    assert isinstance(w13, PackedExperts)
+    assert isinstance(w2, PackedExperts)
+    (hidden, width), (pairs, top_k) = w2.shape[1:], (ids.numel(), ids.shape[1])
+    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    products = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    experts = PairExperts(ids, None, top_k, more)
+    multiply_few(inner, x, w13, bias=more.gate_up_bias, is_gated=True, experts=experts)
+    experts = PairExperts(ids, shares, 1, more)
+    multiply_few(products, inner, w2, bias=more.down_bias, experts=experts)
+    found = _Sorted(products, None, None, launch_options(x.device))
+    share = None if more.placement is None else (ids, w2.shape[0])
+    return combine(*found, top_k, residual, after, is_fixed=False, share=share)
 
 
 def _tiles(

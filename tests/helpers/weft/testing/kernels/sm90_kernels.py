@@ -337,7 +337,7 @@ def compile_groups(is_full: bool) -> None:
         pair = LinearWeight(3072, 1024, BF16, True, gate_up, None)
         last = LinearWeight(1024, 1536, BF16, False, down, None)
         if is_full or group == 128:
-            for rows in (1, 16, 20, 100, 900) if is_full else (100, 900):
+            for rows in (1, 2, 16, 20, 100, 900) if is_full else (1, 100, 900):
                 x = torch.zeros(rows, 1024, dtype=BF16)
                 gate_up_silu(x, pair)
                 linear(torch.zeros(rows, 1536, dtype=BF16), last, residual=x)
