@@ -112,7 +112,7 @@ def test_the_sum_of_shares_on_a_gpu(
     fresh_seed()
     poison_new_memory(monkeypatch)
     _, hidden, inner, experts, top_k = shape
-    dtype = torch.float16 if name == "float16" else torch.float32
+    dtype = torch.float16 if name in ("float16", "mxfp4") else torch.float32
     case, logits = routed_case(*shape, dtype=dtype)
     if name in ("fp8", "mxfp4"):
         (w13, wide13), (w2, wide2) = (
