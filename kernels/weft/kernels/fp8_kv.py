@@ -13,6 +13,8 @@ from weft.kernels.quantised import FP8, FP8_MAX
 
 SCALE_BYTES = 4
 """Of a vector's scale."""
+FP8_MULTIPLE = 16
+"""D is a multiple of it."""
 
 
 def is_fp8(pool: torch.Tensor) -> bool:
@@ -27,7 +29,7 @@ def head_dim(pool: torch.Tensor) -> int:
 
 def holds(pool: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a pool holds vectors of a model that computes in a dtype."""
-    return pool.dtype == dtype or (is_fp8(pool) and dtype.itemsize == 2)
+    return pool.dtype == dtype or (is_fp8(pool) and dtype.is_floating_point)
 
 
 def parts_of(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,6 +38,14 @@ def parts_of(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     flat, end = pool.flatten(-2), page_size * (width - SCALE_BYTES)
     numbers = flat[..., :end].view(*flat.shape[:-1], page_size, -1).view(FP8)
     return numbers, flat[..., end:].view(torch.float32)
+
+
+def entries_of(pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Everything that a pool has of its positions, each [..., page_size, elements]; views."""
+    if not is_fp8(pool):
+        return (pool,)
+    numbers, scales = parts_of(pool)
+    return numbers.view(torch.uint8), scales.unsqueeze(-1)
 
 
 def dequantised(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

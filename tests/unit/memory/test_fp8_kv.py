@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
-from weft.engine.loop.build import _kv_layout
-from weft.engine.memory.layout import CacheLayout, PagedPlane, in_fp8, window_plane
+from weft.engine.executor.kv_format import kept_layout
+from weft.engine.memory.layout import CacheLayout, PagedPlane, in_fp8, plane_beside, window_plane
 from weft.engine.model.loader import LoadedModel
 
 PLANE = PagedPlane(layers=2, heads=2, dim=32, dtype="bfloat16")
+BESIDE = PagedPlane(name=plane_beside("target", 1, 48), layers=3, heads=1, dim=48, dtype="bfloat16")
 WINDOWS = PagedPlane(name=window_plane(64), layers=2, heads=2, dim=32, dtype="bfloat16")
-LAYOUT = CacheLayout.of_planes([PLANE], 16)
+LAYOUT = CacheLayout.of_planes([PLANE, BESIDE, WINDOWS], 16)
 
 
-def settings(**more: Any) -> EngineConfig:
-    return EngineConfig(model_dir=Path("model"), device="cuda", kv_dtype="fp8_e4m3", **more)
+def test_every_plane_keeps_a_scale_for_each_vector() -> None:
+    layout = in_fp8(LAYOUT)
+    sizes = [group.page_bytes(16) for group in layout.groups]
+    assert sizes == [16 * 2 * (2 * 2 * 36 + 3 * 52), 16 * 2 * 2 * 2 * 36]
+    assert layout.describe() != LAYOUT.describe()
+    assert layout.describe().count("fp8_e4m3") == 6
 
 
 @pytest.mark.parametrize(
-    ("more", "problem"),
+    ("plane", "problem"),
     [
-        ({"enable_lora": True}, "LoRA adapters"),
-        ({"drafter": "ngram"}, "drafter = ngram"),
-        ({"deterministic": True}, "deterministic"),
-        ({"tp": 2}, "tp > 1"),
+        (
+            PagedPlane(layers=1, heads=1, dim=64, dtype="bfloat16", parts=("kv",)),
+            "latent attention",
+        ),
+        (PagedPlane(layers=1, heads=1, dim=24, dtype="bfloat16"), "no multiple of 16"),
     ],
 )
-def test_settings_beside_it_are_refused(more: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"kv_dtype = fp8_e4m3: must be auto with {problem}"):
-        settings(**more)
-
-
-def test_pages_of_windows_are_refused() -> None:
-    assert in_fp8(LAYOUT).plane.dtype == "fp8_e4m3"
-    with pytest.raises(ConfigError, match="not supported with pages of windows"):
-        in_fp8(CacheLayout.of_planes([PLANE, WINDOWS], 16))
+def test_what_has_no_kernel_is_refused(plane: PagedPlane, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_dtype: fp8_e4m3 is not supported with .*{problem}"):
+        in_fp8(CacheLayout.of_planes([plane], 16))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,12 @@ def test_older_gpus_are_refused_and_encoders_keep_their_layout(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = SimpleNamespace(kv_layout=lambda page_size: LAYOUT)
     loaded = SimpleNamespace(model=model, config=SimpleNamespace(is_encoder=is_encoder))
-    given = settings(), cast("LoadedModel", loaded), torch.device("cuda")
+    settings = EngineConfig(model_dir=Path("model"), device="cuda", kv_dtype="fp8_e4m3")
+    given = settings, cast("LoadedModel", loaded), torch.device("cuda")
     if is_encoder:
-        assert _kv_layout(*given) == LAYOUT
+        assert kept_layout(*given) == LAYOUT
     elif capability < (8, 9):
         with pytest.raises(ConfigError, match=r"kv_dtype: .* compute capability \(8, 9\)"):
-            _kv_layout(*given)
+            kept_layout(*given)
     else:
-        assert _kv_layout(*given) == in_fp8(LAYOUT)
+        assert kept_layout(*given) == in_fp8(LAYOUT)

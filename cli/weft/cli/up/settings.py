@@ -71,7 +71,7 @@ class UpSettings(Settings):
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
         description="number format of K and V in pages; auto = that of the activations; fp8_e4m3 "
-        "= half of their bytes, on GPUs of compute capability 8.9 and later",
+        "= half of their bytes, on CPUs and on GPUs of compute capability 8.9 and later",
     )
     device: list[str] = Field(
         [],

@@ -23,12 +23,13 @@ from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.keeping import KeptStates, TokenKeeper
+from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.layout import FP8, CacheLayout, num_ring_rows
+from weft.engine.memory.layout import CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.interface import Model
 from weft.engine.model.pooled_heads import DenseLayers, PooledHeads
@@ -624,8 +625,7 @@ def _new_pool(
 ) -> torch.Tensor:
     """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
     shape, of_group = layout.pool_shape(num_pages, group), layout.groups[group]
-    name = of_group.plane.dtype
-    dtype: torch.dtype = torch.uint8 if name == FP8 else getattr(torch, name)
+    dtype = dtype_of(of_group.plane)
     try:
         if device.type == "cpu":
             return huge_zeros(shape, dtype)

@@ -22,7 +22,14 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.extend_attention import block_dim
-from weft.kernels.gpu.kv_entries import SCALE_BYTES, dequantised, scales_at
+from weft.kernels.gpu.kv_entries import (
+    LEAST_UNIT,
+    SCALE_BYTES,
+    query_in_units,
+    scales_at,
+    weights_in_units,
+    widened,
+)
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
 
@@ -362,6 +369,7 @@ def _decode_kernel(
     column = tl.arange(0, BLOCK_DIM)
     in_dim = column < DIM
     IS_FP8: tl.constexpr = pool.dtype.element_ty == tl.uint8
+    MORE: tl.constexpr = SCALE_BYTES if IS_FP8 else 0
     first = begin + tl.arange(0, TILE)
     if IS_EARLY:
         # Of the first tile what earlier steps have written comes while the last kernel ends.
@@ -392,6 +400,9 @@ def _decode_kernel(
     heads = KV_HEADS * GROUP
     q_at = (row * heads + head)[:, None] * DIM + column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
+    if IS_FP8:
+        query, unit_of_query = query_in_units(query)
+        unit = LEAST_UNIT
 
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
@@ -410,43 +421,45 @@ def _decode_kernel(
             is_new = (is_seen & (first >= kv_len - q_len))[:, None] & in_dim[None, :]
             keys = tl.load(k_at, mask=is_new, other=first_keys)
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
-            largest, total, mixed = _take_tile(
-                largest, total, mixed, query, keys, values, first, is_seen, scale, begin, last_seen,
+            largest, total, shrink, weights = _weigh_tile(
+                largest, total, query, keys, None, first, is_seen, scale, begin, last_seen,
                 at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
                 WINDOW, IS_CHUNKED, SOFTCAP,
             )  # fmt: skip
+            mixed = mixed * shrink[:, None]
+            mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         begin += TILE
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         is_seen = _is_seen(position, end, first_seen, FIRST_POSITION, WINDOW)
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
+        k_at = _k_at(
+            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, MORE
+        )
         kv_mask = is_seen[:, None] & in_dim[None, :]
+        keys = tl.load(k_at, mask=kv_mask, other=0)
+        values = tl.load(k_at + PAGE_SIZE * (DIM + MORE), mask=kv_mask, other=0)
+        k_scales = None
         if IS_FP8:
-            k_at = _k_at(
-                pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
-                SCALE_BYTES,
-            )  # fmt: skip
             scale_at = scales_at(
                 pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
             )
-            beside: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
-            keys = tl.load(k_at, mask=kv_mask, other=0)
-            values = tl.load(k_at + beside, mask=kv_mask, other=0)
-            keys = dequantised(keys, scale_at, is_seen, query.dtype, IS_NATIVE)
-            values = dequantised(
-                values, scale_at + beside // 4, is_seen, query.dtype, IS_NATIVE, True
-            )
-        else:
-            k_at = _k_at(
-                pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-            )
-            keys = tl.load(k_at, mask=kv_mask, other=0.0)
-            values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
-        largest, total, mixed = _take_tile(
-            largest, total, mixed, query, keys, values, position, is_seen, scale, start, last_seen,
+            k_scales = tl.load(scale_at, mask=is_seen, other=0.0) * unit_of_query
+            to_v: tl.constexpr = PAGE_SIZE * (DIM + MORE) // MORE
+            v_scales = tl.load(scale_at + to_v, mask=is_seen, other=0.0)
+            keys = widened(keys, query.dtype, IS_NATIVE)
+            values = widened(values, query.dtype, IS_NATIVE, True)
+        largest, total, shrink, weights = _weigh_tile(
+            largest, total, query, keys, k_scales, position, is_seen, scale, start, last_seen,
             at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
             WINDOW, IS_CHUNKED, SOFTCAP,
         )  # fmt: skip
+        if IS_FP8:
+            weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    if IS_FP8:
+        mixed = mixed * unit
 
     if IS_SPLIT:
         place = request.to(tl.int64)
@@ -506,13 +519,12 @@ def _k_at(
 
 
 @triton.jit
-def _take_tile(
+def _weigh_tile(
     largest: tl.tensor,
     total: tl.tensor,
-    mixed: tl.tensor,
     query: tl.tensor,
     keys: tl.tensor,
-    values: tl.tensor,
+    k_scales: tl.tensor,
     position: tl.tensor,
     is_seen: tl.tensor,
     scale: float,
@@ -529,13 +541,17 @@ def _take_tile(
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Each member's largest score, sum of weights and weighed sum of V, with one more tile."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Each member's largest score and sum of weights with one more tile, what its earlier sums
+    shrink by, and the tile's weights. `k_scales`: of keys in FP8, or None.
+    """
     if IS_SUMMED:
         # Summed as a tree: a product's chain over the head would lose too much of float32.
         scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
     else:
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if k_scales is not None:
+        scores = scores * k_scales[None, :]
     scores = capped(scores, SOFTCAP)
     if ROWS == 1:
         # As in _hide.
@@ -554,9 +570,7 @@ def _take_tile(
     shrink = tl.exp2((largest - new_largest) * scale)
     weights = tl.exp2((scores - new_largest[:, None]) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_largest, total, mixed
+    return new_largest, total, shrink, weights
 
 
 @triton.jit

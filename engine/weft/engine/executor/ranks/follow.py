@@ -24,6 +24,7 @@ from weft.engine.base.processes import die_with_parent
 from weft.engine.executor.device import find_device
 from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import max_drafts
+from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
 from weft.engine.executor.port import Drawable
@@ -82,7 +83,7 @@ def load(config: EngineConfig, others: Following) -> LocalExecutor:
     device = find_device(config)
     peers = peers_of(others, config, device)
     loaded = load_share(config, others, peers)
-    layout = loaded.model.kv_layout(config.page_size)
+    layout = kept_layout(config, loaded, device)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
     max_tokens = min(config.max_context_tokens or most, most)

@@ -8,6 +8,7 @@ import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.dtypes import resolve_dtype
+from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool
 from weft.engine.executor.states import RankBlocks
 from weft.engine.memory.layout import CacheLayout
@@ -90,9 +91,8 @@ def pool_of(
     """
     if device.type != "cpu":
         return layout_of_rank(layout, others.size), None
-    dtype: torch.dtype = getattr(torch, layout.plane.dtype)
     segment = others.share(num_pages * layout.page_bytes)
-    whole = segment.tensor(layout.pool_shape(num_pages), dtype)
+    whole = segment.tensor(layout.pool_shape(num_pages), dtype_of(layout.plane))
     heads = kv_heads_of(layout.plane.heads, others.rank, others.size)
     return layout, RankPool(whole, whole[:, heads])
 
