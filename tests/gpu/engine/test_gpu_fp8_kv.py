@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
 from weft.kernels.attention import (
@@ -21,6 +21,8 @@ from weft.kernels.quantised import FP8
 from weft.kernels.rope import rope_and_cache
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.models.float32_reference import reference_logits, reference_model
+from weft.testing.models.tiny_adapters import peft_model
+from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
 pytestmark = pytest.mark.needs("cuda")
@@ -39,10 +41,19 @@ def make_pool(pages: int) -> torch.Tensor:
     return pool
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fixed": {"is_fixed": True},
+    "window": {"window": 100},
+    "capped": {"softcap": 20.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "lengths", [[(1, 700), (1, 33), (1, 2000)], [(200, 333), (1, 90), (64, 64)], [(1, 65536)]]
 )
-def test_attention(lengths: list[tuple[int, int]]) -> None:
+def test_attention(lengths: list[tuple[int, int]], way: str) -> None:
     fresh_seed()
     q_lens = torch.tensor([length for length, _ in lengths])
     kv_lens = torch.tensor([length for _, length in lengths]).int().cuda()
@@ -53,12 +64,21 @@ def test_attention(lengths: list[tuple[int, int]]) -> None:
     q = torch.randn(int(q_lens.sum()), HEADS, DIM, device="cuda", dtype=BF16)
     places = torch.arange(len(q), device="cuda")
     step = GroupStep(table, places, cu, kv_lens, int(q_lens.max()), int(kv_lens.max()))
-    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5)
+    constants = dict(WAYS[way])
+    if constants.pop("sinks", False):
+        constants["sinks"] = torch.randn(HEADS, device="cuda")
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, **constants)
     out = paged_attention(q, pool, 1, spec, step)
     kept = dequantised(pool, torch.float32)
     exact = paged_attention_reference(q.double(), kept.double(), 1, spec, step)
     peer = paged_attention_reference(q, kept.to(BF16), 1, spec, step)
     assert_as_exact(out, peer, exact, factor=3.0)
+    print(way, lengths, "rms error", relative(out, exact), "bfloat16", relative(peer, exact))
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square error over root mean square."""
+    return float((found - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
 
 
 def test_vectors_are_rounded_to_their_nearest_numbers() -> None:
@@ -78,32 +98,78 @@ def test_vectors_are_rounded_to_their_nearest_numbers() -> None:
     assert ((found - wanted).abs() <= wanted.abs() / 16 * 1.01 + most * 2.0**-18).all()
 
 
-def test_a_model(tmp_path: Path) -> None:
-    path = make_tiny("llama", tmp_path, random.randrange(10**6), head_dim=64)
-    lengths = (1, 7, 33, 150, 300, *[random.randrange(2, 40) for _ in range(10)])
-    prompts = [[random.randrange(3, 500) for _ in range(length)] for length in lengths]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "chunks": ("qwen3_moe", {"prefill_chunk_tokens": 64, "max_step_tokens": 128}),
+    "ngram": ("llama", {"drafter": "ngram"}),
+    "trees": ("llama", {"drafter": "eagle3", "draft_width": 3}),
+    "windows": ("mistral", {}),
+}
+
+
+def make_prompts() -> list[list[int]]:
+    """Some of them with a common beginning."""
+    shared = [random.randrange(3, 500) for _ in range(300)]
+    cuts = (0, 0, 20, 150, 300, 0, 0, 290)
+    return [shared[:cut] + [random.randrange(3, 500) for _ in range(5)] for cut in cuts]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model(name: str, tmp_path: Path) -> None:
+    kind, settings = MODELS[name]
+    fields = {"sliding_window": 48} if name == "windows" else {}
+    path = make_tiny(kind, tmp_path / "model", random.randrange(10**6), head_dim=64, **fields)
+    if settings.get("drafter") == "eagle3":
+        settings = {**settings, "draft_dir": make_tiny_draft(tmp_path / "head", path, 1)}
+    prompts = make_prompts()
     stop, greedy = StopCriteria(max_tokens=30, ignore_eos=True), SamplingParams(temperature=0.0)
-    settings = {"device": "cuda", "dtype": "bfloat16", "num_pages": 400, "kv_dtype": "fp8_e4m3"}
+    settings = {"max_running_requests": 8, "num_pages": 400, **settings}
+    settings |= {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}
     with LLM(path, **settings, poison_free_pages=True) as llm:
         assert llm.engine._executor.pool.dtype == torch.uint8
         tokens = [sample.token_ids for sample in llm.generate(prompts, greedy, stop)]
         again = [sample.token_ids for sample in llm.generate(prompts, greedy, stop)]
+        assert llm.engine.counters()["prefix_hit_tokens"] > 0
+    check_near(path, 2 * prompts, tokens + again)
+
+
+def check_near(path: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Fails if many greedy tokens are far from the choice of a model whose KV is not rounded."""
     model, far, count = reference_model(path, BF16), 0, 0
-    for prompt, answers in zip(prompts, (*zip(tokens, again, strict=True),), strict=True):
-        for answer in answers:
-            logits = reference_logits(model, prompt, answer)
-            chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
-            far += int((logits.max(-1).values - chosen > 0.25 * logits.std(-1)).sum())
-            count += len(answer)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference_logits(model, prompt, answer)
+        chosen = logits.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+        far += int((logits.max(-1).values - chosen > 0.3 * logits.std(-1)).sum())
+        count += len(answer)
+    print("far", far, "of", count)
     assert far < 0.02 * count, (far, count)
 
 
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
-    path = make_tiny("llama", tmp_path, random.randrange(10**6))
-    for settings, problem in (
-        ({"device": "cuda", "dtype": "float32"}, "activations in float32"),
-        ({"device": "cpu"}, "auto on CPUs"),
-        ({"device": "cuda", "deterministic": True}, "auto with deterministic"),
-    ):
-        with pytest.raises(ConfigError, match=f"kv_dtype.*{problem}"):
-            LLM(path, num_pages=40, kv_dtype="fp8_e4m3", **settings)
+def test_fixed_bits(tmp_path: Path) -> None:
+    """Rows read their own K and V in pages, so that chunks and cached pages change no token."""
+    path = make_tiny("llama", tmp_path, random.randrange(10**6), head_dim=64)
+    prompts, stop = make_prompts(), StopCriteria(max_tokens=20, ignore_eos=True)
+    found = []
+    for chunk in (512, 48):
+        settings = {"prefill_chunk_tokens": chunk, "num_pages": 400, "max_running_requests": 8}
+        settings |= {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}
+        with LLM(path, deterministic=True, **settings) as llm:
+            for _ in range(2):
+                found.append([sample.token_ids for sample in llm.generate(prompts, stop=stop)])
+    assert all(tokens == found[0] for tokens in found)
+    check_near(path, prompts, found[0])
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """An adapter's tokens are near those of the model into which it is merged."""
+    path = make_tiny("llama", tmp_path / "model", random.randrange(10**6), head_dim=64)
+    model = peft_model(path, random.randrange(10**6))
+    model.save_pretrained(tmp_path / "adapter")
+    prompts, stop = make_prompts(), StopCriteria(max_tokens=20, ignore_eos=True)
+    settings = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}
+    settings |= {"num_pages": 400, "max_running_requests": 8}
+    with LLM(path, enable_lora=True, **settings) as llm:
+        name = llm.load_adapter(tmp_path / "adapter")
+        samples = llm.generate(prompts, stop=stop, adapters=[name] * len(prompts))
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check_near(tmp_path / "merged", prompts, [sample.token_ids for sample in samples])

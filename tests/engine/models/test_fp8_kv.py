@@ -1,0 +1,77 @@
+"""Engines that keep K and V in FP8 against transformers with caches that round in the same way."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weft.engine.base.request import StopCriteria
+from weft.engine.loop.llm import LLM
+from weft.testing.models.families import make_family
+from weft.testing.models.fp8_caches import check_tokens
+from weft.testing.models.tiny_drafts import make_tiny_draft
+from weft.testing.models.tiny_models import make_tiny
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+STOP = StopCriteria(max_tokens=16, ignore_eos=True)
+WINDOWS = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chunks": ({"prefill_chunk_tokens": 32}, {}),
+    "windows": ({"prefill_chunk_tokens": 32, "page_size": 8}, WINDOWS),
+    "ngram": ({"drafter": "ngram"}, {}),
+    "trees": ({"drafter": "eagle3", "draft_width": 3}, {}),
+    "deterministic": ({"deterministic": True, "prefill_chunk_tokens": 48}, {}),
+    "ranks": ({"tp": 2}, {}),
+}
+"""Settings of the engine and fields of the model."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("windows", "trees") else pytest.mark.full)
+        for name in SETTINGS
+    ],
+)
+def test_tokens_are_those_of_rounding_caches(name: str, tmp_path: Path) -> None:
+    settings, fields = SETTINGS[name]
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    path = make_tiny("qwen2", tmp_path / "model", seed, head_dim=32, **fields)
+    if settings.get("drafter") == "eagle3":
+        settings = {**settings, "draft_dir": make_tiny_draft(tmp_path / "head", path, seed + 1)}
+    shared = [random.randrange(3, 500) for _ in range(70)]
+    prompts = [shared[:cut] + [random.randrange(3, 500) for _ in range(9)] for cut in (0, 33, 70)]
+    settings = {"dtype": "float32", "num_pages": 200, "poison_free_pages": True, **settings}
+    with LLM(path, kv_dtype="fp8_e4m3", **settings) as llm:
+        answers = [sample.token_ids for sample in llm.generate(prompts, stop=STOP)]
+        assert [sample.token_ids for sample in llm.generate(prompts, stop=STOP)] == answers
+        assert llm.engine.counters()["prefix_hit_tokens"] > 0
+    check_tokens(path, prompts, answers)
+
+
+FAMILIES = ("gemma2", "gemma3", "gemma4", "step3", "cohere2", "granite", "qwen3_next", "bamba")
+"""Soft caps, heads that differ, windows with pages of their own, recurrent layers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3_next" else pytest.mark.full)
+        for name in FAMILIES
+    ],
+)
+def test_families(name: str, tmp_path: Path) -> None:
+    """Chunks, and a prefix that is in pages already."""
+    path = make_family(name, tmp_path, seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (90, 17)]
+    settings = {"page_size": 8, "num_pages": 200, "prefill_chunk_tokens": 16}
+    with LLM(path, dtype="float32", kv_dtype="fp8_e4m3", **settings) as llm:
+        answers = [sample.token_ids for sample in llm.generate(prompts, stop=STOP)]
+        longer = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        further = [sample.token_ids for sample in llm.generate(longer, stop=STOP)]
+    check_tokens(path, prompts + longer, answers + further)
