@@ -53,21 +53,30 @@ def test_tokens_are_those_of_rounding_caches(name: str, tmp_path: Path) -> None:
     check_tokens(path, prompts, answers)
 
 
-FAMILIES = ("gemma2", "gemma3", "gemma4", "step3", "cohere2", "granite", "qwen3_next", "bamba")
-"""Soft caps, heads that differ, windows with pages of their own, recurrent layers."""
+WIDE = {"head_dim": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {},
+    "nemotron_h": {},
+    "gemma2": {},
+    "gemma3": {},
+    "gemma4": {"per_layer_config": {"1": WIDE, "4": WIDE}},
+    "gemma4-keys": {},
+}
+"""Recurrent layers, soft caps, windows with pages of their own, heads that differ."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "qwen3_next" else pytest.mark.full)
+        pytest.param(name, marks=() if name in ("qwen3_next", "gemma4-keys") else pytest.mark.full)
         for name in FAMILIES
     ],
 )
 def test_families(name: str, tmp_path: Path) -> None:
     """Chunks, and a prefix that is in pages already."""
-    path = make_family(name, tmp_path, seed := random.randrange(10**6))
+    seed = random.randrange(10**6)
     print(f"seed {seed}")
+    path = make_family(name, tmp_path, seed, **FAMILIES[name])
     prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (90, 17)]
     settings = {"page_size": 8, "num_pages": 200, "prefill_chunk_tokens": 16}
     with LLM(path, dtype="float32", kv_dtype="fp8_e4m3", **settings) as llm:
