@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from weft.engine.base.request import StopCriteria
 from weft.engine.loop.llm import LLM
+from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
+from weft.testing.engine.tier_bench import TierBench, prompt_of
 from weft.testing.models.families import make_family
 from weft.testing.models.fp8_caches import check_tokens
 from weft.testing.models.tiny_drafts import make_tiny_draft
@@ -84,3 +86,43 @@ def test_families(name: str, tmp_path: Path) -> None:
         longer = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         further = [sample.token_ids for sample in llm.generate(longer, stop=STOP)]
     check_tokens(path, prompts + longer, answers + further)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+def test_shipped_pages(name: str, tmp_path: Path) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    if name == "qwen2":
+        path = make_tiny(name, tmp_path, seed, head_dim=32, **WINDOWS)
+    else:
+        path = make_family(name, tmp_path, seed)
+    clock = ManualClock()
+    owner, filler = (
+        make_engine(path, role, clock, kv_dtype="fp8_e4m3") for role in ("decode", "prefill")
+    )
+    pair = EnginePair(owner, [filler], clock)
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (90, 131)]
+    ids = [pair.submit(prompt, 10) for prompt in prompts]
+    answers = pair.finish(*ids)
+    for one in ids:
+        (fill,) = pair.answers[one].finished[0].timeline.fills
+        assert (fill.accepted_tokens > 0, fill.failure) == (True, "")
+    pair.settle()
+    pair.close()
+    check_tokens(path, prompts, answers)
+
+
+@pytest.mark.full
+def test_pages_come_back_from_host_memory(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path, random.randrange(10**6), head_dim=32)
+    settings = {"num_pages": 64, "host_cache_bytes": 8 << 20, "load_back_threshold": 0}
+    bench = TierBench(path, 163, kv_dtype="fp8_e4m3", prefill_chunk_tokens=32, **settings)
+    prompt = prompt_of(163)
+    answers = [bench.ask(prompt)]
+    bench.push_out()
+    answers.append(bench.ask(prompt))
+    (fill,) = bench.fills()
+    assert (fill.accepted_tokens, fill.failure) == (160, "")
+    bench.close()
+    check_tokens(path, [prompt] * 2, answers)
