@@ -13,6 +13,7 @@ from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench, prompt_of
 from weft.testing.models.families import make_family
 from weft.testing.models.fp8_caches import check_tokens
+from weft.testing.models.tiny_adapters import peft_model
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -126,3 +127,18 @@ def test_pages_come_back_from_host_memory(tmp_path: Path) -> None:
     assert (fill.accepted_tokens, fill.failure) == (160, "")
     bench.close()
     check_tokens(path, [prompt] * 2, answers)
+
+
+@pytest.mark.full
+def test_adapters(tmp_path: Path) -> None:
+    """An adapter's tokens are those of the model into which it is merged."""
+    path = make_tiny("llama", tmp_path / "model", seed := random.randrange(10**6), head_dim=32)
+    print(f"seed {seed}")
+    model = peft_model(path, seed + 1)
+    model.save_pretrained(tmp_path / "adapter")
+    prompts = [[random.randrange(3, 500) for _ in range(length)] for length in (9, 60)]
+    with LLM(path, dtype="float32", kv_dtype="fp8_e4m3", enable_lora=True, num_pages=100) as llm:
+        name = llm.load_adapter(tmp_path / "adapter")
+        samples = llm.generate(prompts, stop=STOP, adapters=[name] * 2)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check_tokens(tmp_path / "merged", prompts, [sample.token_ids for sample in samples])
