@@ -12,7 +12,7 @@ from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench, prompt_of
 from weft.testing.models.families import make_family
-from weft.testing.models.fp8_caches import check_tokens
+from weft.testing.models.fp8_caches import check_samples, check_tokens
 from weft.testing.models.tiny_adapters import peft_model
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
@@ -50,10 +50,11 @@ def test_tokens_are_those_of_rounding_caches(name: str, tmp_path: Path) -> None:
     prompts = [shared[:cut] + [random.randrange(3, 500) for _ in range(9)] for cut in (0, 33, 70)]
     settings = {"dtype": "float32", "num_pages": 200, "poison_free_pages": True, **settings}
     with LLM(path, kv_dtype="fp8_e4m3", **settings) as llm:
-        answers = [sample.token_ids for sample in llm.generate(prompts, stop=STOP)]
+        samples = llm.generate(prompts, stop=STOP, top_logprobs=4)
+        answers = [sample.token_ids for sample in samples]
         assert [sample.token_ids for sample in llm.generate(prompts, stop=STOP)] == answers
         assert llm.engine.counters()["prefix_hit_tokens"] > 0
-    check_tokens(path, prompts, answers)
+    check_samples(path, prompts, samples)
 
 
 WIDE = {"head_dim": 32}
@@ -83,10 +84,10 @@ def test_families(name: str, tmp_path: Path) -> None:
     prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (90, 17)]
     settings = {"page_size": 8, "num_pages": 200, "prefill_chunk_tokens": 16}
     with LLM(path, dtype="float32", kv_dtype="fp8_e4m3", **settings) as llm:
-        answers = [sample.token_ids for sample in llm.generate(prompts, stop=STOP)]
-        longer = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        further = [sample.token_ids for sample in llm.generate(longer, stop=STOP)]
-    check_tokens(path, prompts + longer, answers + further)
+        first = llm.generate(prompts, stop=STOP, top_logprobs=4)
+        longer = [prompt + sample.token_ids for prompt, sample in zip(prompts, first, strict=True)]
+        second = llm.generate(longer, stop=STOP, top_logprobs=4)
+    check_samples(path, prompts + longer, first + second)
 
 
 @pytest.mark.full
@@ -139,6 +140,6 @@ def test_adapters(tmp_path: Path) -> None:
     prompts = [[random.randrange(3, 500) for _ in range(length)] for length in (9, 60)]
     with LLM(path, dtype="float32", kv_dtype="fp8_e4m3", enable_lora=True, num_pages=100) as llm:
         name = llm.load_adapter(tmp_path / "adapter")
-        samples = llm.generate(prompts, stop=STOP, adapters=[name] * 2)
+        samples = llm.generate(prompts, stop=STOP, adapters=[name] * 2, top_logprobs=4)
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    check_tokens(tmp_path / "merged", prompts, [sample.token_ids for sample in samples])
+    check_samples(tmp_path / "merged", prompts, samples)

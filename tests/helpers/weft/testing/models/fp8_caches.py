@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from weft.engine.base.request import TokenLogprob
+from weft.engine.loop.llm import GeneratedSample
 
-MARGIN = 0.02
+MARGIN = 0.05
 """Of the logits' standard deviation: what a number that is rounded to its other neighbour may
 change, since both sides compute in float32 with other orders of sums."""
 
@@ -50,23 +52,48 @@ def check_tokens(
     path: Path,
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
-    *,
-    device: str = "cpu",
-    margin: float = MARGIN,
+    told: Sequence[Sequence[TokenLogprob]] = (),
 ) -> None:
     """Fails unless each greedy token is the choice of a float32 model with such caches, or within
-    `margin` of it.
+    MARGIN of it.
+
+    Args:
+        path: The model's directory.
+        prompts: Of the answers.
+        answers: Greedy tokens.
+        told: Log-probabilities of the likeliest tokens, if known: most of them must be four times as
+            near to the model with such caches as to the model without.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
-    )
-    model = model.to(device).eval()
-    with rounding_caches(), torch.inference_mode():
-        for prompt, tokens in zip(prompts, answers, strict=True):
-            ids = torch.tensor([prompt + tokens[:-1]], device=device)
+    ).eval()
+    near, far = [], []
+    for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+        ids, chosen = torch.tensor([prompt + tokens[:-1]]), torch.tensor(tokens)[:, None]
+        with rounding_caches(), torch.inference_mode():
             logits = model(ids, use_cache=True).logits[0, len(prompt) - 1 :].double()
-            chosen = logits.gather(1, torch.tensor(tokens, device=device)[:, None])[:, 0]
-            gaps = (logits.max(-1).values - chosen) / logits.std(-1)
-            assert gaps.max() < margin, gaps.tolist()
+            own = logits.gather(1, chosen)[:, 0]
+        gaps = (logits.max(-1).values - own) / logits.std(-1)
+        assert gaps.max() < MARGIN, gaps.tolist()
+        if told:
+            with torch.inference_mode():
+                exact = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].double()
+            top = torch.tensor([[token for token, _ in one.top] for one in told[number]])
+            found = torch.tensor([[logprob for _, logprob in one.top] for one in told[number]])
+            for logits_of, errors in ((logits, near), (exact, far)):
+                expected = logits_of.log_softmax(-1).gather(1, top)
+                errors.append((expected - found).abs().flatten())
+    if told:
+        medians = torch.cat(near).median().item(), torch.cat(far).median().item()
+        print("median errors with and without rounding", medians)
+        assert medians[0] < 0.25 * medians[1], medians
+
+
+def check_samples(
+    path: Path, prompts: Sequence[list[int]], samples: Sequence[GeneratedSample]
+) -> None:
+    """`check_tokens` of an engine's samples, whose log-probabilities were asked for."""
+    answers = [sample.token_ids for sample in samples]
+    check_tokens(path, prompts, answers, [sample.logprobs for sample in samples])
