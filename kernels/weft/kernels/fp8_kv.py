@@ -9,7 +9,7 @@ on how a prompt was cut, as in floats.
 from __future__ import annotations
 
 import torch
-from weft.kernels.quantised import FP8, FP8_MAX
+from weft.kernels.fp8 import FP8, FP8_MAX
 
 SCALE_BYTES = 4
 """Of a vector's scale."""

@@ -16,8 +16,8 @@ from weft.kernels.attention import (
     paged_attention,
     paged_attention_reference,
 )
+from weft.kernels.fp8 import FP8
 from weft.kernels.fp8_kv import SCALE_BYTES, dequantised, parts_of
-from weft.kernels.quantised import FP8
 from weft.kernels.rope import rope_and_cache
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.models.float32_reference import reference_logits, reference_model

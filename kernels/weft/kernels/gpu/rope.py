@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.fp8 import FP8_MAX
 from weft.kernels.fp8_kv import head_dim
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.kv_entries import SCALE_BYTES
-from weft.kernels.quantised import FP8_MAX
 
 _BLOCK_HEADS = 16
 FP8_MOST = tl.constexpr(FP8_MAX)

@@ -38,6 +38,7 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
+from weft.kernels.fp8 import FP8
 from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu import (
     chunked_recurrence,
@@ -72,14 +73,7 @@ from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
 from weft.kernels.norm import Norm
 from weft.kernels.packed_groups import PackedExperts, pack_groups
-from weft.kernels.quantised import (
-    FP8,
-    FP8_GROUP,
-    Fp8Blocks,
-    Fp8Channels,
-    Fp8Experts,
-    Fp8Matrix,
-)
+from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts, Fp8Matrix
 from weft.kernels.rope import rope_and_cache, rotate_heads
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory
 from weft.kernels.step_requests import DecodeColumns

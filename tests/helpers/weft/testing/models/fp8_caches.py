@@ -61,8 +61,8 @@ def check_tokens(
         path: The model's directory.
         prompts: Of the answers.
         answers: Greedy tokens.
-        told: Log-probabilities of the likeliest tokens, if known: most of them must be four times as
-            near to the model with such caches as to the model without.
+        told: Log-probabilities of the likeliest tokens, if known: most of them must be four times
+            as near to the model with such caches as to the model without.
     """
     from transformers import AutoModelForCausalLM
 
