@@ -68,7 +68,7 @@ def main() -> None:
         }
         print(name, json.dumps(results[name]), flush=True)
     if arguments.output is not None:
-        setup = describe_setup()
+        setup = describe_setup("bfloat16", torch.get_num_threads())
         content = {**setup, "texts": len(texts), "tokens": arguments.tokens, "formats": results}
         print("\n".join(describe_lines(setup)))
         day = datetime.now(UTC).strftime("%Y%m%d")
