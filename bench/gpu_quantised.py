@@ -30,11 +30,11 @@ from gpu_roof import Rates, decode_work, measure_rates
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
 from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
-from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.groups_linear import in_floats
 from weft.kernels.gpu.groups_product import GroupsShape, multiply_groups, product_shape
 from weft.kernels.packed_groups import PackedGroups
+from weft.kernels.scaled_kv import SCALE_BYTES
 
 Format = Literal["int4", "mxfp4"]
 SWEEP: dict[int, tuple[GroupsShape, ...]] = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.fp8_kv import FP8_MULTIPLE, dequantised, head_dim, holds, is_fp8
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import SCALED_MULTIPLE, dequantised, head_dim, holds, is_scaled
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
@@ -451,5 +451,5 @@ def check_attention(
 def fits_native(native: cpu.NativeCpu, heads: int, pool: torch.Tensor) -> bool:
     """Whether the native operation handles these shapes."""
     dim, group = head_dim(pool), heads // pool.shape[1]
-    multiple = FP8_MULTIPLE if is_fp8(pool) else 8
+    multiple = SCALED_MULTIPLE if is_scaled(pool) else 8
     return dim % multiple == 0 and dim <= native.max_dim and group <= native.max_group

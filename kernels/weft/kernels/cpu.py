@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 from weft.kernels.build import NativeLibrary, load_native, loaded_openmp_library
-from weft.kernels.fp8_kv import head_dim, is_fp8
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import head_dim
 
 SOURCE = Path(__file__).parent / "csrc" / "cpu.c"
 
@@ -59,7 +59,7 @@ class PoolStruct(ctypes.Structure):
         ("page_size", ctypes.c_int64),
         ("dim", ctypes.c_int64),
         ("is_bf16", ctypes.c_int32),
-        ("is_fp8", ctypes.c_int32),
+        ("kept", ctypes.c_int32),
     )
 
 
@@ -483,9 +483,13 @@ def check_status(status: int, operation: str) -> None:
         raise IndexError(f"{operation}: {_STATUS[status]}")
 
 
+_KEPT = {torch.uint8: 1, torch.int8: 2}
+"""`Kept` of csrc/rows.h of pools that are not of the rows' dtype."""
+
+
 def describe_pool(pool: torch.Tensor, dtype: torch.dtype) -> PoolStruct:
     """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim], contiguous within a page, for the
-    native operations on rows of a dtype; of that dtype or in FP8 (`weft.kernels.fp8_kv`).
+    native operations on rows of a dtype; of that dtype or in 8 bits (`weft.kernels.scaled_kv`).
 
     Valid as long as `pool` lives.
 
@@ -501,5 +505,5 @@ def describe_pool(pool: torch.Tensor, dtype: torch.dtype) -> PoolStruct:
     return PoolStruct(
         *(pool.data_ptr(), pages, pool.stride(0), kv_heads, layers, page_size, head_dim(pool)),
         dtype == torch.bfloat16,
-        is_fp8(pool),
+        _KEPT.get(pool.dtype, 0),
     )

@@ -14,11 +14,11 @@ from dataclasses import dataclass, fields
 import torch
 from weft.kernels import cpu
 from weft.kernels.attention import AttentionSpec, GroupStep, fits_native, paged_attention
-from weft.kernels.fp8_kv import head_dim, holds
 from weft.kernels.linear import LinearWeight, linear, normed_linear
 from weft.kernels.lora import LoraStep, addition_to
 from weft.kernels.norm import rms_norm
 from weft.kernels.rope import rope_and_cache
+from weft.kernels.scaled_kv import head_dim, holds
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 FIRST_POSITION = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from weft.kernels.fp8_kv import SCALE_BYTES, is_fp8
+from weft.kernels.scaled_kv import SCALE_BYTES, is_scaled
 
 
 class PlaneInPage(NamedTuple):
@@ -28,7 +28,7 @@ class PlaneInPage(NamedTuple):
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
         """The plane: a view `[num_pages, heads, layers, parts, page_size, dim]`."""
-        more = SCALE_BYTES if is_fp8(pool) else 0
+        more = SCALE_BYTES if is_scaled(pool) else 0
         page_size = pool.shape[1] // (self.width + self.vectors * more)
         kept = self.dim + more
         of_layer = self.parts * page_size * kept

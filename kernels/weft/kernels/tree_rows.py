@@ -10,8 +10,8 @@ row, so exactly one path agrees with the drawn tokens (SpecInfer, Miao et al., a
 from __future__ import annotations
 
 import torch
-from weft.kernels.fp8_kv import entries_of
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import entries_of
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 

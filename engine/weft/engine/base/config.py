@@ -124,10 +124,10 @@ class EngineConfig:
     quantization: str = "auto"
     """Number format of the weights of linear layers. auto: the checkpoint's format. Otherwise a
     format into which the loader quantises a checkpoint of floats, such as int8."""
-    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """Number format of K and V in pages. auto: that of the activations. fp8_e4m3: half of their
-    bytes, with a scale for each position and head; on CPUs, and on GPUs of compute capability 8.9
-    and later."""
+    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = "auto"
+    """Number format of K and V in pages. auto: that of the activations. The others: 8 bits, with a
+    scale for each position and head; fp8_e4m3 on CPUs, and on GPUs of compute capability 8.9 and
+    later."""
     device: str = "cpu"
     """A torch device. With tp > 1 either rank 0's device, after which the other ranks take the
     next GPUs, or one device for each rank, separated by commas."""

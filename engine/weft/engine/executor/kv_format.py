@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
-from weft.engine.memory.layout import FP8, CacheLayout, PagedPlane, in_fp8
+from weft.engine.memory.layout import FP8, INT8, CacheLayout, PagedPlane, in_8_bits
 
 if TYPE_CHECKING:
     from weft.engine.model.loader import LoadedModel
 
-_FP8_CAPABILITY = (8, 9)
-"""Compute capability of GPUs with instructions for FP8."""
+_CAPABILITY = (8, 9)
+"""Least compute capability of GPUs with instructions for FP8."""
+_DTYPES = {FP8: torch.uint8, INT8: torch.int8}
 
 
 def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
@@ -25,18 +26,17 @@ def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device)
     layout = loaded.model.kv_layout(config.page_size)
     if config.kv_dtype == "auto" or loaded.config.is_encoder:
         return layout
-    if device.type == "cuda":
+    if device.type == "cuda" and config.kv_dtype == FP8:
         capability = torch.cuda.get_device_capability(device)
-        if capability < _FP8_CAPABILITY:
+        if capability < _CAPABILITY:
             raise ConfigError(
-                f"kv_dtype: {config.kv_dtype} needs compute capability {_FP8_CAPABILITY}, "
-                f"{device} has {capability}; leave it at auto",
+                f"kv_dtype: {FP8} needs compute capability {_CAPABILITY}, {device} has "
+                f"{capability}; take {INT8}, or leave it at auto",
                 param="kv_dtype",
             )
-    return in_fp8(layout)
+    return in_8_bits(layout, config.kv_dtype)
 
 
 def dtype_of(plane: PagedPlane) -> torch.dtype:
-    """The dtype of a plane's pool: bytes where its vectors are in FP8."""
-    dtype: torch.dtype = torch.uint8 if plane.dtype == FP8 else getattr(torch, plane.dtype)
-    return dtype
+    """The dtype of a plane's pool."""
+    return _DTYPES.get(plane.dtype) or getattr(torch, plane.dtype)  # type: ignore[no-any-return]

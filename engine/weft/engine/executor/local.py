@@ -38,11 +38,11 @@ from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
-from weft.kernels.fp8_kv import is_fp8
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_digest import page_digests
 from weft.kernels.page_ops import copy_pages, page_index
+from weft.kernels.scaled_kv import ALL_BITS, is_scaled
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 if TYPE_CHECKING:
@@ -503,8 +503,8 @@ class LocalExecutor:
         """Fills free pages of a group with NaN, so that reading one is noticed."""
         if pages:
             pool = self._pools[group]
-            # FP8 numbers and scales whose bits are all set are none.
-            nothing = 255 if is_fp8(pool) else float("nan")
+            # Scales whose bits are all set are none.
+            nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else float("nan")
             pool.index_fill_(0, page_index(pages, self.device), nothing)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:

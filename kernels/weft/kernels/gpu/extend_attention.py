@@ -236,7 +236,7 @@ def _extend_kernel(
     if (q_len < MIN_ROWS) | (begin < 0):
         return
 
-    IS_FP8: tl.constexpr = pool.dtype.element_ty == tl.uint8
+    IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
     OF_ROWS: tl.constexpr = PAGE_SIZE * DIM
     kv_head = head // GROUP
     row = begin + tl.arange(0, ROWS)
@@ -245,7 +245,7 @@ def _extend_kernel(
     q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
-    if IS_FP8:
+    if IS_SCALED:
         query, unit_of_query = query_in_units(query)
         unit = LEAST_UNIT
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -272,8 +272,8 @@ def _extend_kernel(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
             )  # fmt: skip
-            if IS_FP8:
-                largest, total, mixed, unit = attend_fp8_tile(
+            if IS_SCALED:
+                largest, total, mixed, unit = attend_scaled_tile(
                     largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position,
                     end, last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, 0,
                     IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
@@ -290,8 +290,8 @@ def _extend_kernel(
             pool, table, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
         )  # fmt: skip
-        if IS_FP8:
-            largest, total, mixed, unit = attend_fp8_tile(
+        if IS_SCALED:
+            largest, total, mixed, unit = attend_scaled_tile(
                 largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
                 last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, False, IS_NATIVE, 0,
                 IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
@@ -307,8 +307,8 @@ def _extend_kernel(
             pool, table, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
         )  # fmt: skip
-        if IS_FP8:
-            largest, total, mixed, unit = attend_fp8_tile(
+        if IS_SCALED:
+            largest, total, mixed, unit = attend_scaled_tile(
                 largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
                 last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, FIRST_POSITION,
                 IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
@@ -319,7 +319,7 @@ def _extend_kernel(
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
                 first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
             )  # fmt: skip
-    if IS_FP8:
+    if IS_SCALED:
         mixed = mixed * unit
         if own_k is not None:
             # Not in units; read once more, so that no registers keep it.
@@ -431,9 +431,9 @@ def k_of_pages(
     DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where K of positions is, V being one page's rows behind it; in FP8 also where scales are,
+    """Where K of positions is, V being one page's rows behind it; in 8 bits also where scales are,
     else nothing of use."""
-    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     else:
@@ -475,7 +475,7 @@ def attend_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it.
 
-    In FP8 `scale_at` says where scales of K are, and TO_V how far from them those of V.
+    In 8 bits `scale_at` says where scales of K are, and TO_V how far from them those of V.
     """
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if IS_PARTIAL:
@@ -529,7 +529,7 @@ def seen_alone(
 
 
 @triton.jit
-def attend_fp8_tile(
+def attend_scaled_tile(
     largest: tl.tensor,
     total: tl.tensor,
     mixed: tl.tensor,
@@ -554,7 +554,7 @@ def attend_fp8_tile(
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`attend_tile` of pages in FP8, with scales left to scores and weights; `unit`: see
+    """`attend_tile` of pages in 8 bits, with scales left to scores and weights; `unit`: see
     `weights_in_units`.
     """
     OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)

@@ -58,7 +58,7 @@ def fixed_attention(
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D], T at least 1.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in FP8.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -171,7 +171,7 @@ def _fixed_kernel(
     wait_for_last(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
-    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
     OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
     TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
     Q_ROWS: tl.constexpr = ROWS // GROUP

@@ -1,11 +1,11 @@
-"""K and V of a pool in FP8 inside a GPU's kernels (`weft.kernels.fp8_kv`)."""
+"""K and V of a pool in 8 bits inside a GPU's kernels (`weft.kernels.scaled_kv`)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from weft.kernels.fp8_kv import SCALE_BYTES as _SCALE_BYTES
 from weft.kernels.gpu.fp8_weights import FOUR_TO_BFLOAT16
+from weft.kernels.scaled_kv import SCALE_BYTES as _SCALE_BYTES
 
 SCALE_BYTES = tl.constexpr(_SCALE_BYTES)
 _FOUR_TO_FLOAT16 = tl.constexpr(
@@ -18,6 +18,21 @@ _FOUR_TO_FLOAT16 = tl.constexpr(
     }
     """
 )
+_FOUR_INTEGERS_TO_FLOAT16 = tl.constexpr(
+    """
+    {
+    .reg .b32 shifted, lower, upper, high, offset;
+    mov.b32 high, 0x64646464;
+    mov.b32 offset, 0x64806480;
+    xor.b32 shifted, $2, 0x80808080;
+    prmt.b32 lower, shifted, high, 0x4140;
+    prmt.b32 upper, shifted, high, 0x4342;
+    sub.f16x2 $0, lower, offset;
+    sub.f16x2 $1, upper, offset;
+    }
+    """
+)
+"""0x6400 + n is 1024 + n in float16; n is the integer and 128."""
 _UNIT_OF_QUERY = tl.constexpr(2.0**12)
 LEAST_UNIT = tl.constexpr(1e-30)
 
@@ -56,7 +71,9 @@ def dequantised(
     are widened before threads exchange them, which takes long of bytes that are turned.
     """
     scale = tl.load(at) if exists is None else tl.load(at, mask=exists, other=0.0)
-    if IS_NATIVE and like == tl.bfloat16:
+    if numbers.dtype == tl.int8:
+        wide = numbers.to(tl.float32)
+    elif IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             FOUR_TO_BFLOAT16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=not IS_FIRST, pack=4
         ).to(tl.float32)
@@ -73,10 +90,14 @@ def widened(
 
     Native and first are as in `dequantised`.
     """
+    IS_INT8: tl.constexpr = numbers.dtype == tl.int8
     if IS_NATIVE and like == tl.float16:
+        FOUR: tl.constexpr = _FOUR_INTEGERS_TO_FLOAT16 if IS_INT8 else _FOUR_TO_FLOAT16
         return tl.inline_asm_elementwise(
-            _FOUR_TO_FLOAT16, "=r,=r,r", [numbers], dtype=tl.float16, is_pure=not IS_FIRST, pack=4
+            FOUR, "=r,=r,r", [numbers], dtype=tl.float16, is_pure=not IS_FIRST, pack=4
         )
+    if IS_INT8:
+        return numbers.to(like)
     return numbers.to(tl.float8e4nv, bitcast=True).to(like)
 
 

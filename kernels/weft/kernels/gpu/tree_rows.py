@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.fp8_kv import entries_of
+from weft.kernels.scaled_kv import entries_of
 
 if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified

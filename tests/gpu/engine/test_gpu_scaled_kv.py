@@ -1,4 +1,4 @@
-"""K and V in FP8 on a GPU: attention against float64, and a model against itself."""
+"""K and V in 8 bits on a GPU: attention against float64, and a model against itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from weft.kernels.attention import (
     paged_attention,
     paged_attention_reference,
 )
-from weft.kernels.fp8 import FP8
-from weft.kernels.fp8_kv import SCALE_BYTES, dequantised, parts_of
 from weft.kernels.rope import rope_and_cache
+from weft.kernels.scaled_kv import SCALE_BYTES, dequantised, parts_of
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.models.float32_reference import reference_logits, reference_model
 from weft.testing.models.tiny_adapters import peft_model
@@ -31,11 +30,11 @@ HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BF16 = torch.bfloat16
 
 
-def make_pool(pages: int) -> torch.Tensor:
+def make_pool(pages: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     shape = (pages, KV_HEADS, 2, 2, PAGE, DIM + SCALE_BYTES)
-    pool = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+    pool = torch.zeros(shape, dtype=dtype, device="cuda")
     numbers, scales = parts_of(pool)
-    drawn = torch.randn(numbers.shape, device="cuda").mul_(100).to(FP8)
+    drawn = torch.randn(numbers.shape, device="cuda").mul_(40).clamp_(-127, 127).to(numbers.dtype)
     numbers.view(torch.uint8).copy_(drawn.view(torch.uint8))
     scales.copy_(torch.rand(scales.shape, device="cuda") / 60)
     return pool
@@ -49,17 +48,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kept", [torch.uint8, torch.int8])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "lengths", [[(1, 700), (1, 33), (1, 2000)], [(200, 333), (1, 90), (64, 64)], [(1, 65536)]]
 )
-def test_attention(lengths: list[tuple[int, int]], way: str) -> None:
+def test_attention(lengths: list[tuple[int, int]], way: str, kept: torch.dtype) -> None:
     fresh_seed()
     q_lens = torch.tensor([length for length, _ in lengths])
     kv_lens = torch.tensor([length for _, length in lengths]).int().cuda()
     cu = torch.cat((torch.zeros(1), q_lens.cumsum(0))).int().cuda()
     per = -(-int(kv_lens.max()) // PAGE)
-    pool = make_pool(1 + per * len(lengths))
+    pool = make_pool(1 + per * len(lengths), kept)
     table = (1 + torch.randperm(per * len(lengths))).view(-1, per).int().cuda()
     q = torch.randn(int(q_lens.sum()), HEADS, DIM, device="cuda", dtype=BF16)
     places = torch.arange(len(q), device="cuda")
@@ -69,11 +69,11 @@ def test_attention(lengths: list[tuple[int, int]], way: str) -> None:
         constants["sinks"] = torch.randn(HEADS, device="cuda")
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, **constants)
     out = paged_attention(q, pool, 1, spec, step)
-    kept = dequantised(pool, torch.float32)
-    exact = paged_attention_reference(q.double(), kept.double(), 1, spec, step)
-    peer = paged_attention_reference(q, kept.to(BF16), 1, spec, step)
+    vectors = dequantised(pool, torch.float32)
+    exact = paged_attention_reference(q.double(), vectors.double(), 1, spec, step)
+    peer = paged_attention_reference(q, vectors.to(BF16), 1, spec, step)
     assert_as_exact(out, peer, exact, factor=3.0)
-    print(way, lengths, "rms error", relative(out, exact), "bfloat16", relative(peer, exact))
+    print(way, kept, lengths, "rms error", relative(out, exact), "bfloat16", relative(peer, exact))
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -81,9 +81,10 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
 
 
-def test_vectors_are_rounded_to_their_nearest_numbers() -> None:
+@pytest.mark.parametrize("kept", [torch.uint8, torch.int8])
+def test_vectors_are_rounded_to_their_nearest_numbers(kept: torch.dtype) -> None:
     fresh_seed()
-    rows, pool = 100, make_pool(20)
+    rows, pool = 100, make_pool(20, kept)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device="cuda", dtype=BF16)
     qkv *= torch.rand(rows, 1, device="cuda").mul_(8).exp2_().to(BF16)
     qkv[7] = 0
@@ -95,7 +96,9 @@ def test_vectors_are_rounded_to_their_nearest_numbers() -> None:
     wanted = qkv.view(rows, -1, DIM)[:, HEADS:].float().view(rows, 2, KV_HEADS, DIM).transpose(1, 2)
     most = wanted.abs().amax(-1, keepdim=True)
     # Half a step of three bits of mantissa, or of the smallest numbers.
-    assert ((found - wanted).abs() <= wanted.abs() / 16 * 1.01 + most * 2.0**-18).all()
+    bound = wanted.abs() / 16 * 1.01 + most * 2.0**-18
+    bound = bound if kept == torch.uint8 else most / 127 * 0.501
+    assert ((found - wanted).abs() <= bound).all()
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,6 +107,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ngram": ("llama", {"drafter": "ngram"}),
     "trees": ("llama", {"drafter": "eagle3", "draft_width": 3}),
     "windows": ("mistral", {}),
+    "int8": ("qwen3", {"kv_dtype": "int8"}),
 }
 
 
@@ -124,9 +128,9 @@ def test_a_model(name: str, tmp_path: Path) -> None:
     prompts = make_prompts()
     stop, greedy = StopCriteria(max_tokens=30, ignore_eos=True), SamplingParams(temperature=0.0)
     settings = {"max_running_requests": 8, "num_pages": 400, **settings}
-    settings |= {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}
+    settings = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3", **settings}
     with LLM(path, **settings, poison_free_pages=True) as llm:
-        assert llm.engine._executor.pool.dtype == torch.uint8
+        assert llm.engine._executor.pool.itemsize == 1
         tokens = [sample.token_ids for sample in llm.generate(prompts, greedy, stop)]
         again = [sample.token_ids for sample in llm.generate(prompts, greedy, stop)]
         assert llm.engine.counters()["prefix_hit_tokens"] > 0

@@ -1,11 +1,11 @@
-"""What K and V in FP8 cost in quality: the next token's divergence over the demo model's context.
+"""What K and V in 8 bits cost in quality: the next token's divergence over the demo model's context.
 
 The texts are this project's pages and sources. For each position the probabilities of the next
 token are compared with those of the float32 weights computed in float32: the mean Kullback-Leibler
 divergence in nats a token, by position, and how often the most likely token is the same. Prompts
 are cut into chunks, so that nearly all K and V are read from pages.
 
-    python bench/fp8_kv.py [--texts 4] [--tokens 8192] [--output bench/results]
+    python bench/scaled_kv.py [--texts 4] [--tokens 8192] [--output bench/results]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from weft.engine.checkpoint.demo import DEMO_NAME
 from weft.engine.checkpoint.resolve import resolve_model
 from weft.engine.executor.kv_format import dtype_of
-from weft.engine.memory.layout import in_fp8
+from weft.engine.memory.layout import in_8_bits
 from weft.engine.model.decoder_only import DecoderOnlyLM
 from weft.engine.model.loader import load_model
 from weft.engine.model.step import Step
@@ -32,11 +32,11 @@ from weft.kernels.attention import GroupStep
 ROOT = Path(__file__).parent.parent
 PAGE_SIZE, CHUNK = 16, 256
 FORMATS = {
-    "bfloat16": ("bfloat16", False),
-    "bfloat16, KV in FP8": ("bfloat16", True),
-    "float32, KV in FP8": ("float32", True),
+    "bfloat16": "",
+    "bfloat16, KV in fp8_e4m3": "fp8_e4m3",
+    "bfloat16, KV in int8": "int8",
 }
-"""Of activations, and whether KV is in FP8."""
+"""Formats of KV; empty: that of the activations."""
 
 
 def main() -> None:
@@ -49,12 +49,12 @@ def main() -> None:
     model_dir = resolve_model(DEMO_NAME)
     texts = texts_of(model_dir, arguments.texts, arguments.tokens)
     base = loaded(model_dir, "float32")
-    models = {name: (loaded(model_dir, dtype), fp8) for name, (dtype, fp8) in FORMATS.items()}
+    model = loaded(model_dir, "bfloat16")
     divergences: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
     same: dict[str, list[torch.Tensor]] = {name: [] for name in FORMATS}
     for text in texts:
-        others = [log_probabilities(model, text, fp8) for model, fp8 in models.values()]
-        for expected, *found in zip(log_probabilities(base, text, False), *others, strict=True):
+        others = [log_probabilities(model, text, kept) for kept in FORMATS.values()]
+        for expected, *found in zip(log_probabilities(base, text, ""), *others, strict=True):
             for name, own in zip(FORMATS, found, strict=True):
                 divergences[name].append((expected.exp() * (expected - own)).sum(-1))
                 same[name].append(expected.argmax(-1) == own.argmax(-1))
@@ -72,7 +72,9 @@ def main() -> None:
         content = {**setup, "texts": len(texts), "tokens": arguments.tokens, "formats": results}
         print("\n".join(describe_lines(setup)))
         day = datetime.now(UTC).strftime("%Y%m%d")
-        (arguments.output / f"fp8-kv-{day}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (arguments.output / f"scaled-kv-{day}.json").write_text(
+            json.dumps(content, indent=1) + "\n"
+        )
 
 
 def texts_of(model_dir: Path, count: int, tokens: int) -> list[list[int]]:
@@ -91,11 +93,11 @@ def loaded(model_dir: Path, dtype: str) -> DecoderOnlyLM:
     return model
 
 
-def log_probabilities(model: DecoderOnlyLM, tokens: list[int], fp8: bool) -> Iterator[torch.Tensor]:
+def log_probabilities(model: DecoderOnlyLM, tokens: list[int], kept: str) -> Iterator[torch.Tensor]:
     """[CHUNK, vocab] float32 of each chunk: of the token behind each position."""
     num_pages = -(-len(tokens) // PAGE_SIZE)
     layout = model.kv_layout(PAGE_SIZE)
-    layout = in_fp8(layout) if fp8 else layout
+    layout = in_8_bits(layout, kept) if kept else layout
     pool = torch.zeros(layout.pool_shape(num_pages), dtype=dtype_of(layout.plane))
     for begin in range(0, len(tokens), CHUNK):
         positions = torch.arange(begin, min(begin + CHUNK, len(tokens)))

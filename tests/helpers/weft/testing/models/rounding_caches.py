@@ -1,4 +1,4 @@
-"""Transformers with caches that keep K and V in FP8, to compare engines with."""
+"""Transformers with caches that keep K and V in 8 bits, to compare engines with."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ MARGIN = 0.05
 change, since both sides compute in float32 with other orders of sums."""
 
 
-def rounded(vectors: torch.Tensor) -> torch.Tensor:
-    """[..., D] as FP8 (e4m3) keeps them, the largest magnitude of each vector being 448."""
-    scales = vectors.abs().amax(-1, keepdim=True) / 448
-    inverse = torch.where(scales > 0, 1 / scales, 0)
-    numbers = (vectors * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+def rounded(vectors: torch.Tensor, kept: str) -> torch.Tensor:
+    """[..., D] as fp8_e4m3 or int8 keeps them; the largest magnitude of each vector becomes 448, or
+    127.
+    """
+    most = 448 if kept == "fp8_e4m3" else 127
+    scales = vectors.abs().amax(-1, keepdim=True) / most
+    numbers = (vectors * torch.where(scales > 0, 1 / scales, 0)).clamp(-most, most)
+    numbers = numbers.to(torch.float8_e4m3fn) if most == 448 else numbers.round()
     return numbers.to(vectors.dtype) * scales
 
 
 @contextmanager
-def rounding_caches() -> Iterator[None]:
+def rounding_caches(kept: str) -> Iterator[None]:
     """All caches of attention round what they are given."""
     from transformers import cache_utils
 
@@ -42,7 +45,7 @@ def rounding_caches() -> Iterator[None]:
                 of: Any = update,
                 **named: Any,
             ) -> Any:
-                return of(self, rounded(keys), rounded(values), *more, **named)
+                return of(self, rounded(keys, kept), rounded(values, kept), *more, **named)
 
             patch.setattr(kind, "update", round_first)
         yield
@@ -53,6 +56,7 @@ def check_tokens(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
     told: Sequence[Sequence[TokenLogprob]] = (),
+    kept: str = "fp8_e4m3",
 ) -> None:
     """Fails unless each greedy token is the choice of a float32 model with such caches, or within
     MARGIN of it.
@@ -63,6 +67,7 @@ def check_tokens(
         answers: Greedy tokens.
         told: Log-probabilities of the likeliest tokens, if known: most of them must be four times
             as near to the model with such caches as to the model without.
+        kept: Number format of the caches.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +77,7 @@ def check_tokens(
     near, far = [], []
     for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
         ids, chosen = torch.tensor([prompt + tokens[:-1]]), torch.tensor(tokens)[:, None]
-        with rounding_caches(), torch.inference_mode():
+        with rounding_caches(kept), torch.inference_mode():
             logits = model(ids, use_cache=True).logits[0, len(prompt) - 1 :].double()
             own = logits.gather(1, chosen)[:, 0]
         gaps = (logits.max(-1).values - own) / logits.std(-1)
@@ -92,8 +97,11 @@ def check_tokens(
 
 
 def check_samples(
-    path: Path, prompts: Sequence[list[int]], samples: Sequence[GeneratedSample]
+    path: Path,
+    prompts: Sequence[list[int]],
+    samples: Sequence[GeneratedSample],
+    kept: str = "fp8_e4m3",
 ) -> None:
     """`check_tokens` of an engine's samples, whose log-probabilities were asked for."""
     answers = [sample.token_ids for sample in samples]
-    check_tokens(path, prompts, answers, [sample.logprobs for sample in samples])
+    check_tokens(path, prompts, answers, [sample.logprobs for sample in samples], kept)

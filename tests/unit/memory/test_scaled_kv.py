@@ -11,7 +11,7 @@ import torch
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.kv_format import kept_layout
-from weft.engine.memory.layout import CacheLayout, PagedPlane, in_fp8, plane_beside, window_plane
+from weft.engine.memory.layout import CacheLayout, PagedPlane, in_8_bits, plane_beside, window_plane
 from weft.engine.model.loader import LoadedModel
 
 PLANE = PagedPlane(layers=2, heads=2, dim=32, dtype="bfloat16")
@@ -21,7 +21,7 @@ LAYOUT = CacheLayout.of_planes([PLANE, BESIDE, WINDOWS], 16)
 
 
 def test_every_plane_keeps_a_scale_for_each_vector() -> None:
-    layout = in_fp8(LAYOUT)
+    layout = in_8_bits(LAYOUT, "fp8_e4m3")
     sizes = [group.page_bytes(16) for group in layout.groups]
     assert sizes == [16 * 2 * (2 * 2 * 36 + 3 * 52), 16 * 2 * 2 * 2 * 36]
     assert layout.describe() != LAYOUT.describe()
@@ -40,7 +40,7 @@ def test_every_plane_keeps_a_scale_for_each_vector() -> None:
 )
 def test_what_has_no_kernel_is_refused(plane: PagedPlane, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_dtype: fp8_e4m3 is not supported with .*{problem}"):
-        in_fp8(CacheLayout.of_planes([plane], 16))
+        in_8_bits(CacheLayout.of_planes([plane], 16), "fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_older_gpus_are_refused_and_encoders_keep_their_layout(
         with pytest.raises(ConfigError, match=r"kv_dtype: .* compute capability \(8, 9\)"):
             kept_layout(*given)
     else:
-        assert kept_layout(*given) == in_fp8(LAYOUT)
+        assert kept_layout(*given) == in_8_bits(LAYOUT, "fp8_e4m3")

@@ -1,4 +1,4 @@
-"""Engines that keep K and V in FP8 against transformers with caches that round in the same way."""
+"""Engines that keep K and V in 8 bits against transformers with caches that round alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.engine.loop.llm import LLM
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import TierBench, prompt_of
 from weft.testing.models.families import make_family
-from weft.testing.models.fp8_caches import check_samples, check_tokens
+from weft.testing.models.rounding_caches import check_samples, check_tokens
 from weft.testing.models.tiny_adapters import peft_model
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
@@ -23,7 +23,7 @@ STOP = StopCriteria(max_tokens=16, ignore_eos=True)
 WINDOWS = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunks": ({"prefill_chunk_tokens": 32}, {}),
-    "windows": ({"prefill_chunk_tokens": 32, "page_size": 8}, WINDOWS),
+    "windows": ({"prefill_chunk_tokens": 32, "page_size": 8, "kv_dtype": "int8"}, WINDOWS),
     "ngram": ({"drafter": "ngram"}, {}),
     "trees": ({"drafter": "eagle3", "draft_width": 3}, {}),
     "deterministic": ({"deterministic": True, "prefill_chunk_tokens": 48}, {}),
@@ -49,12 +49,13 @@ def test_tokens_are_those_of_rounding_caches(name: str, tmp_path: Path) -> None:
     shared = [random.randrange(3, 500) for _ in range(70)]
     prompts = [shared[:cut] + [random.randrange(3, 500) for _ in range(9)] for cut in (0, 33, 70)]
     settings = {"dtype": "float32", "num_pages": 200, "poison_free_pages": True, **settings}
-    with LLM(path, kv_dtype="fp8_e4m3", **settings) as llm:
+    kept = settings.setdefault("kv_dtype", "fp8_e4m3")
+    with LLM(path, **settings) as llm:
         samples = llm.generate(prompts, stop=STOP, top_logprobs=4)
         answers = [sample.token_ids for sample in samples]
         assert [sample.token_ids for sample in llm.generate(prompts, stop=STOP)] == answers
         assert llm.engine.counters()["prefix_hit_tokens"] > 0
-    check_samples(path, prompts, samples)
+    check_samples(path, prompts, samples, kept)
 
 
 WIDE = {"head_dim": 32}
