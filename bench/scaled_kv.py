@@ -1,4 +1,4 @@
-"""What K and V in 8 bits cost in quality: the next token's divergence over the demo model's context.
+"""What K and V in 8 bits cost in quality, over the demo model's whole context.
 
 The texts are this project's pages and sources. For each position the probabilities of the next
 token are compared with those of the float32 weights computed in float32: the mean Kullback-Leibler

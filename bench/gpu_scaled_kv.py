@@ -1,6 +1,6 @@
-"""K and V in FP8 on a GPU against bfloat16: attention, and Llama-3.1-8B's shape as a whole.
+"""K and V in 8 bits on a GPU against bfloat16: attention, and Llama-3.1-8B's shape as a whole.
 
-    python bench/gpu_fp8_kv.py [--parts attention engine long] [--out DIR]
+    python bench/gpu_scaled_kv.py [--parts attention engine long] [--out DIR]
 
 Attention is timed in captured graphs over pages beyond the L2 cache. `engine` decodes 256 requests
 with 512 tokens in, in bfloat16 and with weights and KV in FP8. `long` decodes 64 requests of 8,192
@@ -27,7 +27,11 @@ from model_shapes import write_config
 from weft.engine.loop.llm import LLM
 
 PARTS = ("attention", "engine", "long")
-FORMATS = {"bfloat16": ("auto", "auto"), "FP8": ("fp8", "fp8_e4m3"), "FP8 KV": ("auto", "fp8_e4m3")}
+FORMATS = {
+    "bfloat16": ("auto", "auto"),
+    "FP8": ("fp8", "fp8_e4m3"),
+    "KV in FP8": ("auto", "fp8_e4m3"),
+}
 """Settings `quantization` and `kv_dtype`."""
 
 
@@ -43,7 +47,7 @@ class Load(NamedTuple):
 
 LOADS = {
     "engine": Load(256, 512, 64, 32, ("bfloat16", "FP8")),
-    "long": Load(64, 8192, 33, 16, ("bfloat16", "FP8 KV")),
+    "long": Load(64, 8192, 33, 16, ("bfloat16", "KV in FP8")),
 }
 
 
@@ -88,6 +92,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
+    parser.add_argument("--name", default="gpu_scaled_kv.json", help="of the JSON")
     arguments = parser.parse_args()
     setup, found, rates = describe_gpu(arguments.commit), Results(), measure_rates()
     release()
@@ -101,7 +106,7 @@ def main() -> None:
             release()
         if arguments.out:
             content = {**setup, "rows": found.models, "failures": found.failures}
-            (arguments.out / "kv8-bench.json").write_text(json.dumps(content, indent=1))
+            (arguments.out / arguments.name).write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":
