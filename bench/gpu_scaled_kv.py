@@ -4,7 +4,7 @@
 
 Attention is timed in captured graphs over pages beyond the L2 cache. `engine` decodes 256 requests
 with 512 tokens in, in bfloat16 and with weights and KV in FP8. `long` decodes 64 requests of 8,192
-tokens with half of the layers, whose KV in bfloat16 one card holds. A part that fails is reported,
+tokens with eight of the layers, whose KV in bfloat16 one card holds. A part that fails is reported,
 and the others go on.
 """
 
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 LOADS = {
     "engine": Load(256, 512, 64, 32, ("bfloat16", "FP8")),
-    "long": Load(64, 8192, 33, 16, ("bfloat16", "KV in FP8")),
+    "long": Load(64, 8192, 192, 8, ("bfloat16", "KV in FP8")),
 }
 
 
@@ -80,7 +80,7 @@ def bench_load(found: Results, load: Load, name: str) -> None:
             step_s = min(run.seconds / run.num_steps for run in runs)
             row["tokens_per_s"] = load.batch / step_s
             row["step_ms"] = 1e3 * step_s
-            row["prompts_s"] = min(run.all_seconds - run.seconds for run in runs)
+            row["prompts_s"] = min(run.first_token_s for run in runs)
             row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     found.models.append(row)
     print(json.dumps(row), flush=True)
