@@ -30,12 +30,12 @@ from gpu_kernels import capture, replay_us
 from gpu_roof import Rates, measure_rates
 from gpu_setup import describe_gpu
 from weft.kernels.activation import silu_and_mul
+from weft.kernels.fp8 import FP8
 from weft.kernels.gpu.fp8_few_rows import FewRows, SpreadShape, few_rows
 from weft.kernels.gpu.fp8_linear import torch_product
 from weft.kernels.gpu.fp8_rows import Fp8Rows, quantise_rows
 from weft.kernels.gpu.fp8_tiles import TileShape, multiply_fp8
 from weft.kernels.quantised import (
-    FP8,
     FP8_GROUP,
     Fp8Channels,
     Fp8Matrix,

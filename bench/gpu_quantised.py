@@ -31,7 +31,6 @@ from gpu_roof import Rates, decode_work, measure_rates
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
 from weft.kernels.attention import AttentionSpec, GroupStep, paged_attention
-from weft.kernels.fp8_kv import SCALE_BYTES
 from weft.kernels.gpu.activation import silu_and_mul
 from weft.kernels.gpu.groups_few_rows import (
     MAX_ROWS,
@@ -52,6 +51,7 @@ from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS
 from weft.kernels.gpu.moe_sort import sort_pairs
 from weft.kernels.gpu.moe_tiles import packed_tiles
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
+from weft.kernels.scaled_kv import SCALE_BYTES
 
 Shape = GroupsShape | FewRowsShape
 Format = Literal["int4", "mxfp4"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
-from weft.kernels.fp8_kv import dequantised, head_dim, holds, is_fp8
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import SCALED_MULTIPLE, dequantised, head_dim, holds, is_scaled
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.extend_attention import OwnKv, PromptRows
@@ -154,7 +154,7 @@ def paged_attention(
         check_ancestors(ancestors, q.shape[0], spec.window, step.max_q_len, earlier_rows)
         if ancestors is not None and ancestors.device != q.device:
             raise ValueError(f"ancestors on {ancestors.device}, q on {q.device}")
-    native = None if is_fp8(pool) else cpu.native_cpu_for(q)
+    native = cpu.native_cpu_for(q)
     is_native = native is not None and fits_native(native, q.shape[1], pool)
     if not (is_native or q.is_cuda):
         return paged_attention_reference(q, pool, layer, spec, step, earlier_rows=earlier_rows)
@@ -168,7 +168,7 @@ def paged_attention(
         from weft.kernels.gpu import attention as gpu
 
         return gpu.paged_attention(q, pool, layer, spec, step, own, earlier_rows=earlier_rows)
-    described = cpu.describe_pool(pool)
+    described = cpu.describe_pool(pool, q.dtype)
     tokens, heads, dim = q.shape
     requests, max_pages = step.page_table.shape
     out = torch.empty((tokens, heads * dim), dtype=q.dtype)
@@ -450,5 +450,6 @@ def check_attention(
 
 def fits_native(native: cpu.NativeCpu, heads: int, pool: torch.Tensor) -> bool:
     """Whether the native operation handles these shapes."""
-    dim, group = pool.shape[-1], heads // pool.shape[1]
-    return dim % 8 == 0 and dim <= native.max_dim and group <= native.max_group
+    dim, group = head_dim(pool), heads // pool.shape[1]
+    multiple = SCALED_MULTIPLE if is_scaled(pool) else 8
+    return dim % multiple == 0 and dim <= native.max_dim and group <= native.max_group

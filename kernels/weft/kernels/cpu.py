@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from weft.kernels.build import NativeLibrary, load_native, loaded_openmp_library
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import head_dim
 
 SOURCE = Path(__file__).parent / "csrc" / "cpu.c"
 
@@ -58,6 +59,7 @@ class PoolStruct(ctypes.Structure):
         ("page_size", ctypes.c_int64),
         ("dim", ctypes.c_int64),
         ("is_bf16", ctypes.c_int32),
+        ("kept", ctypes.c_int32),
     )
 
 
@@ -481,9 +483,13 @@ def check_status(status: int, operation: str) -> None:
         raise IndexError(f"{operation}: {_STATUS[status]}")
 
 
-def describe_pool(pool: torch.Tensor) -> PoolStruct:
+_KEPT = {torch.uint8: 1, torch.int8: 2}
+"""`Kept` of csrc/rows.h of pools that are not of the rows' dtype."""
+
+
+def describe_pool(pool: torch.Tensor, dtype: torch.dtype) -> PoolStruct:
     """A KV pool [num_pages, kv_heads, layers, 2, page_size, dim], contiguous within a page, for the
-    native operations.
+    native operations on rows of a dtype; of that dtype or in 8 bits (`weft.kernels.scaled_kv`).
 
     Valid as long as `pool` lives.
 
@@ -495,8 +501,9 @@ def describe_pool(pool: torch.Tensor) -> PoolStruct:
             "a KV pool is [pages, kv_heads, layers, 2, page_size, dim], contiguous within a page, "
             f"got {tuple(pool.shape)} with strides {pool.stride()}"
         )
-    pages, kv_heads, layers, _, page_size, dim = pool.shape
+    pages, kv_heads, layers, _, page_size, _ = pool.shape
     return PoolStruct(
-        *(pool.data_ptr(), pages, pool.stride(0), kv_heads, layers, page_size, dim),
-        pool.dtype == torch.bfloat16,
+        *(pool.data_ptr(), pages, pool.stride(0), kv_heads, layers, page_size, head_dim(pool)),
+        dtype == torch.bfloat16,
+        _KEPT.get(pool.dtype, 0),
     )

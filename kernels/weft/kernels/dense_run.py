@@ -221,7 +221,7 @@ class DenseRun:
         if lora is not None:
             of_lora = self._describe_lora(lora, rows)
         pages = (cpu.PagesStruct * len(further))(
-            *(_describe_pages(group, pool) for group in further)
+            *(_describe_pages(group, pool, dtype) for group in further)
         )
         batch = cpu.BatchStruct(
             attention,
@@ -235,7 +235,7 @@ class DenseRun:
             ctypes.addressof(pages) if further else None,
             len(further),
         )
-        described = cpu.describe_pool(pool)
+        described = cpu.describe_pool(pool, dtype)
         status = native.check_batch(ctypes.byref(batch), ctypes.byref(described))
         if status:
             cpu.check_status(status, "check_batch")
@@ -295,11 +295,11 @@ def _describe_layer(layer: DenseLayer) -> cpu.LayerStruct:
     )
 
 
-def _describe_pages(group: GroupStep, pool: torch.Tensor) -> cpu.PagesStruct:
+def _describe_pages(group: GroupStep, pool: torch.Tensor, dtype: torch.dtype) -> cpu.PagesStruct:
     """Describes a further page group."""
     table = group.page_table
     return cpu.PagesStruct(
-        cpu.describe_pool(group.pool_of(pool)),
+        cpu.describe_pool(group.pool_of(pool), dtype),
         table.data_ptr(),
         table.shape[1],
         table.stride(0),

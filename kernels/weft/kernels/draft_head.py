@@ -19,6 +19,7 @@ from weft.kernels.lora import LoraAddition, LoraStep, addition_to
 from weft.kernels.norm import rms_norm
 from weft.kernels.peers import Peers
 from weft.kernels.rope import rope_and_cache
+from weft.kernels.scaled_kv import head_dim, holds
 from weft.kernels.side_stream import SideStreamWork, is_forking
 
 FIRST_POSITION = 1
@@ -248,12 +249,16 @@ class DraftEntries:
             return draft_entries_reference(*self._arguments)
         assert self._g is not None
         if not self._is_done:
-            write, pool = self._described[0], cpu.describe_pool(self._arguments[4])
+            write, pool = self._described[0], self._described_pool()
             status = self._native.draft_entries(ctypes.byref(write), ctypes.byref(pool))
             if status:
                 cpu.check_status(status, "draft_entries")
             self.done()
         return self._g
+
+    def _described_pool(self) -> cpu.PoolStruct:
+        aux, _, _, _, pool, _ = self._arguments
+        return cpu.describe_pool(pool, aux.dtype)
 
     def _launch_beside(self) -> torch.Tensor:
         from weft.kernels.gpu.dependent_launch import ordinary_launches
@@ -372,7 +377,7 @@ def draft_chain(
     tokens = torch.empty((depth + 1, requests), dtype=torch.int64)
     tokens[0] = token_ids
     counts = (ctypes.c_int64 * depth)(*chains.counts)
-    width = native.draft_chain_width(_at(w), pool.shape[-1])
+    width = native.draft_chain_width(_at(w), head_dim(pool))
     scratch = torch.empty(requests * width, dtype=state.dtype)
     logits = torch.empty((requests, w.lm_head.out_features), dtype=torch.float32)
     chain = cpu.DraftChainStruct(
@@ -382,7 +387,7 @@ def draft_chain(
         *(depth, requests, table.shape[1], table.stride(0)),
         *(scratch.data_ptr(), logits.data_ptr()),
     )
-    described = cpu.describe_pool(pool)
+    described = cpu.describe_pool(pool, state.dtype)
     status = native.draft_chain(_at(w), ctypes.byref(chain), ctypes.byref(described), layer)
     if status:
         cpu.check_status(status, "draft_chain")
@@ -464,7 +469,7 @@ def draft_turn(
     lora = rows.lora
     qkv = linear(_join(w, token_ids, state), w.qkv, lora=addition_to(lora, "qkv", 0))
     spec = AttentionSpec(
-        w.num_heads, pool.shape[1], pool.shape[-1], w.scale, first_position=FIRST_POSITION
+        w.num_heads, pool.shape[1], head_dim(pool), w.scale, first_position=FIRST_POSITION
     )
     step = GroupStep(
         page_table=rows.page_table,
@@ -604,7 +609,8 @@ def _check(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, nam
 
 
 def _check_pool(w: DraftHeadWeight, layer: int, pool: torch.Tensor) -> None:
-    if pool.dtype != w.kv.dtype or 2 * pool.shape[1] * pool.shape[-1] != w.kv.out_features:
+    fits = 2 * pool.shape[1] * head_dim(pool) == w.kv.out_features
+    if not fits or not holds(pool, w.kv.dtype):
         raise ValueError(
             f"a head with {w.kv.out_features} numbers of K and V a position does not fit a pool "
             f"{tuple(pool.shape)} {pool.dtype}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from weft.kernels.scaled_kv import SCALE_BYTES, is_scaled
 
 
 class PlaneInPage(NamedTuple):
@@ -13,9 +14,13 @@ class PlaneInPage(NamedTuple):
     """
 
     before: int
-    """Elements of a position in the planes before this one."""
+    """Elements of a position in the planes before this one, without scales."""
     width: int
-    """Elements of a position in all planes."""
+    """Elements of a position in all planes, without scales."""
+    vectors_before: int
+    """Vectors of a position in the planes before this one."""
+    vectors: int
+    """Vectors of a position in all planes."""
     heads: int
     layers: int
     parts: int
@@ -23,11 +28,13 @@ class PlaneInPage(NamedTuple):
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
         """The plane: a view `[num_pages, heads, layers, parts, page_size, dim]`."""
-        page_size = pool.shape[1] // self.width
-        of_layer = self.parts * page_size * self.dim
-        strides = (self.layers * of_layer, of_layer, page_size * self.dim, self.dim, 1)
-        shape = (self.heads, self.layers, self.parts, page_size, self.dim)
-        begin = pool.storage_offset() + self.before * page_size
+        more = SCALE_BYTES if is_scaled(pool) else 0
+        page_size = pool.shape[1] // (self.width + self.vectors * more)
+        kept = self.dim + more
+        of_layer = self.parts * page_size * kept
+        strides = (self.layers * of_layer, of_layer, page_size * kept, kept, 1)
+        shape = (self.heads, self.layers, self.parts, page_size, kept)
+        begin = (self.before + self.vectors_before * more) * page_size + pool.storage_offset()
         return pool.as_strided((pool.shape[0], *shape), (pool.stride(0), *strides), begin)
 
 

@@ -13,13 +13,10 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from weft.kernels import cpu
+from weft.kernels.fp8 import FP8, FP8_MAX
 
 INT8_MAX = 127
 """Largest number: -128 is not used, so that a matrix and its negative are equally exact."""
-FP8 = torch.float8_e4m3fn
-"""Four bits of exponent, three of mantissa, no infinities."""
-FP8_MAX = 448.0
-"""Largest number of `FP8`."""
 FP8_GROUP = 128
 """Columns of a block of FP8 that share a scale."""
 

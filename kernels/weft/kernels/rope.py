@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from weft.kernels import cpu
-from weft.kernels.fp8_kv import head_dim, holds, is_fp8, parts_of, quantised
 from weft.kernels.norm import rms_norm_reference
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import SCALED_MULTIPLE, head_dim, holds, is_scaled, parts_of, quantised
 
 
 def rope_and_cache(
@@ -68,8 +68,9 @@ def rope_and_cache(
 
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
         return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent, is_settled=True)
-    native = None if is_fp8(pool) else cpu.native_cpu_for(qkv)
-    dim = head_dim(pool)
+    native, dim = cpu.native_cpu_for(qkv), head_dim(pool)
+    if native is not None and is_scaled(pool) and (dim % SCALED_MULTIPLE or dim > native.max_dim):
+        native = None
     if (native is None and not qkv.is_cuda) or dim % 2:
         return rope_and_cache_reference(
             qkv,
@@ -103,7 +104,7 @@ def rope_and_cache(
 
         given = (qkv, positions, cos_sin, pool, layer, slots, num_heads, q_norm, k_norm, eps)
         return gpu.rope_and_cache(*given, k_out, num_adjacent=num_adjacent)
-    described = cpu.describe_pool(pool)
+    described = cpu.describe_pool(pool, qkv.dtype)
     q = torch.empty((rows, num_heads, dim), dtype=qkv.dtype)
     status = native.rope_and_cache(
         ctypes.byref(described),
@@ -153,9 +154,9 @@ def rope_and_cache_reference(
     turns = cos_sin[positions]
     pages, offsets = slots // page_size, slots % page_size
     for part, vectors in enumerate((rotated(k, turns, num_adjacent), v)):
-        if is_fp8(pool):
+        if is_scaled(pool):
             numbers, scales = parts_of(pool)
-            rounded, own = quantised(vectors)
+            rounded, own = quantised(vectors, numbers.dtype)
             numbers.view(torch.uint8)[pages, :, layer, part, offsets] = rounded.view(torch.uint8)
             scales[pages, :, layer, part, offsets] = own
         else:

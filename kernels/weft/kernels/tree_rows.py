@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from weft.kernels.pool import has_dense_pages
+from weft.kernels.scaled_kv import entries_of
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
 
 
@@ -72,7 +73,8 @@ def move_paths(
     """Moves K and V of accepted paths to where those of chains would lie, in all layers.
 
     Args:
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; changed.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in FP8;
+            changed.
         places: [T] int64: page * page_size + offset of the step's rows.
         rows: [V, N] int64: each request's rows, -1 behind its last.
         paths: [V, N] int64: rows of its path, -1 behind its end: that at (v, d) goes to the place
@@ -94,5 +96,6 @@ def move_paths(
     page_size = pool.shape[4]
     source, target = places[paths[is_moved]], places[rows[is_moved]]
     # All places are read before any is written, since a place may be source and destination.
-    moved = pool[source // page_size, :, :, :, source % page_size]
-    pool[target // page_size, :, :, :, target % page_size] = moved
+    for entries in entries_of(pool):
+        moved = entries[source // page_size, :, :, :, source % page_size]
+        entries[target // page_size, :, :, :, target % page_size] = moved

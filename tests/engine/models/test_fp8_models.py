@@ -152,6 +152,25 @@ def test_every_tensor_is_used_and_every_parameter_filled(model_dir: Path, tmp_pa
         load_model(path, "float32")
 
 
+@pytest.mark.parametrize("layout", ["tensor", "modelopt"])
+def test_fixed_scales_of_kv_are_checked_and_left_out(
+    layout: str, model_dir: Path, tmp_path: Path
+) -> None:
+    config = LAYOUTS[layout] | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    path, floats = fp8_copy(model_dir, tmp_path / "fp8", layout, config)
+    tensors = load_file(path / "model.safetensors")
+    layers = {name.rpartition("k_proj.weight")[0] for name in tensors if "k_proj.weight" in name}
+    for layer in layers - {""}:
+        for part in "kv":
+            module = f"{part}_proj." if layout == "modelopt" else ""
+            tensors[f"{layer}{module}{part}_scale"] = torch.rand(1) + 0.1
+    save_weights(path, tensors)
+    check_greedy(load_model(path, "float32").model, floats)
+    save_weights(path, tensors | {f"{layer}{module}{part}_scale": torch.tensor([-1.0])})
+    with pytest.raises(ModelError, match=r"v_scale: -1.0 is no scale"):
+        load_model(path, "float32")
+
+
 def test_numbers_are_not_read_without_their_scales(model_dir: Path, tmp_path: Path) -> None:
     path, _ = fp8_copy(model_dir, tmp_path / "fp8", "channel")
     fields = json.loads((path / "config.json").read_text())
@@ -180,7 +199,7 @@ def weights_of(**fields: Any) -> dict[str, Any]:
         (changed("blocks", fmt="e5m2"), "fmt 'e5m2'"),
         (changed("blocks", modules_to_not_convert="lm_head"), "expected a list of names"),
         (changed("modelopt", quant_algo="NVFP4"), "quant_algo 'NVFP4'"),
-        (changed("modelopt", kv_cache_quant_algo="FP8"), "KV cache is not supported"),
+        (changed("modelopt", kv_cache_quant_algo="NVFP4"), "kv_cache_quant_algo 'NVFP4'"),
         (changed("channel", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (changed("channel", ignore=["re:("]), r"ignore: 're:\('"),
         (weights_of(num_bits=4), r"weights of \(4, 'float', True\)"),

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from weft.kernels.fp8 import FP8
 from weft.kernels.gpu.fp8_few_rows import FewRows
 from weft.kernels.gpu.fp8_rows import Fp8Rows
 from weft.kernels.gpu.fp8_tiles import TileShape
 from weft.kernels.gpu.lora_rows import NormOfRows
-from weft.kernels.quantised import FP8, FP8_GROUP, Fp8Matrix
+from weft.kernels.quantised import FP8_GROUP, Fp8Matrix
 from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed

@@ -144,7 +144,7 @@ def test_layers_with_other_heads_have_a_plane_of_their_own_in_the_same_pages() -
     assert CacheLayout.of_planes(planes_of, 8).describe() == layout.describe()
     pool = torch.zeros(layout.pool_shape(5))
     first, second = (
-        PlaneInPage(before, widths[0] + widths[1], heads, layers, 2, dim).of(pool)
+        PlaneInPage(before, widths[0] + widths[1], 0, 0, heads, layers, 2, dim).of(pool)
         for before, heads, layers, dim in ((0, 2, 3, 24), (widths[0], 1, 1, 32))
     )
     first += 1.0

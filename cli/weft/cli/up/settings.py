@@ -68,10 +68,10 @@ class UpSettings(Settings):
         "yes and no; auto = what their files are for",
     )
     quantization: AskedFormat = Field("auto", description=ASKED_HELP)
-    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+    kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = Field(
         "auto",
         description="number format of K and V in pages; auto = that of the activations; fp8_e4m3 "
-        "= half of their bytes, on GPUs of compute capability 8.9 and later",
+        "and int8 = 8 bits and a scale for each vector",
     )
     device: list[str] = Field(
         [],

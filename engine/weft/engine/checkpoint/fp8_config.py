@@ -57,8 +57,6 @@ def _read_modelopt(section: Fields) -> Fp8Config | str:
     algorithm = section.text("quant_algo", "")
     if algorithm != "FP8":
         return f"quant_algo {algorithm!r} is not supported (FP8 is)"
-    if section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme"):
-        return "a quantised KV cache is not supported"
     names = (*_names(section, "exclude_modules"), *_names(section, "ignore"))
     ignore = tuple(f"re:{fnmatch.translate(name)}" for name in names)
     return Fp8Config("tensors", "weight_scale", True, ignore)
@@ -76,9 +74,8 @@ def read_fp8_compressed(section: Fields) -> Fp8Config | str:
     Raises:
         ModelError: A field has a value of another type.
     """
-    for name in ("kv_cache_scheme", "transform_config"):
-        if section.get(name):
-            return f"{name} is not supported"
+    if section.get("transform_config"):
+        return "transform_config is not supported"
     if list(section.section("sparsity_config")):
         return "sparsity_config is not supported"
     if section.text("quantization_status", "compressed") != "compressed":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from weft.engine.base.errors import ConfigError
@@ -26,6 +26,7 @@ from weft.engine.checkpoint.int_config import (
     read_packed,
     read_packed_compressed,
 )
+from weft.engine.checkpoint.kv_scheme import read_kv_scheme
 
 AskedFormat = Literal["auto", "int8", "int4", "fp8"]
 """What settings may ask for: what the checkpoint has, or a format to be made at load of floats."""
@@ -66,6 +67,9 @@ class Quantization:
     which round them less.
     """
 
+    has_kv_scales: bool = False
+    """Whether attention layers may have `KV_SCALES`, which change nothing."""
+
     packing: IntPacking | None = None
     """How a checkpoint packs integers into words; None: it does not."""
 
@@ -78,6 +82,7 @@ class Quantization:
     def fingerprint(self) -> bytes:
         """Canonical bytes of what changes hidden states, part of the model's digest."""
         values = asdict(self)
+        del values["has_kv_scales"]
         if self.packing is None:
             del values["packing"]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
@@ -116,6 +121,13 @@ def read_quantization(fields: Fields) -> Quantization | None:
     if not fields.get("quantization_config"):
         return None
     section = fields.section("quantization_config")
+    has_kv_scales = read_kv_scheme(section)
+    if isinstance(has_kv_scales, str):
+        raise fields.error("quantization_config", has_kv_scales)
+    return replace(_read(fields, section), has_kv_scales=has_kv_scales)
+
+
+def _read(fields: Fields, section: Fields) -> Quantization:
     method = section.text("quant_method", "")
     if method == "mxfp4":
         # Only experts can be; what else is listed is in floats.
@@ -188,9 +200,8 @@ def _group_of_compressed_tensors(section: Fields) -> Fields | str:
     """The one group of a configuration; a text says what is not supported."""
     if section.text("quantization_status", "compressed") != "compressed":
         return "quantization_status must be compressed"
-    for name in ("kv_cache_scheme", "transform_config"):
-        if section.get(name):
-            return f"{name} is not supported"
+    if section.get("transform_config"):
+        return "transform_config is not supported"
     if list(section.section("sparsity_config")):
         return "sparsity_config is not supported"
     groups = section.section("config_groups")

@@ -24,12 +24,13 @@ from weft.engine.executor.draw_graphs import DrawGraphs
 from weft.engine.executor.encodings import StepArrays, StepDecodes
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, step_buckets
 from weft.engine.executor.keeping import KeptStates, TokenKeeper
+from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.pooling import PooledStates, Pooler
 from weft.engine.executor.port import Drawable, Launched
 from weft.engine.executor.prompt_scores import PromptScores
 from weft.engine.executor.states import DeviceStates, RankBlocks, StateMemory
 from weft.engine.executor.step_input import StepInput
-from weft.engine.memory.layout import FP8, CacheLayout, num_ring_rows
+from weft.engine.memory.layout import CacheLayout, num_ring_rows
 from weft.engine.memory.page_table import PageTable
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.interface import Model
@@ -40,10 +41,10 @@ from weft.engine.transfer.digest import digest_pages
 from weft.engine.transfer.page_pool import HostPool, PagePool
 from weft.kernels.attention import GroupStep
 from weft.kernels.device_sampling import SlotTables
-from weft.kernels.fp8_kv import is_fp8
 from weft.kernels.lora import LoraSegments, LoraStep, sort_tokens
 from weft.kernels.memory import huge_zeros
 from weft.kernels.page_ops import copy_pages, page_index
+from weft.kernels.scaled_kv import ALL_BITS, is_scaled
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified, resolve_rows
 
 if TYPE_CHECKING:
@@ -530,8 +531,8 @@ class LocalExecutor:
         """Fills free pages of a group with NaN, so that reading one is noticed."""
         if pages:
             pool = self._pools[group]
-            # FP8 numbers and scales whose bits are all set are none.
-            nothing = 255 if is_fp8(pool) else float("nan")
+            # Scales whose bits are all set are none.
+            nothing = ALL_BITS[pool.dtype] if is_scaled(pool) else float("nan")
             pool.index_fill_(0, page_index(pages, self.device), nothing)
 
     def poison_blocks(self, blocks: Sequence[int]) -> None:
@@ -652,8 +653,7 @@ def _new_pool(
 ) -> torch.Tensor:
     """Allocates zeros, on a CPU in huge pages, since attention reads from all over them."""
     shape, of_group = layout.pool_shape(num_pages, group), layout.groups[group]
-    name = of_group.plane.dtype
-    dtype: torch.dtype = torch.uint8 if name == FP8 else getattr(torch, name)
+    dtype = dtype_of(of_group.plane)
     try:
         if device.type == "cpu":
             return huge_zeros(shape, dtype)

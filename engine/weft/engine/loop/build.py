@@ -38,6 +38,7 @@ from weft.engine.executor.drafts.build import (
     tree_rows,
 )
 from weft.engine.executor.graphs import Progress
+from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import (
     MIN_PAGES,
@@ -68,7 +69,7 @@ from weft.engine.loop.recurrent import (
 )
 from weft.engine.loop.stats import UNKNOWN_STEP_S
 from weft.engine.memory.eviction import EVICTION_POLICIES
-from weft.engine.memory.layout import CacheLayout, in_fp8
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
@@ -102,8 +103,6 @@ MAX_SWITCH_S = 5e-4
 """Switch interval of Python's lock. With the default of 5 ms, steps would be that late while
 another thread reads an adapter or makes masks.
 """
-_FP8_CAPABILITY = (8, 9)
-"""Least compute capability of GPUs whose kernels convert to and from FP8."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -401,7 +400,7 @@ def _load_models(
     drafted = load_head(config, loaded)
     if drafted is not None:
         loaded = replace(loaded, model=drafted)
-    layout = _kv_layout(config, loaded, device)
+    layout = kept_layout(config, loaded, device)
     most = min(loaded.config.max_position_embeddings, loaded.pooling.max_tokens or sys.maxsize)
     return _Models(
         loaded,
@@ -410,21 +409,6 @@ def _load_models(
         layout,
         min(config.max_context_tokens or most, most),
     )
-
-
-def _kv_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
-    """How the model's KV lies, in the number format that is asked for; encoders keep none."""
-    layout = loaded.model.kv_layout(config.page_size)
-    if config.kv_dtype == "auto" or loaded.config.is_encoder:
-        return layout
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _FP8_CAPABILITY:
-        raise ConfigError(
-            f"kv_dtype: {config.kv_dtype} needs compute capability {_FP8_CAPABILITY}, {device} "
-            f"has {capability}; leave it at auto",
-            param="kv_dtype",
-        )
-    return in_fp8(layout)
 
 
 def _size_pools(

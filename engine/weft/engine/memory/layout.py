@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from weft.engine.base.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
-FP8 = "fp8_e4m3"
-"""Vectors in FP8, each with a scale (`weft.kernels.fp8_kv`)."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
+FP8, INT8 = "fp8_e4m3", "int8"
+"""Vectors in numbers of 8 bits, each with a scale (`weft.kernels.scaled_kv`)."""
 _SCALE_BYTES = 4
 
 
@@ -43,7 +43,7 @@ class PagedPlane:
     dim: int
     """Elements per head of each part."""
     dtype: str
-    """float32, float16, bfloat16 or fp8_e4m3."""
+    """float32, float16, bfloat16, fp8_e4m3 or int8."""
     parts: tuple[str, ...] = ("k", "v")
     """Number of vectors per position and head: K and V, or one vector that serves as both."""
     draft: str = ""
@@ -52,7 +52,7 @@ class PagedPlane:
     @property
     def kept(self) -> int:
         """Elements that a vector takes, its scale included."""
-        return self.dim + (_SCALE_BYTES if self.dtype == FP8 else 0)
+        return self.dim + (_SCALE_BYTES if self.dtype in (FP8, INT8) else 0)
 
     @property
     def width(self) -> int:
@@ -60,26 +60,21 @@ class PagedPlane:
         return self.heads * self.layers * len(self.parts) * self.kept
 
 
-def in_fp8(layout: CacheLayout) -> CacheLayout:
-    """The same layout with vectors in FP8.
+def in_8_bits(layout: CacheLayout, dtype: str) -> CacheLayout:
+    """The same layout with vectors in FP8 or INT8.
 
     Raises:
         ConfigError: It has something for which there is no kernel; the message names it.
     """
     planes = [plane for group in layout.groups for plane in group.planes]
     for is_there, what in (
-        (layout.states is not None, "recurrent layers"),
         (any(plane.parts != ("k", "v") for plane in planes), "latent attention"),
-        (len(planes) > len(layout.groups), "layers whose heads differ"),
-        (len(layout.groups) > 1, "pages of windows, which no test covers"),
-        (any(plane.draft for plane in planes), "a draft head"),
-        (any(DTYPE_BYTES[plane.dtype] != 2 for plane in planes), "activations in float32"),
         (any(plane.dim % 16 for plane in planes), "heads of no multiple of 16 elements"),
     ):
         if is_there:
-            raise ConfigError(f"kv_dtype: {FP8} is not supported with {what}", param="kv_dtype")
+            raise ConfigError(f"kv_dtype: {dtype} is not supported with {what}", param="kv_dtype")
     groups = tuple(
-        replace(group, planes=tuple(replace(plane, dtype=FP8) for plane in group.planes))
+        replace(group, planes=tuple(replace(plane, dtype=dtype) for plane in group.planes))
         for group in layout.groups
     )
     return replace(layout, groups=groups)

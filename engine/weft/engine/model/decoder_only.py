@@ -157,10 +157,11 @@ def place_in_pools(config: ModelConfig, layers: Sequence[Layer]) -> None:
     """Assigns the layers of a stack to page groups; must be called before runs are made."""
     places: dict[int, tuple[int, int, PlaneInPage | None]] = {}
     for group, (_, planes) in enumerate(config.page_planes):
-        widths = [2 * heads * dim * len(numbers) for heads, dim, numbers in planes]
+        vectors = [2 * heads * len(numbers) for heads, _, numbers in planes]
+        widths = [count * dim for count, (_, dim, _) in zip(vectors, planes, strict=True)]
         for index, (heads, dim, numbers) in enumerate(planes):
-            before = sum(widths[:index])
-            plane = PlaneInPage(before, sum(widths), heads, len(numbers), 2, dim)
+            before = sum(widths[:index]), sum(widths), sum(vectors[:index]), sum(vectors)
+            plane = PlaneInPage(*before, heads, len(numbers), 2, dim)
             for in_plane, number in enumerate(numbers):
                 places[number] = group, in_plane, plane if len(planes) > 1 else None
     for number in config.attention_layers:

@@ -8,7 +8,6 @@
 #include "attention_plan.h"
 #include "team.h"
 
-#define MAX_DIM 256
 #define DIM_PANELS (MAX_DIM / PANEL)
 #define LOWEST (-1e30f) /* a maximum over nothing: finite, so that differences stay numbers */
 
@@ -30,6 +29,9 @@ typedef struct {
   float sum_max[MAX_ROWS], sum_weight[MAX_ROWS];
   float highest[MAX_ROWS], shrink[MAX_ROWS]; /* of the current block; see raise_maxima */
   float total_max[MAX_ROWS], total_weight[MAX_ROWS];
+  /* Of a block in 8 bits: K, then V, in the type of q, and their scales. */
+  ALIGNED char wide[2 * KV_BLOCK * MAX_DIM * 4];
+  ALIGNED float k_scales[KV_BLOCK], v_scales[KV_BLOCK];
 } Scratch;
 
 /* K and V of some positions. */
@@ -37,30 +39,32 @@ typedef struct {
   int count;
   int absent; /* so many of them, the first, count as zeros */
   int num_spans;
-  const char *rows[KV_BLOCK]; /* K of each position; V lies `value_offset` behind it */
+  long to_value; /* bytes */
+  const char *rows[KV_BLOCK]; /* K of each position; V lies `to_value` behind it */
+  const char *scales[KV_BLOCK]; /* in 8 bits, likewise */
   Span spans[2 * KV_BLOCK]; /* all of it, as few pieces as possible */
 } Block;
-
-static long value_offset(const Pool *pool) {
-  return pool->page_size * pool->dim * (pool->is_bf16 ? 2 : 4);
-}
 
 /* Where the block of positions after that of `position` begins. */
 static long next_block(long position) { return (position / KV_BLOCK + 1) * KV_BLOCK; }
 
 /* The positions from `begin` on, up to the end of its block and before `end`. */
 static void find_block(const Pool *pool, const Task *t, long begin, long end, Block *block) {
-  const long bytes = pool->dim * (pool->is_bf16 ? 2 : 4), to_value = value_offset(pool);
+  const long bytes = vector_bytes(pool), to_value = part_bytes(pool);
+  block->to_value = to_value;
   block->count = begin < end ? at_most(end - begin, next_block(begin) - begin) : 0;
   block->absent = begin < t->first_read ? at_most(t->first_read - begin, block->count) : 0;
   block->num_spans = 0;
   begin += block->absent;
   long page = begin / pool->page_size, offset = begin % pool->page_size;
   for (int i = block->absent; i < block->count; page++, offset = 0) {
-    const char *row = (const char *)pool->data + bytes / pool->dim *
-                      pool_index(pool, t->layer, t->pages[page], t->kv_head, 0, offset);
+    char *part = part_at(pool, t->layer, t->pages[page], t->kv_head, 0);
+    const char *row = part + offset * bytes;
     int n = at_most(pool->page_size - offset, block->count - i);
-    for (int k = 0; k < n; k++) block->rows[i++] = row + k * bytes;
+    for (int k = 0; k < n; k++, i++) {
+      block->rows[i] = row + k * bytes;
+      if (pool->kept) block->scales[i] = (const char *)scale_in(pool, part, offset + k);
+    }
     if (n == pool->page_size) {
       block->spans[block->num_spans++] = (Span){row, row + 2 * to_value};
     } else {
@@ -73,6 +77,22 @@ static void find_block(const Pool *pool, const Task *t, long begin, long end, Bl
 static const char zeros[MAX_DIM * 4];
 
 INLINE int is_in(const Block *block, int i) { return i >= block->absent && i < block->count; }
+
+/* Makes floats of a block in 8 bits. Scales are left to scores and weights. */
+INLINE void widen_block(const int kept, const int is_bf16, const Pool *pool, Block *block, Scratch *scratch) {
+  const long bytes = 4 * words_of_dim(pool);
+  for (int i = 0; i < block->count || i % VL != 0; i++) {
+    scratch->k_scales[i] = scratch->v_scales[i] = 0;
+    if (!is_in(block, i)) continue;
+    char *key = scratch->wide + i * bytes, *value = key + KV_BLOCK * bytes;
+    widen_8_bits(kept, is_bf16, block->rows[i], pool->dim, key);
+    widen_8_bits(kept, is_bf16, block->rows[i] + block->to_value, pool->dim, value);
+    memcpy(&scratch->k_scales[i], block->scales[i], SCALE_BYTES);
+    memcpy(&scratch->v_scales[i], block->scales[i] + block->to_value, SCALE_BYTES);
+    block->rows[i] = key;
+  }
+  block->to_value = KV_BLOCK * bytes;
+}
 
 /* K of positions first .. first + 15 of a block as panel columns. */
 static void pack_keys(const Pool *pool, const Block *block, int first, uint32_t *keys) {
@@ -108,7 +128,7 @@ INLINE void interleave(const bf16 *row, const bf16 *second, long n, uint32_t *ou
  * bfloat16 is 0. */
 INLINE void pack_values(const int is_bf16, const Pool *pool, const Block *block, int first,
                         uint32_t *values) {
-  const long dim = pool->dim, to_value = value_offset(pool);
+  const long dim = pool->dim, to_value = block->to_value;
   const int per_step = is_bf16 ? 2 : 1;
   const long steps = KV_BLOCK / per_step;
   for (int i = first; i < first + 16 && i < block->count; i += per_step) {
@@ -183,8 +203,8 @@ INLINE void raise_maxima(float scale, int first_row, int last_row, Scratch *scra
 }
 
 /* Turns the scores of one row into weights; updates its sum and accumulator. */
-INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int visible, int count,
-                      Scratch *scratch) {
+INLINE void weigh_row(const int is_bf16, const int kept, float scale, long width, int row,
+                      int visible, int count, Scratch *scratch) {
   float *scores = scratch->scores + row * KV_BLOCK;
   const float highest = scratch->sum_max[row], shrink = scratch->shrink[row];
   vf total = {0};
@@ -196,6 +216,7 @@ INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int v
       weight = vf_exp2_nonpositive(
           is_bf16, vf_fma(*(vf *)(scores + i * VL), vf_splat(scale), vf_splat(-highest)));
     total += weight;
+    if (kept) weight *= *(vf *)(scratch->v_scales + i * VL);
     if (is_bf16)
       vf_store_bf16(scratch->weights + row * KV_BLOCK + i * VL, weight);
     else
@@ -207,9 +228,10 @@ INLINE void weigh_row(const int is_bf16, float scale, long width, int row, int v
 }
 
 /* Adds a block of positions from `begin` on to the segment; asks for the block that comes next. */
-INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool, const Task *t,
-                         long begin, const Block *block, const Block *next, Scratch *scratch,
-                         Amx *amx) {
+INLINE void attend_block(const int is_bf16, const int kept, const Attention *a, const Pool *pool,
+                         const Task *t, long begin, Block *block, const Block *next,
+                         Scratch *scratch, Amx *amx) {
+  if (kept) widen_block(kept, is_bf16, pool, block, scratch);
   const long words = words_of_dim(pool), row_bytes = 4 * words, width = padded_dim(pool);
   const int count = block->count, most = tile_rows(is_bf16);
   for (int first = 0; first < count; first += 16) {
@@ -235,18 +257,40 @@ INLINE void attend_block(const int is_bf16, const Attention *a, const Pool *pool
   for (int row = 0; row < (t->rows + VL - 1) / VL * VL; row++) {
     float *scores = scratch->scores + row * KV_BLOCK;
     const int sees = row >= first_row && row < last_row;
+    if (sees && kept)
+      for (int i = 0; i < count; i += VL) *(vf *)(scores + i) *= *(vf *)(scratch->k_scales + i);
     if (sees && a->softcap > 0) cap_scores(a->softcap / a->scale, count, scores);
     scratch->highest[row] = sees ? highest_score(t, row, begin, count, scores) : -INFINITY;
   }
   raise_maxima(scale, first_row, last_row, scratch);
   for (int row = first_row; row < last_row; row++)
-    weigh_row(is_bf16, scale, width, row, visible_to(t, row, begin, count), count, scratch);
+    weigh_row(is_bf16, kept, scale, width, row, visible_to(t, row, begin, count), count, scratch);
   for (int row = first_row; row < last_row; row += most)
     for (long d = 0; d < pool->dim; d += PANEL)
       tile_product(is_bf16, 1, at_most(last_row - row, most), used_steps, 0,
                    weights + row * weight_bytes, weight_bytes, scratch->values + d * steps,
                    scratch->sum + row * width + d, width, &ahead, amx);
 }
+
+/* `attend_block` for each way to keep vectors and each type of rows. */
+#define ATTEND_BLOCK(name, kept, is_bf16)                                                          \
+  static void name(const Attention *a, const Pool *pool, const Task *t, long begin, Block *block, \
+                   const Block *next, Scratch *scratch, Amx *amx) {                               \
+    attend_block(is_bf16, kept, a, pool, t, begin, block, next, scratch, amx);                    \
+  }
+ATTEND_BLOCK(attend_block_float, KEPT_AS_ROWS, 0)
+ATTEND_BLOCK(attend_block_bf16, KEPT_AS_ROWS, 1)
+ATTEND_BLOCK(attend_block_fp8_float, KEPT_IN_FP8, 0)
+ATTEND_BLOCK(attend_block_fp8_bf16, KEPT_IN_FP8, 1)
+ATTEND_BLOCK(attend_block_int8_float, KEPT_IN_INT8, 0)
+ATTEND_BLOCK(attend_block_int8_bf16, KEPT_IN_INT8, 1)
+
+static void (*const attend_block_of[][2])(const Attention *, const Pool *, const Task *, long,
+                                          Block *, const Block *, Scratch *, Amx *) = {
+    {attend_block_float, attend_block_bf16},
+    {attend_block_fp8_float, attend_block_fp8_bf16},
+    {attend_block_int8_float, attend_block_int8_bf16},
+};
 
 static void start_segment(const Pool *pool, const Task *t, Scratch *scratch) {
   memset(scratch->sum, 0, (size_t)(t->rows * padded_dim(pool)) * sizeof(float));
@@ -338,10 +382,7 @@ static void run_job(const Attention *a, const Pool *pool, const Job *job, const 
         find_block(pool, &next->task, next->begin, next->end, ahead);
       else
         ahead->num_spans = 0;
-      if (pool->is_bf16)
-        attend_block(1, a, pool, t, begin, block, ahead, scratch, amx);
-      else
-        attend_block(0, a, pool, t, begin, block, ahead, scratch, amx);
+      attend_block_of[pool->kept][pool->is_bf16](a, pool, t, begin, block, ahead, scratch, amx);
     }
     for (int row = 0; row < t->rows; row++) {
       float *total = scratch->total + row * width, *sum = scratch->sum + row * width;

@@ -72,23 +72,100 @@ static void silu_share(int is_bf16, void *out, const void *x, long rows, long n,
     }
 }
 
+#define MAX_DIM 256 /* elements of a head in attention, and where pages are in 8 bits */
+#define SCALE_BYTES 4 /* of a vector in 8 bits */
+#define FP8_MOST 448.0f
+#define INT8_MOST 127.0f
+
+/* As rows are, or page_size vectors of numbers of 8 bits and then their scales
+ * (weft/kernels/scaled_kv.py). */
+typedef enum { KEPT_AS_ROWS, KEPT_IN_FP8, KEPT_IN_INT8 } Kept;
+
 /* The pages of one layer; as laid out by weft/kernels/cpu.py. */
 typedef struct {
   void *data; /* [pages, kv_heads, layers, 2, page_size, dim], contiguous within a page */
   int64_t pages;
-  int64_t page_stride; /* Elements from one page to the next. */
+  int64_t page_stride; /* Elements from one page to the next; in 8 bits bytes. */
   int64_t kv_heads;
   int64_t layers;
   int64_t page_size;
   int64_t dim;
-  int32_t is_bf16;
+  int32_t is_bf16; /* rows outside of the pages, and those in them kept as rows */
+  int32_t kept; /* a Kept: how vectors are kept */
 } Pool;
 
-/* Index of element 0 of K (part 0) or V (part 1) of one position. */
-INLINE long pool_index(const Pool *pool, long layer, long page, long head, long part,
-                       long offset) {
-  long place = (head * pool->layers + layer) * 2 + part;
-  return page * pool->page_stride + (place * pool->page_size + offset) * pool->dim;
+/* Bytes of a vector, without its scale. */
+INLINE long vector_bytes(const Pool *pool) {
+  return pool->kept ? pool->dim : pool->dim * (pool->is_bf16 ? 2 : 4);
+}
+
+/* Bytes of K of a page's positions, which those of V follow, for one head and layer. */
+INLINE long part_bytes(const Pool *pool) {
+  return pool->page_size * (vector_bytes(pool) + (pool->kept ? SCALE_BYTES : 0));
+}
+
+/* K (part 0) or V (part 1) of the first position of a page. */
+INLINE char *part_at(const Pool *pool, long layer, long page, long head, long part) {
+  const long of_page = pool->page_stride * (vector_bytes(pool) / pool->dim);
+  return (char *)pool->data + page * of_page +
+         ((head * pool->layers + layer) * 2 + part) * part_bytes(pool);
+}
+
+/* Where a part has the scale of a vector in 8 bits. */
+INLINE float *scale_in(const Pool *pool, char *part, long offset) {
+  return (float *)(part + pool->page_size * pool->dim) + offset;
+}
+
+/* Numbers in FP8 (e4m3), not beyond its largest, in the low bits of each element. */
+INLINE vu vf_to_fp8(vf x) {
+  const vu sign = (vu)x >> 24 & 0x80;
+  const vf size = (vf)((vu)x & 0x7fffffff);
+  const vf most = vf_select((vi)(size > FP8_MOST), vf_splat(FP8_MOST), size);
+  const vu rounded = ((vu)most + 0x7ffff + ((vu)most >> 20 & 1)) >> 20;
+  /* Below 2^-6 numbers are 2^-9 apart, as those from 2^14 on are in float32. */
+  const vu small = (vu)(most + 16384.0f) & 0xff;
+  const vi is_small = (vi)(most < 0.015625f);
+  return (((vu)is_small & small) | (~(vu)is_small & (rounded - (120 << 3)))) | sign;
+}
+
+INLINE vf vf_from_fp8(vu x) {
+  const vu size = x & 0x7f, sign = (x & 0x80) << 24;
+  const vf small = __builtin_convertvector((vi)size, vf) * 0.001953125f; /* 2^-9 */
+  const vf wide = vf_select((vi)(size < 8), small, (vf)((size << 20) + (120 << 23)));
+  return (vf)((vu)wide | sign);
+}
+
+/* Nearest integers, ties to even, as bytes in the low bits of each element. */
+INLINE vu vf_to_int8(vf x) {
+  const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  return (vu)(x + shift) & 0xff;
+}
+
+/* A vector of n elements, a multiple of 16, in 8 bits: its largest magnitude becomes the format's. */
+INLINE void round_to_8_bits(const int kept, const int is_bf16, const void *x, long from, long n,
+                            char *out, float *scale) {
+  vf most = {0}, none = {0};
+  for (long i = 0; i < n; i += VL) {
+    const vf value = load_some(x, is_bf16, from + i, VL);
+    most = vf_max(vf_max(value, -value), most);
+    none += value - value; /* NaN where there is no finite number */
+  }
+  *scale = vf_highest(most) / (kept == KEPT_IN_FP8 ? FP8_MOST : INT8_MOST) + vf_sum(none);
+  const float inverse = *scale > 1.17549435e-38f ? 1 / *scale : 0;
+  for (long i = 0; i < n; i += VL) {
+    const vf scaled = load_some(x, is_bf16, from + i, VL) * inverse;
+    const vu rounded = kept == KEPT_IN_FP8 ? vf_to_fp8(scaled) : vf_to_int8(scaled);
+    *(vbyte *)(out + i) = __builtin_convertvector(rounded, vbyte);
+  }
+}
+
+/* The n elements of a vector in 8 bits as floats, without their scale: exact in either type. */
+INLINE void widen_8_bits(const int kept, const int is_bf16, const char *x, long n, void *out) {
+  for (long i = 0; i < n; i += VL) {
+    const vu number = __builtin_convertvector(*(const vbyte *)(x + i), vu);
+    const vf integer = __builtin_convertvector((vi)(number << 24) >> 24, vf);
+    store_some(out, is_bf16, i, VL, kept == KEPT_IN_FP8 ? vf_from_fp8(number) : integer);
+  }
 }
 
 typedef enum { FINE, OUT_OF_MEMORY, BAD_LENGTHS, BAD_PAGE, BAD_POSITION, BAD_SLOT, BAD_LORA, BAD_EXPERT, BAD_TOKEN } Status;
@@ -157,11 +234,21 @@ INLINE void rope_row(const int is_bf16, const Rope *rope, const Pool *pool, long
     rotate_head(is_bf16, rope->qkv, from + h * dim, rope->q_out, (row * heads + h) * dim, cos_sin,
                 rope->q_norm, of_norms, rope->eps, dim, rope->adjacent);
   for (long h = 0; h < kv_heads; h++) {
-    long k = from + (heads + h) * dim, v = k + kv_heads * dim;
-    rotate_head(is_bf16, rope->qkv, k, pool->data, pool_index(pool, layer, page, h, 0, offset),
-                cos_sin, rope->k_norm, of_norms, rope->eps, dim, rope->adjacent);
-    memcpy((char *)pool->data + pool_index(pool, layer, page, h, 1, offset) * size,
-           (const char *)rope->qkv + v * size, (size_t)(dim * size));
+    const long k = from + (heads + h) * dim, v = k + kv_heads * dim;
+    char *keys = part_at(pool, layer, page, h, 0), *values = part_at(pool, layer, page, h, 1);
+    if (pool->kept) {
+      ALIGNED float turned[MAX_DIM];
+      rotate_head(is_bf16, rope->qkv, k, turned, 0, cos_sin, rope->k_norm, of_norms, rope->eps, dim,
+                  rope->adjacent);
+      round_to_8_bits(pool->kept, is_bf16, turned, 0, dim, keys + offset * dim,
+                      scale_in(pool, keys, offset));
+      round_to_8_bits(pool->kept, is_bf16, rope->qkv, v, dim, values + offset * dim,
+                      scale_in(pool, values, offset));
+      continue;
+    }
+    rotate_head(is_bf16, rope->qkv, k, keys, offset * dim, cos_sin, rope->k_norm, of_norms,
+                rope->eps, dim, rope->adjacent);
+    memcpy(values + offset * dim * size, (const char *)rope->qkv + v * size, (size_t)(dim * size));
   }
 }
 

@@ -27,6 +27,7 @@ typedef float vf __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+typedef uint8_t vbyte __attribute__((vector_size(VL), aligned(1), may_alias));
 
 /* `x - 0` is x; `0 + x` would have to be added, as it makes 0 of -0. */
 INLINE vf vf_splat(float x) { return x - (vf){0}; }

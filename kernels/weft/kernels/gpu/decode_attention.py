@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.attention import MAX_TREE_ROWS
-from weft.kernels.fp8_kv import is_fp8
 from weft.kernels.gpu.dependent_launch import (
     is_dependent,
     launch_options,
@@ -22,9 +21,17 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.extend_attention import block_dim
-from weft.kernels.gpu.kv_entries import SCALE_BYTES, dequantised, scales_at
+from weft.kernels.gpu.kv_entries import (
+    LEAST_UNIT,
+    SCALE_BYTES,
+    query_in_units,
+    scales_at,
+    weights_in_units,
+    widened,
+)
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import capped, with_sink
+from weft.kernels.scaled_kv import is_scaled
 
 
 class DecodeLaunchShape(NamedTuple):
@@ -77,7 +84,7 @@ def decode_attention(
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D].
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in FP8.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -123,18 +130,19 @@ def decode_attention(
     walked = max_kv_len if window is None else min(max_kv_len, window + max_rows + tile)
     splits = num_splits(share * blocks * kv_heads, triton.cdiv(walked, tile), q.device)
     programs = share * blocks * kv_heads * splits
+    if block_group == 16 and dim <= 128 and (splits == 1 or is_scaled(pool)):
+        # Many programs hide each other's waits, and more warps would each widen the same keys for
+        # their part of the product: fewer spend less on both.
+        warps = min(warps, 2)
     if splits == 1:
         partial, sums = out, out
-        if block_group == 16 and dim <= 128:
-            # Many programs hide each other's waits: fewer warps spend less on theirs.
-            warps = min(warps, 2)
     else:
         # Not by tokens: prompts beside bring many, which leave no parts.
         parts = (requests * max_rows, heads, splits)
         partial = torch.empty((*parts, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((*parts, 2), dtype=torch.float32, device=q.device)
     # Programs that fill the device have other loads to wait for, those of many rows no registers.
-    is_early = is_settled and splits > 1 and block_group <= 32 and not is_fp8(pool)
+    is_early = is_settled and splits > 1 and block_group <= 32 and not is_scaled(pool)
     # A first tile that comes early takes a few registers more than four programs have.
     is_capped = is_early and warps == 4 and block_group == 16 and dim <= 128
     _decode_kernel[(kv_heads, blocks, splits)](
@@ -177,7 +185,7 @@ def decode_attention(
         IS_CHUNKED=is_chunked,
         SOFTCAP=softcap / scale,
         num_warps=warps,
-        num_stages=num_stages(programs, splits, q),
+        num_stages=num_stages(programs, splits, q, is_scaled(pool)),
         **({"maxnreg": 128} if is_capped else {}),
         **launch_options(q.device),
     )
@@ -252,10 +260,12 @@ def launch_shape(dtype: torch.dtype, dim: int, max_rows: int) -> DecodeLaunchSha
     return DecodeLaunchShape(tile=32 if dim > 128 else 64, warps=2 if is_short else 4)
 
 
-def num_stages(programs: int, splits: int, q: torch.Tensor) -> int:
+def num_stages(programs: int, splits: int, q: torch.Tensor, is_scaled: bool) -> int:
     """Number of tiles that a program loads ahead; their memory limits the number of programs."""
     if q.dtype == torch.float32:
         return 1
+    if is_scaled and splits == 1 and q.shape[2] <= 128:
+        return 5
     is_crowded = splits > 1 and programs >= _PAIRS_PER_SM * num_multiprocessors(q.device)
     return 2 if is_crowded or q.shape[2] > 128 else 3
 
@@ -361,7 +371,8 @@ def _decode_kernel(
     table = page_table + request.to(tl.int64) * table_stride
     column = tl.arange(0, BLOCK_DIM)
     in_dim = column < DIM
-    IS_FP8: tl.constexpr = pool.dtype.element_ty == tl.uint8
+    IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
+    MORE: tl.constexpr = SCALE_BYTES if IS_SCALED else 0
     first = begin + tl.arange(0, TILE)
     if IS_EARLY:
         # Of the first tile what earlier steps have written comes while the last kernel ends.
@@ -392,6 +403,9 @@ def _decode_kernel(
     heads = KV_HEADS * GROUP
     q_at = (row * heads + head)[:, None] * DIM + column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
+    if IS_SCALED:
+        query, unit_of_query = query_in_units(query)
+        unit = LEAST_UNIT
 
     largest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
@@ -410,43 +424,45 @@ def _decode_kernel(
             is_new = (is_seen & (first >= kv_len - q_len))[:, None] & in_dim[None, :]
             keys = tl.load(k_at, mask=is_new, other=first_keys)
             values = tl.load(k_at + PAGE_SIZE * DIM, mask=is_new, other=first_values)
-            largest, total, mixed = _take_tile(
-                largest, total, mixed, query, keys, values, first, is_seen, scale, begin, last_seen,
+            largest, total, shrink, weights = _weigh_tile(
+                largest, total, query, keys, None, first, is_seen, scale, begin, last_seen,
                 at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
                 WINDOW, IS_CHUNKED, SOFTCAP,
             )  # fmt: skip
+            mixed = mixed * shrink[:, None]
+            mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         begin += TILE
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         is_seen = _is_seen(position, end, first_seen, FIRST_POSITION, WINDOW)
         page = tl.load(table + position // PAGE_SIZE, mask=is_seen, other=0)
+        k_at = _k_at(
+            pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, MORE
+        )
         kv_mask = is_seen[:, None] & in_dim[None, :]
-        if IS_FP8:
-            k_at = _k_at(
-                pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM,
-                SCALE_BYTES,
-            )  # fmt: skip
+        keys = tl.load(k_at, mask=kv_mask, other=0)
+        values = tl.load(k_at + PAGE_SIZE * (DIM + MORE), mask=kv_mask, other=0)
+        k_scales = None
+        if IS_SCALED:
             scale_at = scales_at(
                 pool, page, position, kv_head, layer, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
             )
-            beside: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
-            keys = tl.load(k_at, mask=kv_mask, other=0)
-            values = tl.load(k_at + beside, mask=kv_mask, other=0)
-            keys = dequantised(keys, scale_at, is_seen, query.dtype, IS_NATIVE)
-            values = dequantised(
-                values, scale_at + beside // 4, is_seen, query.dtype, IS_NATIVE, True
-            )
-        else:
-            k_at = _k_at(
-                pool, page, position, kv_head, layer, column, LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM
-            )
-            keys = tl.load(k_at, mask=kv_mask, other=0.0)
-            values = tl.load(k_at + PAGE_SIZE * DIM, mask=kv_mask, other=0.0)
-        largest, total, mixed = _take_tile(
-            largest, total, mixed, query, keys, values, position, is_seen, scale, start, last_seen,
+            k_scales = tl.load(scale_at, mask=is_seen, other=0.0) * unit_of_query
+            to_v: tl.constexpr = PAGE_SIZE * (DIM + MORE) // MORE
+            v_scales = tl.load(scale_at + to_v, mask=is_seen, other=0.0)
+            keys = widened(keys, query.dtype, IS_NATIVE)
+            values = widened(values, query.dtype, IS_NATIVE, True)
+        largest, total, shrink, weights = _weigh_tile(
+            largest, total, query, keys, k_scales, position, is_seen, scale, start, last_seen,
             at, words, root, IS_SUMMED, IS_ALIKE, ROWS, TILE, FIRST_POSITION,
             WINDOW, IS_CHUNKED, SOFTCAP,
         )  # fmt: skip
+        if IS_SCALED:
+            weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    if IS_SCALED:
+        mixed = mixed * unit
 
     if IS_SPLIT:
         place = request.to(tl.int64)
@@ -506,13 +522,12 @@ def _k_at(
 
 
 @triton.jit
-def _take_tile(
+def _weigh_tile(
     largest: tl.tensor,
     total: tl.tensor,
-    mixed: tl.tensor,
     query: tl.tensor,
     keys: tl.tensor,
-    values: tl.tensor,
+    k_scales: tl.tensor,
     position: tl.tensor,
     is_seen: tl.tensor,
     scale: float,
@@ -529,13 +544,17 @@ def _take_tile(
     WINDOW: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Each member's largest score, sum of weights and weighed sum of V, with one more tile."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Each member's largest score and sum of weights with one more tile, what its earlier sums
+    shrink by, and the tile's weights. `k_scales`: of keys in 8 bits, or None.
+    """
     if IS_SUMMED:
         # Summed as a tree: a product's chain over the head would lose too much of float32.
         scores = tl.sum(query[:, None, :] * keys[None, :, :], axis=2)
     else:
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if k_scales is not None:
+        scores = scores * k_scales[None, :]
     scores = capped(scores, SOFTCAP)
     if ROWS == 1:
         # As in _hide.
@@ -554,9 +573,7 @@ def _take_tile(
     shrink = tl.exp2((largest - new_largest) * scale)
     weights = tl.exp2((scores - new_largest[:, None]) * scale)
     total = total * shrink + tl.sum(weights, axis=1)
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_largest, total, mixed
+    return new_largest, total, shrink, weights
 
 
 @triton.jit

@@ -16,8 +16,21 @@ import torch
 import triton
 import triton.language as tl
 from weft.kernels.gpu.copied_tiles import can_copy, copied_tiles
-from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
-from weft.kernels.gpu.kv_entries import SCALE_BYTES, dequantised, scales_at
+from weft.kernels.gpu.dependent_launch import (
+    is_dependent,
+    launch_options,
+    release_next,
+    wait_for_last,
+)
+from weft.kernels.gpu.kv_entries import (
+    LEAST_UNIT,
+    SCALE_BYTES,
+    dequantised,
+    query_in_units,
+    scales_at,
+    weights_in_units,
+    widened,
+)
 from weft.kernels.gpu.softmax import capped, with_sink
 
 
@@ -129,6 +142,7 @@ def extend_attention(
         own.k.stride(0) if own else 0,
         own.v.stride(0) if own else 0,
         requests,
+        IS_NATIVE=is_dependent(q.device),
         KV_HEADS=kv_heads,
         LAYERS=pool.shape[2],
         GROUP=heads // kv_heads,
@@ -192,6 +206,7 @@ def _extend_kernel(
     v_stride: int,
     requests: int,
     IS_DEPENDENT: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LAYERS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -221,9 +236,8 @@ def _extend_kernel(
     if (q_len < MIN_ROWS) | (begin < 0):
         return
 
-    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
-    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
-    TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
+    IS_SCALED: tl.constexpr = pool.dtype.element_ty.is_int()
+    OF_ROWS: tl.constexpr = PAGE_SIZE * DIM
     kv_head = head // GROUP
     row = begin + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
@@ -231,6 +245,9 @@ def _extend_kernel(
     q_at = ((first_row + row).to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * DIM
     q_at += column[None, :]
     query = tl.load(q + q_at, mask=mask, other=0.0)
+    if IS_SCALED:
+        query, unit_of_query = query_in_units(query)
+        unit = LEAST_UNIT
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -255,33 +272,58 @@ def _extend_kernel(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
             )  # fmt: skip
-            largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + OF_ROWS,
-                position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
-            )  # fmt: skip
+            if IS_SCALED:
+                largest, total, mixed, unit = attend_scaled_tile(
+                    largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position,
+                    end, last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, 0,
+                    IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+                )  # fmt: skip
+            else:
+                largest, total, mixed = attend_tile(
+                    largest, total, mixed, query, k_at, k_at + OF_ROWS,
+                    position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
+                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                )  # fmt: skip
     for start in range(full, common, TILE):
         position = start + tl.arange(0, TILE)
         k_at, scale_at = k_of_pages(
             pool, table, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
         )  # fmt: skip
-        largest, total, mixed = attend_tile(
-            largest, total, mixed, query, k_at, k_at + OF_ROWS,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
-            scale_at=scale_at, TO_V=TO_V,
-        )  # fmt: skip
+        if IS_SCALED:
+            largest, total, mixed, unit = attend_scaled_tile(
+                largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
+                last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, False, IS_NATIVE, 0,
+                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+            )  # fmt: skip
+        else:
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end, last_seen,
+                scale, DIM, BLOCK_DIM, False, 0, IS_FUSED, SOFTCAP=SOFTCAP,
+            )  # fmt: skip
     for start in range(tail, end, TILE):
         position = start + tl.arange(0, TILE)
         k_at, scale_at = k_of_pages(
             pool, table, position, end, kv_head, layer, column,
             LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
         )  # fmt: skip
-        largest, total, mixed = attend_tile(
-            largest, total, mixed, query, k_at, k_at + OF_ROWS,
-            position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
-            first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
-        )  # fmt: skip
+        if IS_SCALED:
+            largest, total, mixed, unit = attend_scaled_tile(
+                largest, total, mixed, unit, query, unit_of_query, k_at, scale_at, position, end,
+                last_seen, scale, first, DIM, BLOCK_DIM, PAGE_SIZE, True, IS_NATIVE, FIRST_POSITION,
+                IS_FUSED, WINDOW, IS_CHUNKED, SOFTCAP,
+            )  # fmt: skip
+        else:
+            largest, total, mixed = attend_tile(
+                largest, total, mixed, query, k_at, k_at + OF_ROWS,
+                position, end, last_seen, scale, DIM, BLOCK_DIM, True, FIRST_POSITION, IS_FUSED,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+            )  # fmt: skip
+    if IS_SCALED:
+        mixed = mixed * unit
+        if own_k is not None:
+            # Not in units; read once more, so that no registers keep it.
+            query = tl.load(q + q_at, mask=mask, other=0.0)
     if own_k is not None:
         k_at = own_k + first_row.to(tl.int64) * k_stride + kv_head * DIM + column[None, :]
         v_at = own_v + first_row.to(tl.int64) * v_stride + kv_head * DIM + column[None, :]
@@ -389,9 +431,9 @@ def k_of_pages(
     DIM: tl.constexpr,
     IS_PARTIAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where K of positions is, V being one page's rows behind it; in FP8 also where scales are,
+    """Where K of positions is, V being one page's rows behind it; in 8 bits also where scales are,
     else nothing of use."""
-    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty == tl.uint8 else 0
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
     if IS_PARTIAL:
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     else:
@@ -433,7 +475,7 @@ def attend_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a tile of positions to a running softmax; where partial, what each row sees of it.
 
-    In FP8 `scale_at` says where scales of K are, and TO_V how far from them those of V.
+    In 8 bits `scale_at` says where scales of K are, and TO_V how far from them those of V.
     """
     in_dim = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
     if IS_PARTIAL:
@@ -457,16 +499,99 @@ def attend_tile(
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     scores = capped(scores, SOFTCAP)
     if IS_PARTIAL:
-        is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
-        if IS_CHUNKED:
-            is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
-        elif WINDOW > 0:
-            is_seen &= position[None, :] > last_seen[:, None] - WINDOW
-        # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
-        scores = tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
+        scores = seen_alone(
+            scores, position, is_there, last_seen, before, FIRST_POSITION, WINDOW, IS_CHUNKED
+        )
     return mix_tile(  # type: ignore[no-any-return]
         largest, total, mixed, scores, values, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
     )
+
+
+@triton.jit
+def seen_alone(
+    scores: tl.tensor,
+    position: tl.tensor,
+    is_there: tl.tensor,
+    last_seen: tl.tensor,
+    before: int,
+    FIRST_POSITION: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+) -> tl.tensor:
+    """The scores of what each row sees of a tile; the others are hidden."""
+    is_seen = (position[None, :] <= last_seen[:, None]) & is_there[None, :]
+    if IS_CHUNKED:
+        is_seen &= position[None, :] >= first_of_chunk(last_seen, before, WINDOW)[:, None]
+    elif WINDOW > 0:
+        is_seen &= position[None, :] > last_seen[:, None] - WINDOW
+    # Finite where a whole tile may be hidden: what it leaves vanishes beside any other.
+    return tl.where(is_seen, scores, float("-inf") if FIRST_POSITION == 0 else -1e30)
+
+
+@triton.jit
+def attend_scaled_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    unit: tl.tensor,
+    query: tl.tensor,
+    unit_of_query: tl.tensor,
+    k_at: tl.tensor,
+    scale_at: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    last_seen: tl.tensor,
+    scale: float,
+    first: int,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    FIRST_POSITION: tl.constexpr,
+    IS_FUSED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """`attend_tile` of pages in 8 bits, with scales left to scores and weights; `unit`: see
+    `weights_in_units`.
+    """
+    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + SCALE_BYTES)
+    is_there = position < end
+    if FIRST_POSITION > 0:
+        is_there &= position >= FIRST_POSITION
+    if WINDOW > 0:
+        is_there &= position >= first
+    mask = (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    if IS_PARTIAL:
+        mask &= is_there[:, None]
+        k_scales = tl.load(scale_at, mask=is_there, other=0.0)
+        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES, mask=is_there, other=0.0)
+    else:
+        k_scales = tl.load(scale_at)
+        v_scales = tl.load(scale_at + OF_ROWS // SCALE_BYTES)
+    if IS_PARTIAL or DIM < BLOCK_DIM:
+        keys = tl.load(k_at, mask=mask, other=0)
+        values = tl.load(k_at + OF_ROWS, mask=mask, other=0)
+    else:
+        keys = tl.load(k_at)
+        values = tl.load(k_at + OF_ROWS)
+    keys = widened(keys, query.dtype, IS_NATIVE)
+    values = widened(values, query.dtype, IS_NATIVE, True)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    scores = capped(scores * (k_scales * unit_of_query)[None, :], SOFTCAP)
+    if IS_PARTIAL:
+        scores = seen_alone(
+            scores, position, is_there, last_seen, 0, FIRST_POSITION, WINDOW, IS_CHUNKED
+        )
+    largest, total, shrink, weights = weigh_tile(
+        largest, total, scores, scale, IS_FUSED, IS_PARTIAL and WINDOW > 0
+    )
+    weights, shrink, unit = weights_in_units(weights, v_scales, shrink, unit)
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, mixed, unit
 
 
 @triton.jit
@@ -481,6 +606,26 @@ def mix_tile(
     MAY_SEE_NONE: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds values by their scores to a running softmax."""
+    largest, total, shrink, weights = weigh_tile(
+        largest, total, scores, scale, IS_FUSED, MAY_SEE_NONE
+    )
+    mixed = mixed * shrink[:, None]
+    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return largest, total, mixed
+
+
+@triton.jit
+def weigh_tile(
+    largest: tl.tensor,
+    total: tl.tensor,
+    scores: tl.tensor,
+    scale: float,
+    IS_FUSED: tl.constexpr,
+    MAY_SEE_NONE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Each row's largest score and sum of weights with one more tile, what its earlier sums shrink
+    by, and the tile's weights.
+    """
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     reference = new_largest
     if MAY_SEE_NONE:
@@ -496,6 +641,4 @@ def mix_tile(
         # As above: loses nothing among the scores that matter.
         weights = tl.exp2((scores - reference[:, None]) * scale)
     total = tl.fma(total, shrink, tl.sum(weights, axis=1))
-    mixed = mixed * shrink[:, None]
-    mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_largest, total, mixed
+    return new_largest, total, shrink, weights

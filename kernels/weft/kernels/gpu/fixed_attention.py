@@ -24,6 +24,7 @@ from weft.kernels.gpu.extend_attention import (
     request_of_tile,
     window_of_rows,
 )
+from weft.kernels.gpu.kv_entries import SCALE_BYTES
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
 from weft.kernels.gpu.softmax import with_sink
 
@@ -57,7 +58,7 @@ def fixed_attention(
     Args:
         out: [T, Hq * D], dtype of `q`; a request without context gets zeros.
         q: [T, Hq, D], T at least 1.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page.
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits.
         layer: Layer of the pool to read.
         page_table: [R, max_pages] int32.
         cu_q_lens: [R + 1] int32.
@@ -170,6 +171,9 @@ def _fixed_kernel(
     wait_for_last(IS_DEPENDENT)
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
+    MORE: tl.constexpr = SCALE_BYTES if pool.dtype.element_ty.is_int() else 0
+    OF_ROWS: tl.constexpr = PAGE_SIZE * (DIM + MORE)
+    TO_V: tl.constexpr = OF_ROWS // SCALE_BYTES if MORE > 0 else 0
     Q_ROWS: tl.constexpr = ROWS // GROUP
     request = request_of_tile(index, cu_q_lens, requests, Q_ROWS)
     first_row = tl.load(cu_q_lens + request)
@@ -218,36 +222,36 @@ def _fixed_kernel(
             start_partly = tl.maximum(walk, segment * SEGMENT)
             for start in range(start_partly, tl.minimum(full, segment_end), TILE):
                 position = start + tl.arange(0, TILE)
-                k_at, _ = k_of_pages(
+                k_at, scale_at = k_of_pages(
                     pool, table, position, end, kv_head, layer, column,
                     LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
                 )  # fmt: skip
                 largest, total, mixed = attend_tile(
-                    largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM, position, end,
+                    largest, total, mixed, query, k_at, k_at + OF_ROWS, position, end,
                     last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                    first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
                 )  # fmt: skip
         for start in range(start_fully, tl.minimum(common, segment_end), TILE):
             position = start + tl.arange(0, TILE)
-            k_at, _ = k_of_pages(
+            k_at, scale_at = k_of_pages(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, False,
             )  # fmt: skip
             largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+                largest, total, mixed, query, k_at, k_at + OF_ROWS,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, False, 0, IS_FUSED,
-                SOFTCAP=SOFTCAP,
+                SOFTCAP=SOFTCAP, scale_at=scale_at, TO_V=TO_V,
             )  # fmt: skip
         for start in range(tl.maximum(tail, segment * SEGMENT), segment_end, TILE):
             position = start + tl.arange(0, TILE)
-            k_at, _ = k_of_pages(
+            k_at, scale_at = k_of_pages(
                 pool, table, position, end, kv_head, layer, column,
                 LAYERS, PAGE_SIZE, PAGE_STRIDE, DIM, True,
             )  # fmt: skip
             largest, total, mixed = attend_tile(
-                largest, total, mixed, query, k_at, k_at + PAGE_SIZE * DIM,
+                largest, total, mixed, query, k_at, k_at + OF_ROWS,
                 position, end, last_seen, scale, DIM, BLOCK_DIM, True, 0, IS_FUSED,
-                first, WINDOW, SOFTCAP, 0, IS_CHUNKED,
+                first, WINDOW, SOFTCAP, 0, IS_CHUNKED, scale_at, TO_V,
             )  # fmt: skip
         keep, share, all_largest = _weights(all_largest, largest, scale)
         is_seen = share > 0.0

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.fp8 import FP8, FP8_MAX
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.fp8_weights import GROUP
-from weft.kernels.quantised import FP8, FP8_GROUP, FP8_MAX
+from weft.kernels.quantised import FP8_GROUP
 
 ROWS_OF_GROUPS = 16
 """Rows with scales by group are padded in memory to a multiple of this number."""

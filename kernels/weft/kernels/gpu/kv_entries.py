@@ -1,13 +1,40 @@
-"""K and V of a pool in FP8 inside a GPU's kernels (`weft.kernels.fp8_kv`)."""
+"""K and V of a pool in 8 bits inside a GPU's kernels (`weft.kernels.scaled_kv`)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from weft.kernels.fp8_kv import SCALE_BYTES as _SCALE_BYTES
 from weft.kernels.gpu.fp8_weights import FOUR_TO_BFLOAT16
+from weft.kernels.scaled_kv import SCALE_BYTES as _SCALE_BYTES
 
 SCALE_BYTES = tl.constexpr(_SCALE_BYTES)
+_FOUR_TO_FLOAT16 = tl.constexpr(
+    """
+    {
+    .reg .b16 lower, upper;
+    mov.b32 {lower, upper}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, lower;
+    cvt.rn.f16x2.e4m3x2 $1, upper;
+    }
+    """
+)
+_FOUR_INTEGERS_TO_FLOAT16 = tl.constexpr(
+    """
+    {
+    .reg .b32 shifted, lower, upper, high, offset;
+    mov.b32 high, 0x64646464;
+    mov.b32 offset, 0x64806480;
+    xor.b32 shifted, $2, 0x80808080;
+    prmt.b32 lower, shifted, high, 0x4140;
+    prmt.b32 upper, shifted, high, 0x4342;
+    sub.f16x2 $0, lower, offset;
+    sub.f16x2 $1, upper, offset;
+    }
+    """
+)
+"""0x6400 + n is 1024 + n in float16; n is the integer and 128."""
+_UNIT_OF_QUERY = tl.constexpr(2.0**12)
+LEAST_UNIT = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -44,10 +71,58 @@ def dequantised(
     are widened before threads exchange them, which takes long of bytes that are turned.
     """
     scale = tl.load(at) if exists is None else tl.load(at, mask=exists, other=0.0)
-    if IS_NATIVE and like == tl.bfloat16:
+    if numbers.dtype == tl.int8:
+        wide = numbers.to(tl.float32)
+    elif IS_NATIVE and like == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             FOUR_TO_BFLOAT16, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=not IS_FIRST, pack=4
         ).to(tl.float32)
     else:
         wide = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return (wide * scale[:, None]).to(like)
+
+
+@triton.jit
+def widened(
+    numbers: tl.tensor, like: tl.constexpr, IS_NATIVE: tl.constexpr, IS_FIRST: tl.constexpr = False
+) -> tl.tensor:
+    """Vectors [TILE, D] in floats `like`, float16 or float32, exactly, without their scales.
+
+    Native and first are as in `dequantised`.
+    """
+    IS_INT8: tl.constexpr = numbers.dtype == tl.int8
+    if IS_NATIVE and like == tl.float16:
+        FOUR: tl.constexpr = _FOUR_INTEGERS_TO_FLOAT16 if IS_INT8 else _FOUR_TO_FLOAT16
+        return tl.inline_asm_elementwise(
+            FOUR, "=r,=r,r", [numbers], dtype=tl.float16, is_pure=not IS_FIRST, pack=4
+        )
+    if IS_INT8:
+        return numbers.to(like)
+    return numbers.to(tl.float8e4nv, bitcast=True).to(like)
+
+
+@triton.jit
+def query_in_units(query: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Queries in float16 and the power of two in whose units they are; of float32 as they are.
+
+    Float16 has more bits than bfloat16, but a smaller range.
+    """
+    unit = 1.0
+    if query.dtype != tl.float32:
+        wide = query.to(tl.float32)
+        most = tl.maximum(tl.max(tl.max(tl.abs(wide), axis=1), axis=0), LEAST_UNIT)
+        power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        unit = power / _UNIT_OF_QUERY
+        query = (wide * (1.0 / unit)).to(tl.float16)
+    return query, unit
+
+
+@triton.jit
+def weights_in_units(
+    weights: tl.tensor, v_scales: tl.tensor, shrink: tl.tensor, unit: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Weights [M, TILE] times the scales of V, in units of the largest scale so far, so that
+    float16 holds them; what sums in earlier units shrink by; and the unit.
+    """
+    largest = tl.maximum(unit, tl.max(v_scales, axis=0))
+    return weights * (v_scales / largest)[None, :], shrink * (unit / largest), largest

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from weft.kernels.fp8_kv import head_dim
+from weft.kernels.fp8 import FP8_MAX
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.kv_entries import SCALE_BYTES
-from weft.kernels.quantised import FP8_MAX
+from weft.kernels.scaled_kv import INT8_MAX, head_dim
 
 _BLOCK_HEADS = 16
 FP8_MOST = tl.constexpr(FP8_MAX)
+INT8_MOST = tl.constexpr(INT8_MAX)
 
 
 def rope_and_cache(
@@ -151,17 +152,18 @@ def _rope_and_cache_kernel(
     of_head = (kv_head * LAYERS + layer) * 2 + is_v.to(tl.int32)
     is_kv = mask & (is_q[:, None] == 0)
     page_at = pool + slot // PAGE_SIZE * PAGE_STRIDE
-    if pool.dtype.element_ty == tl.uint8:
+    if pool.dtype.element_ty.is_int():
+        IS_INT8: tl.constexpr = pool.dtype.element_ty == tl.int8
         wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
         most = tl.maximum(tl.max(tl.abs(wide_low), axis=1), tl.max(tl.abs(wide_high), axis=1))
         of_rows: tl.constexpr = PAGE_SIZE * (2 * HALF + SCALE_BYTES)
         kv_at = page_at + of_head[:, None] * of_rows + slot % PAGE_SIZE * (2 * HALF)
-        tl.store(kv_at + first[None, :], _bytes_of(wide_low, most), mask=is_kv)
-        tl.store(kv_at + second[None, :], _bytes_of(wide_high, most), mask=is_kv)
+        tl.store(kv_at + first[None, :], _bytes_of(wide_low, most, IS_INT8), mask=is_kv)
+        tl.store(kv_at + second[None, :], _bytes_of(wide_high, most, IS_INT8), mask=is_kv)
         to_scales = of_head * of_rows + PAGE_SIZE * (2 * HALF) + slot % PAGE_SIZE * SCALE_BYTES
         is_one = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (is_q == 0)
         scale_at = (page_at + to_scales).to(tl.pointer_type(tl.float32))
-        tl.store(scale_at, most / FP8_MOST, mask=is_one)
+        tl.store(scale_at, most / (INT8_MOST if IS_INT8 else FP8_MOST), mask=is_one)
     else:
         kv_row = of_head * PAGE_SIZE + slot % PAGE_SIZE
         kv_at = page_at + kv_row[:, None] * (2 * HALF)
@@ -224,9 +226,13 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _bytes_of(values: tl.tensor, most: tl.tensor) -> tl.tensor:
-    """Bytes of FP8 numbers; `most` is the largest magnitude of each row."""
-    inverse = tl.where(most > 1e-30, FP8_MOST / most, 0.0)
+def _bytes_of(values: tl.tensor, most: tl.tensor, IS_INT8: tl.constexpr) -> tl.tensor:
+    """Bytes of numbers in 8 bits; `most` is the largest magnitude of each row."""
+    LARGEST: tl.constexpr = INT8_MOST if IS_INT8 else FP8_MOST
+    inverse = tl.where(most > 1e-30, LARGEST / most, 0.0)
     # What is rounded up beyond the largest number would be none.
-    scaled = tl.minimum(tl.maximum(values * inverse[:, None], -FP8_MOST), FP8_MOST)
+    scaled = tl.minimum(tl.maximum(values * inverse[:, None], -LARGEST), LARGEST)
+    if IS_INT8:
+        # 1.5 * 2^23: adding it rounds to an integer.
+        return (scaled + 12582912.0 - 12582912.0).to(tl.int8)
     return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

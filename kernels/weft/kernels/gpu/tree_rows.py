@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from weft.kernels.scaled_kv import entries_of
 
 if TYPE_CHECKING:
     from weft.kernels.step_rows import SlotTokens, StepRows, Verified
@@ -45,25 +46,27 @@ def move_paths(
     pool: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, paths: torch.Tensor
 ) -> None:
     """`weft.kernels.tree_rows.move_paths` for CUDA tensors."""
-    _, heads, layers, parts, page_size, dim = pool.shape
     requests, width = rows.shape
-    lines = heads * layers * parts
-    width_block = triton.next_power_of_2(dim)
-    line_block = max(1, _MAX_ELEMENTS // width_block)
-    _move_kernel[(requests, triton.cdiv(lines, line_block))](
-        pool,
-        places,
-        rows,
-        paths,
-        lines,
-        width,
-        dim,
-        pool.stride(0),
-        PAGE_SIZE=page_size,
-        LINES=line_block,
-        BLOCK=width_block,
-        num_warps=4,
-    )
+    for entries in entries_of(pool):
+        _, heads, layers, parts, page_size, dim = entries.shape
+        lines = heads * layers * parts
+        width_block = triton.next_power_of_2(dim)
+        line_block = max(1, _MAX_ELEMENTS // width_block)
+        _move_kernel[(requests, triton.cdiv(lines, line_block))](
+            entries,
+            places,
+            rows,
+            paths,
+            lines,
+            width,
+            dim,
+            entries.stride(0),
+            entries.stride(3),
+            PAGE_SIZE=page_size,
+            LINES=line_block,
+            BLOCK=width_block,
+            num_warps=4,
+        )
 
 
 @triton.jit(do_not_specialize=["width", "dummy"])
@@ -127,6 +130,7 @@ def _move_kernel(
     width: int,
     dim: int,
     page_stride: int,
+    line_stride: int,
     PAGE_SIZE: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -147,8 +151,9 @@ def _move_kernel(
             if of != to:
                 source = tl.load(places + of)
                 target = tl.load(places + to)
-                source_at = _line(pool, source, line, column, dim, page_stride, PAGE_SIZE)
-                target_at = _line(pool, target, line, column, dim, page_stride, PAGE_SIZE)
+                strides = page_stride, line_stride, dim
+                source_at = _line(pool, source, line, column, strides, PAGE_SIZE)
+                target_at = _line(pool, target, line, column, strides, PAGE_SIZE)
                 tl.store(target_at, tl.load(source_at, mask=mask), mask=mask)
             step += 1
 
@@ -159,11 +164,13 @@ def _line(
     place: tl.tensor,
     line: tl.tensor,
     column: tl.tensor,
-    dim: int,
-    page_stride: int,
+    strides: tuple[int, int, int],
     PAGE_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Where the columns of some lines (head, layer, part) of a place are."""
-    in_page = line.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
+    """Where the columns of some lines (head, layer, part) of a place are; strides of pages, lines
+    and places.
+    """
+    page_stride, line_stride, dim = strides
+    in_page = line.to(tl.int64) * line_stride + place % PAGE_SIZE * dim
     page_at = pool + place // PAGE_SIZE * page_stride
-    return page_at + in_page[:, None] * dim + column[None, :]
+    return page_at + in_page[:, None] + column[None, :]

@@ -29,6 +29,7 @@ from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import head_graphs, max_drafts
 from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
+from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
 from weft.engine.executor.port import Drawable
@@ -121,7 +122,7 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
     loaded, drafted = load_share(config, others, peers)
     shared = SharedMemory(others, peers)
     lora = make_lora_pool(config, loaded, device, ranks=shared)
-    layout = loaded.model.kv_layout(config.page_size)
+    layout = kept_layout(config, loaded, device)
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
     max_tokens = min(config.max_context_tokens or most, most)

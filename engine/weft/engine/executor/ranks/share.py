@@ -12,9 +12,10 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.executor.drafts.build import load_head
+from weft.engine.executor.kv_format import dtype_of
 from weft.engine.executor.local import RankPool
 from weft.engine.executor.states import RankBlocks
-from weft.engine.memory.layout import FP8, CacheLayout
+from weft.engine.memory.layout import CacheLayout
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
 from weft.engine.parallel.segment import Segment
@@ -131,9 +132,8 @@ def pool_of(
         return layout_of_rank(layout, others.size), None
     if config.is_on_gpu:
         return _mapped_pool(shared, layout, num_pages)
-    dtype: torch.dtype = getattr(torch, layout.plane.dtype)
     segment = others.share(num_pages * layout.page_bytes)
-    whole = segment.tensor(layout.pool_shape(num_pages), dtype)
+    whole = segment.tensor(layout.pool_shape(num_pages), dtype_of(layout.plane))
     heads = kv_heads_of(layout.plane.heads, others.rank, others.size)
     return layout, RankPool(whole, whole[:, heads])
 
@@ -150,7 +150,7 @@ def _mapped_pool(
             param="tp",
         )
     own = layout_of_rank(layout, size)
-    dtype: torch.dtype = torch.uint8 if plane.dtype == FP8 else getattr(torch, plane.dtype)
+    dtype = dtype_of(plane)
     try:
         memory = shared.memory(num_pages * own.page_bytes)
     except RuntimeError as error:

@@ -38,7 +38,7 @@ from weft.kernels.draft_head import (
     draft_entries_reference,
     pack_draft_head,
 )
-from weft.kernels.fp8_kv import SCALE_BYTES
+from weft.kernels.fp8 import FP8
 from weft.kernels.gpu import (
     chunked_recurrence,
     copied_tiles,
@@ -73,15 +73,9 @@ from weft.kernels.lora import LoraStep
 from weft.kernels.moe import ExpertWeights, RouterForm, Routing, SparseMlpWeight, moe
 from weft.kernels.norm import Norm
 from weft.kernels.packed_groups import PackedExperts, pack_groups
-from weft.kernels.quantised import (
-    FP8,
-    FP8_GROUP,
-    Fp8Blocks,
-    Fp8Channels,
-    Fp8Experts,
-    Fp8Matrix,
-)
+from weft.kernels.quantised import FP8_GROUP, Fp8Blocks, Fp8Channels, Fp8Experts, Fp8Matrix
 from weft.kernels.rope import rope_and_cache, rotate_heads
+from weft.kernels.scaled_kv import SCALE_BYTES
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory
 from weft.kernels.step_requests import DecodeColumns
 from weft.kernels.step_rows import SlotTokens, StepRows, Verified
@@ -349,17 +343,18 @@ def compile_groups(is_full: bool) -> None:
 
 
 def compile_fp8_kv() -> None:
-    """Attention over K and V in FP8, and their write."""
+    """Attention over K and V in 8 bits, and their write."""
     heads, kv_heads, dim = 8, 2, 128
-    shape = (40, kv_heads, 2, 2, PAGE_SIZE, dim + SCALE_BYTES)
-    pool, spec = torch.zeros(shape, dtype=torch.uint8), AttentionSpec(heads, kv_heads, dim, 0.1)
-    for q_lens in ([1] * 3, [40, 1]):
-        step = make_step(q_lens).groups[0]
-        rows = sum(q_lens)
-        paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
-    qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
-    turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
-    rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
+    shape, spec = (40, kv_heads, 2, 2, PAGE_SIZE, dim + SCALE_BYTES), AttentionSpec(8, 2, 128, 0.1)
+    for dtype in (torch.uint8, torch.int8):
+        pool = torch.zeros(shape, dtype=dtype)
+        for q_lens in ([1] * 3, [40, 1]):
+            step = make_step(q_lens).groups[0]
+            rows = sum(q_lens)
+            paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
+        qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
+        turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
+        rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
 
 
 def compile_adapters(is_full: bool) -> None:

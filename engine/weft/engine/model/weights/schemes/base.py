@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,9 @@ from typing import TypeAlias
 
 import torch
 from weft.engine.base.errors import ModelError
+from weft.engine.checkpoint.kv_scheme import KV_SCALES
 from weft.engine.checkpoint.quantization import Quantization
+from weft.engine.model.weights.reader import TensorSlice
 from weft.engine.model.weights.schemes.plain import (
     PlainScheme,
     packed_experts,
@@ -48,6 +51,8 @@ class QuantisedScheme(ABC):
 
     def linear(self, spec: LinearSpec, weights: Weights) -> LinearWeight:
         """See `Scheme.linear`."""
+        if self.quantization.has_kv_scales:
+            _check_kv_scales(spec, weights)
         if self.ignores(spec, weights):
             return self.plain.linear(spec, weights)
         pack = pack_gate_up if spec.is_gated else pack_linear
@@ -150,6 +155,34 @@ class QuantisedScheme(ABC):
 def listing(spec: LinearSpec, weights: Weights) -> str:
     """The full names of a product's projections."""
     return ", ".join(weights.full_name(name) for name in spec.modules)
+
+
+def one_scale(name: str, weights: Weights) -> torch.Tensor:
+    """[1] float32: a tensor of one number, of whatever shape.
+
+    Raises:
+        ModelError: It is missing, has another shape, or is no scale.
+    """
+    shape = weights.shape_of(name)
+    shape = (1,) if shape is None else shape
+    if math.prod(shape) != 1:
+        raise ModelError(f"{weights.full_name(name)} has shape {shape}, not one number")
+    scale = weights.tensor(TensorSlice(name, shape), torch.float32).view(1)
+    if not 0 <= scale.item() < math.inf:
+        raise ModelError(f"{weights.full_name(name)}: {scale.item()} is no scale")
+    return scale
+
+
+def _check_kv_scales(spec: LinearSpec, weights: Weights) -> None:
+    """Reads the fixed scales of K and V that belong to a product's projections, if any."""
+    for module in spec.modules:
+        layer, _, projection = module.rpartition("_proj")[0].rpartition(".")
+        scale = f"{projection}_scale"
+        if scale in KV_SCALES:
+            prefix = f"{layer}." if layer else ""
+            for name in (prefix + scale, f"{module}.{scale}"):
+                if weights.has(name):
+                    one_scale(name, weights)
 
 
 def check_scales(scales: torch.Tensor, spec: LinearSpec, weights: Weights, name: str) -> None:

@@ -7,11 +7,16 @@ import math
 import torch
 from weft.engine.base.errors import ModelError
 from weft.engine.model.weights.reader import TensorSlice
-from weft.engine.model.weights.schemes.base import QuantisedScheme, check_scales, listing
+from weft.engine.model.weights.schemes.base import (
+    QuantisedScheme,
+    check_scales,
+    listing,
+    one_scale,
+)
 from weft.engine.model.weights.specs import LinearSpec
 from weft.engine.model.weights.weights import Weights
+from weft.kernels.fp8 import FP8
 from weft.kernels.quantised import (
-    FP8,
     FP8_GROUP,
     Fp8Blocks,
     Fp8Channels,
@@ -39,7 +44,7 @@ class Fp8Scheme(QuantisedScheme):
             raise ModelError(f"{listing(spec, weights)}: a weight is not a number")
         if self.quantization.has_input_scale:
             for name in spec.modules:
-                self._one_scale(f"{name}.input_scale", weights)
+                one_scale(f"{name}.input_scale", weights)
         if self.quantization.scales == "blocks":
             return self._blocks(spec, parts, data, weights)
         scales = torch.cat([self._row_scales(part, weights) for part in parts])
@@ -57,23 +62,12 @@ class Fp8Scheme(QuantisedScheme):
         """[rows of the part]: of a scale for the whole projection, the same for all."""
         name, rows = self._scale_name(part), part.shape[0]
         if self.quantization.scales == "tensors":
-            return self._one_scale(name, weights).expand(part.size[0])
+            return one_scale(name, weights).expand(part.size[0])
         shape = weights.shape_of(name)
         whole = (rows,) if shape == (rows,) else (rows, 1)
         return weights.read([TensorSlice(name, whole, part.slices[:1])], dtype=torch.float32).view(
             -1
         )
-
-    def _one_scale(self, name: str, weights: Weights) -> torch.Tensor:
-        """[1]: a tensor of one number, of whatever shape."""
-        shape = weights.shape_of(name)
-        shape = (1,) if shape is None else shape
-        if math.prod(shape) != 1:
-            raise ModelError(f"{weights.full_name(name)} has shape {shape}, not one number")
-        scale = weights.tensor(TensorSlice(name, shape), torch.float32).view(1)
-        if not 0 <= scale.item() < math.inf:
-            raise ModelError(f"{weights.full_name(name)}: {scale.item()} is no scale")
-        return scale
 
     def _blocks(
         self,

@@ -1,0 +1,42 @@
+"""The number format of K and V in pages: what the settings ask for, where a device has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from weft.engine.base.config import EngineConfig
+from weft.engine.base.errors import ConfigError
+from weft.engine.memory.layout import FP8, INT8, CacheLayout, PagedPlane, in_8_bits
+
+if TYPE_CHECKING:
+    from weft.engine.model.loader import LoadedModel
+
+_CAPABILITY = (8, 9)
+"""Least compute capability of GPUs with instructions for FP8."""
+_DTYPES = {FP8: torch.uint8, INT8: torch.int8}
+
+
+def kept_layout(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> CacheLayout:
+    """How the model's KV lies, in the number format that is asked for; encoders keep none.
+
+    Raises:
+        ConfigError: The device or a kernel lacks the format; the message names what.
+    """
+    layout = loaded.model.kv_layout(config.page_size)
+    if config.kv_dtype == "auto" or loaded.config.is_encoder:
+        return layout
+    if device.type == "cuda" and config.kv_dtype == FP8:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _CAPABILITY:
+            raise ConfigError(
+                f"kv_dtype: {FP8} needs compute capability {_CAPABILITY}, {device} has "
+                f"{capability}; take {INT8}, or leave it at auto",
+                param="kv_dtype",
+            )
+    return in_8_bits(layout, config.kv_dtype)
+
+
+def dtype_of(plane: PagedPlane) -> torch.dtype:
+    """The dtype of a plane's pool."""
+    return _DTYPES.get(plane.dtype) or getattr(torch, plane.dtype)
