@@ -240,6 +240,7 @@ def loads_of(section: str, options: argparse.Namespace) -> list[list[str]]:
         ]
     if section == "agents":
         sessions = ["--sessions", str(options.sessions), "--turns", "6", "--session-rate", "1"]
+        sessions += ["--seed", str(options.seed)]
         history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
         return [[*sessions, *history, "--tokens", "50", "200", *common]]
     return []
@@ -377,6 +378,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )
+    parser.add_argument("--seed", type=int, default=1, help="of the sessions")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
     parser.add_argument("--decode-args", default="", help="further flags of decode workers")

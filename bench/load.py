@@ -7,7 +7,8 @@
 Requests arrive by chance (`--arrivals poisson`), evenly or all at once; the time to the first token
 counts from when a request was due, so a client that is late makes the figures worse, and says so.
 Prompts are made-up token ids: `--vocab` must not exceed the model's. Sessions send their whole
-history again with each turn, as agents do; each turn is a row of its own.
+history again with each turn, as agents do; each turn is a row of its own, and the last row is of
+all turns but the first.
 
 One table; `--out` keeps the rows as JSON.
 """
@@ -110,6 +111,8 @@ def _parts(name: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[O
         return
     for turn in range(most + 1):
         yield f"{name}, turn {turn + 1}", [one for one in outcomes if one.turn == turn]
+    if most > 1:
+        yield f"{name}, later turns", [one for one in outcomes if one.turn]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
