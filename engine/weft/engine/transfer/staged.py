@@ -54,10 +54,22 @@ class StagingMover(Protocol):
         """Marks the work that the engine has enqueued so far. The engine thread calls it."""
         ...
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether `move_out` takes a mark."""
+        ...
+
     def move_out(
-        self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool
+        self,
+        pages: Sequence[int],
+        staged: Sequence[int],
+        *,
+        with_digests: bool,
+        after: WorkMark | None = None,
     ) -> StagingMove:
-        """Starts copying published pages of the pool to staging pages, with digests."""
+        """Starts copying pages of the pool to staging pages, with digests: published pages, or
+        those that work before the mark writes.
+        """
         ...
 
     def move_in(
@@ -108,13 +120,25 @@ class StagedSource:
         """See `PageSource.max_chunk_pages`."""
         return self._area.max_chunk_pages
 
-    def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> StagedReading | None:
-        """See `PageSource.begin`."""
-        staged = self._area.take_sending(len(pages))
+    @property
+    def reads_early(self) -> bool:
+        """See `PageSource.reads_early`."""
+        return self._mover.reads_early
+
+    def begin(
+        self,
+        pages: Sequence[int],
+        digests: Sequence[int] | None,
+        after: WorkMark | None = None,
+    ) -> StagedReading | None:
+        """See `PageSource.begin`; early readings leave half of the sending part to others."""
+        keep = 0 if after is None else self._area.num_sending // 2
+        staged = self._area.take_sending(len(pages), keep=keep)
         if staged is None:
             return None
+        has_digests = self._has_digests
         try:
-            move = self._mover.move_out(pages, staged, with_digests=self._has_digests)
+            move = self._mover.move_out(pages, staged, with_digests=has_digests, after=after)
         except BaseException:
             self._area.free_sending(staged)
             raise
