@@ -241,7 +241,8 @@ def loads_of(section: str, system: str, options: argparse.Namespace) -> list[lis
             for prompt, tokens, rates in options.shapes
         ]
     if section == "agents":
-        sessions = ["--sessions", str(options.sessions), "--turns", "6", "--session-rate", "1"]
+        sessions = ["--sessions", str(options.sessions), "--session-rate", "1"]
+        sessions += ["--turns", str(options.session_turns), "--pause", str(options.pause)]
         sessions += ["--seed", str(options.seed)]
         history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
         return [[*sessions, *history, "--tokens", "50", "200", *common]]
@@ -253,7 +254,9 @@ def run_load(flags: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         script = Path(__file__).with_name("load.py")
-        subprocess.run([sys.executable, script, *flags, "--out", out], check=False)
+        # The compared prompts have warmed the mesh up.
+        more = ["--no-warm-up", "--out", out]
+        subprocess.run([sys.executable, script, *flags, *more], check=False)
         return [Row(**row) for row in json.loads(out.read_text())["rows"]]
 
 
@@ -394,6 +397,8 @@ def parse() -> argparse.Namespace:
         "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the sessions")
+    parser.add_argument("--session-turns", type=int, default=6)
+    parser.add_argument("--pause", type=float, default=1.0, help="mean seconds between turns")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
     parser.add_argument("--decode-args", default="", help="further flags of decode workers")

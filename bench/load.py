@@ -59,6 +59,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of each request")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each row")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a few requests first",
+    )
     parser.add_argument("--name", default="", help="of the system, before each row's")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
@@ -94,8 +100,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
     """Runs all loads; rows in their order, those of sessions by turn."""
     target = Target(options.url, options.vocab, options.timeout, wants_ids=not options.no_ids)
     goal = Goal(options.ttft_target, options.itl_target)
-    warm = random.Random(-options.seed)
-    run(single_requests([0.0] * options.processes, (64, 64), (8, 8), warm), target, 1)
+    if options.warm_up:
+        warm = random.Random(-options.seed)
+        run(single_requests([0.0] * options.processes, (64, 64), (8, 8), warm), target, 1)
     rows: list[Row] = []
     for name, visits in loads(options):
         outcomes = run(visits, target, options.processes)
