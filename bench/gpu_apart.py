@@ -4,7 +4,7 @@
     python bench/gpu_apart.py rate --rates 16 19         2,048 + 200 tokens, Poisson
     python bench/gpu_apart.py mixed --mixed-rates 10     prompts of 500 to 8,000 tokens
     python bench/gpu_apart.py burst --model qwen3-0.6b --systems whole1
-    python bench/gpu_apart.py goodput --rates 4 8 12 16 20
+    python bench/gpu_apart.py goodput --shapes 2048+200@8,12,16,20 8192+400@2,4,6
     python bench/gpu_apart.py agents                     sessions with 8k to 64k tokens of history
 
 | system | `weft up` |
@@ -50,12 +50,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import load
 from filelock import FileLock
 from gpu_reference import Agreement, Answer, check_tokens
 from gpu_setup import describe_gpu
 from model_shapes import MODELS
-from open_loop.report import Goal, Row, show
+from open_loop.report import Row
 from serving.load import Raw, new_runner
 from serving.mesh import WEFT, MeshProcess
 from serving.rest_client import RestClient, messages
@@ -220,7 +219,7 @@ def timeline(mesh: MeshProcess, request_id: str) -> str:
     return done.stdout or done.stderr
 
 
-def loads_of(section: str, options: argparse.Namespace) -> list[list[str]]:
+def loads_of(section: str, system: str, options: argparse.Namespace) -> list[list[str]]:
     """Flags of `load.py`, one list a run, for the section."""
     common = ["--processes", str(options.processes), "--vocab", str(options.vocab)]
     seconds = ["--seconds", str(options.seconds), *common]
@@ -234,15 +233,31 @@ def loads_of(section: str, options: argparse.Namespace) -> list[list[str]]:
         return [["--burst", str(count), *more] for count in options.bursts]
     if section == "goodput":
         return [
-            ["--rate", str(rate), *seconds, "--prompt", str(prompt), "--tokens", str(tokens)]
-            for prompt, tokens in options.shapes
-            for rate in options.rates
+            [
+                *("--name", f"{system} {prompt} + {tokens}", *seconds),
+                *("--prompt", str(prompt), "--tokens", str(tokens)),
+                *("--rate", *map(str, rates or options.rates)),
+            ]
+            for prompt, tokens, rates in options.shapes
         ]
     if section == "agents":
-        sessions = ["--sessions", str(options.sessions), "--turns", "6", "--session-rate", "1"]
+        sessions = ["--sessions", str(options.sessions), "--session-rate", "1"]
+        sessions += ["--turns", str(options.session_turns), "--pause", str(options.pause)]
+        sessions += ["--seed", str(options.seed)]
         history = ["--history", *map(str, options.history), "--prompt", "200", "1500"]
         return [[*sessions, *history, "--tokens", "50", "200", *common]]
     return []
+
+
+def run_load(flags: list[str]) -> list[Row]:
+    """Rows of `load.py`, in a process of its own: its clients then start without torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        script = Path(__file__).with_name("load.py")
+        # The compared prompts have warmed the mesh up.
+        more = ["--no-warm-up", "--out", out]
+        subprocess.run([sys.executable, script, *flags, *more], check=False)
+        return [Row(**row) for row in json.loads(out.read_text())["rows"]]
 
 
 def measure(
@@ -254,11 +269,8 @@ def measure(
     if section == "handover":
         result.first_tokens += first_tokens(mesh, system, options)
         show_handover(result.first_tokens)
-    goal = Goal(0.5, 0.025)
-    for flags in loads_of(section, options):
-        rows = load.measure(load.parse(["--url", mesh.url, "--name", system, *flags]))
-        show(rows, goal)
-        result.rows += rows
+    for flags in loads_of(section, system, options):
+        result.rows += run_load(["--url", mesh.url, "--name", system, *flags])
         keep(result, None, options)
 
 
@@ -340,6 +352,13 @@ def system_of(text: str) -> tuple[str, tuple[str, ...]]:
     return name, chosen
 
 
+def shape_of(text: str) -> tuple[int, int, tuple[float, ...]]:
+    """`PROMPT+TOKENS` or `PROMPT+TOKENS@RATE,...`."""
+    lengths, _, rates = text.partition("@")
+    prompt, tokens = map(int, lengths.split("+"))
+    return prompt, tokens, tuple(map(float, rates.split(","))) if rates else ()
+
+
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(
@@ -369,14 +388,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shapes",
         nargs="+",
-        type=lambda text: tuple(map(int, text.split("+"))),
-        default=[(2048, 200), (8192, 400)],
-        help="of goodput: prompt+new tokens",
+        type=shape_of,
+        default=[(2048, 200, ()), (8192, 400, ())],
+        help="of goodput: prompt+new tokens, as in 8192+400, or with rates of its own 8192+400@2,4",
     )
     parser.add_argument("--sessions", type=int, default=8, help="of agents, one begun a second")
     parser.add_argument(
         "--history", type=int, nargs=2, default=[8000, 64_000], help="tokens of first turns"
     )
+    parser.add_argument("--seed", type=int, default=1, help="of the sessions")
+    parser.add_argument("--session-turns", type=int, default=6)
+    parser.add_argument("--pause", type=float, default=1.0, help="mean seconds between turns")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--prefill-args", default="", help="further flags of prefill workers")
     parser.add_argument("--decode-args", default="", help="further flags of decode workers")

@@ -117,8 +117,8 @@ def watch_engine(llm: LLM) -> Parts:
     parts.wrap(engine._drawing._sampler, "begin_captured", "draw: sampler")
     parts.wrap(executor, "launch", "launch: arrays")
     parts.wrap(executor, "_hidden", "forward: graph")
-    parts.wrap(executor, "_forward_decodes", "forward: graph")
-    parts.wrap(executor, "_forward_requests", "forward: graph")
+    parts.wrap(executor, "_launch_decodes", "forward: graph")
+    parts.wrap(executor, "_launch_requests", "forward: graph")
     parts.wrap(executor, "_logits_of", "draw: logits")
     parts.wrap(executor, "keep", "draw: keep")
     if executor._draws is not None:

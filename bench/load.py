@@ -7,7 +7,8 @@
 Requests arrive by chance (`--arrivals poisson`), evenly or all at once; the time to the first token
 counts from when a request was due, so a client that is late makes the figures worse, and says so.
 Prompts are made-up token ids: `--vocab` must not exceed the model's. Sessions send their whole
-history again with each turn, as agents do; each turn is a row of its own.
+history again with each turn, as agents do; each turn is a row of its own, and the last row is of
+all turns but the first.
 
 One table; `--out` keeps the rows as JSON.
 """
@@ -58,6 +59,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of each request")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each row")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a few requests first",
+    )
     parser.add_argument("--name", default="", help="of the system, before each row's")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(argv)
@@ -93,8 +100,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
     """Runs all loads; rows in their order, those of sessions by turn."""
     target = Target(options.url, options.vocab, options.timeout, wants_ids=not options.no_ids)
     goal = Goal(options.ttft_target, options.itl_target)
-    warm = random.Random(-options.seed)
-    run(single_requests([0.0] * options.processes, (64, 64), (8, 8), warm), target, 1)
+    if options.warm_up:
+        warm = random.Random(-options.seed)
+        run(single_requests([0.0] * options.processes, (64, 64), (8, 8), warm), target, 1)
     rows: list[Row] = []
     for name, visits in loads(options):
         outcomes = run(visits, target, options.processes)
@@ -110,6 +118,8 @@ def _parts(name: str, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[O
         return
     for turn in range(most + 1):
         yield f"{name}, turn {turn + 1}", [one for one in outcomes if one.turn == turn]
+    if most > 1:
+        yield f"{name}, later turns", [one for one in outcomes if one.turn]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,8 +64,10 @@ ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for notifications of NIXL, which do not wake this process, while one
 is due; on a worker whose device computes beside this process, while any may come.
 """
+MOVE_POLL_S = 5e-5
+"""Interval between two looks whether pages have moved into the pool, a matter of microseconds."""
 DISTANT_POLL_S = 1e-3
-"""The same while one may come at any time, where looking takes time from computing."""
+"""As `ARRIVAL_POLL_S` while one may come at any time, where looking takes time from computing."""
 
 
 class Engine:
@@ -212,20 +214,22 @@ class Engine:
             clock,
         )
         is_on_host = parts.transport.memory_type == "DRAM"
+        shipper = parts.transport.shipper
         return Filler(
             config.page_size,
             parts.info.epoch,
             parts.layout.page_bytes,
             parts.memory,
             jobs,
-            parts.transport.shipper,
+            shipper,
             self._out.fill_reply,
             clock,
             nixl_version=parts.transport.nixl_version,
             memory_type=parts.transport.memory_type,
             block_pages=self._block_pages,
             max_chunk_bytes=MAX_CHUNK_BYTES if is_on_host else MAX_DEVICE_CHUNK_BYTES,
-            max_chunk_pages=parts.transport.shipper.max_chunk_pages,
+            max_chunk_pages=shipper.max_chunk_pages,
+            early=shipper if shipper.reads_early else None,
         )
 
     # -- one turn --------------------------------------------------------------------------------
@@ -295,6 +299,8 @@ class Engine:
 
     def arrival_poll_s(self) -> float | None:
         """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
+        if self.parts.transport.port.is_moving:
+            return MOVE_POLL_S
         if not self.fills.may_be_notified:
             return None
         is_near = self._executor.is_asynchronous or self.fills.awaits_arrival
@@ -330,6 +336,8 @@ class Engine:
             self.scheduler.admit(now)
         self._note_plan()
         self.ran_step = self.pipeline.turn(plan)
+        if plan.chunks and self.filler.reads_early:
+            self._read_early(plan)
         self.adapters.turn()
         if self.store is not None:
             self.store.tick()
@@ -539,6 +547,14 @@ class Engine:
                 self._executor.mark().wait()
         if self.tiers is not None:
             self.tiers.begin_loads()
+
+    def _read_early(self, plan: Plan) -> None:
+        """Enqueues the reading of pages for others behind the step that was just begun."""
+        fills = [item for item in plan.chunks if item.request.is_fill]
+        if fills:
+            mark = self._executor.mark()
+            for request, start, num_tokens, *_ in fills:
+                self.filler.on_launched(request, start + num_tokens, mark)
 
     def _note_progress(self) -> None:
         progressed, self.scheduler.progressed = self.scheduler.progressed, []

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from weft.engine.base.clock import Clock
+from weft.engine.base.marks import WorkMark
 from weft.engine.memory.page_memory import PageMemory
 from weft.engine.protocol.fills import FillReply, FillStart, LeaseQuery
 from weft.engine.protocol.handle import LEASE_ID_BYTES, FillEvent, FillTimings, KvHandle
@@ -31,6 +32,7 @@ from weft.engine.sources.lease import BlockSource, FillJob, Jobs, Lease, LeaseSt
 from weft.engine.transfer.chunks import (
     RAN_OUT,
     ChunkPosted,
+    EarlyReader,
     LeaseTerm,
     ShipChunk,
     Shipper,
@@ -82,6 +84,7 @@ class Filler:
         block_pages: Carries blocks of recurrent layers; None: the model has none.
         max_chunk_bytes: Most bytes of one write.
         max_chunk_pages: Most pages of one write; None: no limit.
+        early: Reads pages of steps under way; None: pages are read once they are computed.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Filler:
         block_pages: BlockSource | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_chunk_pages: int | None = None,
+        early: EarlyReader | None = None,
     ) -> None:
         self._page_size = page_size
         self._epoch = epoch
@@ -113,6 +117,7 @@ class Filler:
         self._data = DataBudget()
         self._memory_type = memory_type
         self._block_pages = block_pages
+        self._early = early if block_pages is None else None
         most = max_chunk_pages or MAX_CHUNK_BYTES
         self._max_chunk_pages = min(most, max(1, max_chunk_bytes // page_bytes))
         max_data_bytes = min(max_chunk_bytes, MAX_DATA_CHUNK_BYTES)
@@ -207,6 +212,35 @@ class Filler:
 
     # -- from the engine -------------------------------------------------------------------------
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether `on_launched` is of use."""
+        return self._early is not None
+
+    def on_launched(self, job: FillJob, end_token: int, after: WorkMark) -> None:
+        """Reads pages behind the step that computes them, so that they are ready when it ends.
+
+        Args:
+            job: Has a part in the step.
+            end_token: Position before which its KV will exist behind the step.
+            after: Mark behind the step's work.
+        """
+        lease = self._leases.get(job.lease_id)
+        if lease is None or lease.job is not job or lease.handle.nixl is None:
+            return
+        assert self._early is not None
+        size = lease.handle.page_size
+        ready = min(end_token, lease.end_token) // size * size
+        begin = lease.early[-1].end_token if lease.early else lease.next_token
+        while begin < ready:
+            end = min(ready, begin + self._max_chunk_pages * size)
+            index = lease.next_chunk + len(lease.early)
+            chunk = self._chunk(lease, job, index, begin, end)
+            self._memory.retain(chunk.local_pages)
+            lease.early.append(chunk)
+            self._early.read_early(chunk, after)
+            begin = end
+
     def on_progress(self, job: FillJob) -> None:
         """Queues the new full pages that the handle asks for."""
         lease = self._leases.get(job.lease_id)
@@ -230,8 +264,15 @@ class Filler:
         is_data = lease.handle.nixl is None
         max_pages = self._max_data_pages if is_data else self._max_chunk_pages
         while lease.next_token < ready:
+            if lease.early:
+                if lease.early[0].end_token > ready:
+                    break
+                self._ship(lease, lease.early.popleft())
+                continue
             end = min(ready, lease.next_token + max_pages * size)
-            self._ship(lease, job, end)
+            chunk = self._chunk(lease, job, lease.next_chunk, lease.next_token, end)
+            self._memory.retain(chunk.local_pages)
+            self._ship(lease, chunk)
         if is_complete:
             self._memory.release(lease.block_pages)
             lease.job = None
@@ -378,17 +419,19 @@ class Filler:
             lease.num_said += 1
             self._reply(FillReply(stream=lease.stream, event=event))
 
-    def _ship(self, lease: Lease, job: FillJob, end_token: int) -> None:
+    def _chunk(
+        self, lease: Lease, job: FillJob, index: int, start_token: int, end_token: int
+    ) -> ShipChunk:
         handle, size = lease.handle, lease.handle.page_size
-        start_token = lease.next_token
         local = job.pages[start_token // size : min(end_token, lease.end_token) // size]
         of_block = range(max(start_token - lease.end_token, 0), end_token - lease.end_token, size)
         local = [*local, *(lease.block_pages[at // size] for at in of_block)]
         known = job.digests
         first = (start_token - handle.start_token) // size
-        chunk = ShipChunk(
+        is_last = end_token >= lease.end_token
+        return ShipChunk(
             lease_id=handle.lease_id,
-            index=lease.next_chunk,
+            index=index,
             start_token=start_token,
             end_token=end_token,
             local_pages=local,
@@ -398,13 +441,13 @@ class Filler:
             owner_id=handle.owner_id,
             owner_epoch=handle.owner_epoch,
             term=lease.term,
-            computed_tokens=(
-                lease.timings.computed_tokens if end_token >= lease.end_token else None
-            ),
+            computed_tokens=lease.end_token - job.num_cached_tokens if is_last else None,
         )
-        self._memory.retain(local)
+
+    def _ship(self, lease: Lease, chunk: ShipChunk) -> None:
+        """Ships the next chunk of a lease, whose pages are retained."""
         lease.shipping[chunk.index] = chunk
-        lease.next_token, lease.next_chunk = end_token, chunk.index + 1
+        lease.next_token, lease.next_chunk = chunk.end_token, chunk.index + 1
         lease.held.append(chunk)
         self._ship_held(lease)
 
@@ -430,6 +473,11 @@ class Filler:
                 self._data.leave(stream)
             elif self._data.first_waiting == stream:
                 return
+
+    def _drop_early(self, lease: Lease) -> None:
+        """Gives up chunks of which no step is committed."""
+        while lease.early:
+            self._memory.release(lease.early.popleft().local_pages)
 
     def _drop_held(self, lease: Lease) -> None:
         """Drops chunks that the shipper has not been given."""
@@ -462,6 +510,7 @@ class Filler:
             lease.state = LeaseState.STOPPING
             self._shipper.stop(lease.handle.lease_id)
             self._drop_held(lease)
+            self._drop_early(lease)
             job, lease.job = lease.job, None
             if job is not None:
                 self._jobs.end(job)

@@ -92,6 +92,8 @@ class Lease:
     block_pages: list[int] = field(default_factory=list)
     """Pages that carry the block of recurrent layers, shipped behind the others."""
     shipping: dict[int, ShipChunk] = field(default_factory=dict)
+    early: deque[ShipChunk] = field(default_factory=deque)
+    """Chunks behind `next_token` that are read early: steps under way compute their pages."""
     held: deque[ShipChunk] = field(default_factory=deque)
     """Chunks of `shipping` that wait until the stream has taken the ones before."""
     num_announced: int = 0

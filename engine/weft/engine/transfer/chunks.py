@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.engine.base.clock import Clock
+from weft.engine.base.marks import WorkMark
 from weft.engine.protocol.handle import FillEvent, NixlTargetInfo
 
 RAN_OUT = "the lease ran out"
@@ -99,6 +100,16 @@ class ShipResult:
     """
 
 
+class EarlyReader(Protocol):
+    """Reads pages for a `Shipper` while the step that computes them is under way."""
+
+    def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
+        """Starts reading the pages of a chunk that will be shipped once the step before the mark is
+        committed, unless its lease is stopped before.
+        """
+        ...
+
+
 class Shipper(Protocol):
     """Ships chunks outside the steps (`weft.engine.transfer.ship`)."""
 
@@ -111,7 +122,9 @@ class Shipper(Protocol):
         ...
 
     def stop(self, lease_id: bytes) -> None:
-        """Stops posting for a lease; queued chunks are returned with an error."""
+        """Stops posting for a lease; queued chunks are returned with an error, and what was read
+        early is dropped.
+        """
         ...
 
     def forget(self, lease_id: bytes) -> None:

@@ -9,7 +9,8 @@ pieces:
 Copies to and from the host run on the device's copy engines; gathering and scattering take a small
 share of the device's bandwidth. If staging pages are memory of the device, pages are gathered into
 them and scattered from them, without the buffer. Pages go out after the step that computed them is
-committed, when the device has finished with them. Copies of incoming pages wait on the device for a
+committed, when the device has finished with them, or behind that step while it is under way: a
+third stream then waits for its mark. Copies of incoming pages wait on the device for a
 mark, which the engine thread took after the last use of the destination (a wipe, or poison). The
 engine's own stream never waits: a page counts as present once the host has seen the event after its
 copy.
@@ -49,6 +50,8 @@ class Lanes:
     def __init__(self, device: torch.device, page_bytes: int) -> None:
         piece_pages = max(1, MAX_PIECE_BYTES // page_bytes)
         self.out = _Lane(device, piece_pages, page_bytes)
+        self.early = _Lane(device, 1, page_bytes)
+        """For pages that a step under way computes. Others must not wait behind it."""
         self.into = _Lane(device, piece_pages, page_bytes)
 
 
@@ -128,11 +131,22 @@ class PageMover:
         """See `StagingMover.mark`."""
         return self._mark()
 
+    @property
+    def is_direct(self) -> bool:
+        """See `StagingMover.is_direct`."""
+        return self._is_direct and self._pool.device.type == "cuda"
+
     def move_out(
-        self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool
+        self,
+        pages: Sequence[int],
+        staged: Sequence[int],
+        *,
+        with_digests: bool,
+        after: WorkMark | None = None,
     ) -> DeviceMove:
         """See `StagingMover.move_out`."""
-        with self._lanes.out.begin(None) as lane:
+        lanes = self._lanes
+        with (lanes.out if after is None else lanes.early).begin(after) as lane:
             numbers = lane.send(pages)
             if self._is_direct:
                 for at, page, count in _runs(staged, 0, len(staged)):
@@ -163,8 +177,8 @@ class PageMover:
 
     def close(self) -> None:
         """Waits for the copies under way and releases the staging area."""
-        self._lanes.out.wait()
-        self._lanes.into.wait()
+        for lane in (self._lanes.out, self._lanes.early, self._lanes.into):
+            lane.wait()
         self._memory.close()
 
     def _copy_out(self, lane: _Lane, numbers: torch.Tensor, staged: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.engine.base import faults
+from weft.engine.base.marks import WorkMark
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
@@ -30,6 +31,10 @@ MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3
 POLLED_SHARE = 1 / 8
 """Time between two polls, as a share of the time waited so far."""
 STOPPED = "the lease was stopped"
+MAX_EARLY = 8
+"""Most chunks that are read early at once. Their page numbers lie in pinned buffers until the step
+before them has ended, and this thread must not wait for one.
+"""
 
 
 Shipped = ShipResult | ChunkPosted | tuple[bytes, FillEvent]
@@ -53,7 +58,7 @@ class _Posted:
 
 
 class ShipThread:
-    """Implements `Shipper` over NIXL writes or `data` events.
+    """Implements `Shipper` and `EarlyReader` over NIXL writes or `data` events.
 
     Args:
         source: Source of the filler's pages.
@@ -73,6 +78,12 @@ class ShipThread:
         self.before_digest: Callable[[ShipChunk], None] | None = None
         """Test hook, called with a chunk before its pages are read from the pool."""
         self._queue: deque[ShipChunk] = deque()
+        self._early_orders: deque[tuple[ShipChunk, WorkMark] | bytes] = deque()
+        """Chunks to read early, and leases whose early readings are to be dropped, in order."""
+        self._early: dict[tuple[bytes, int], Reading] = {}
+        """Readings by lease and chunk, whose step is not known to be committed."""
+        self._dropped: list[Reading] = []
+        """Early readings that nobody wants any more; the device may still be copying."""
         self._reading: deque[_Read] = deque()
         self._connects: deque[tuple[PeerKey, NixlTargetInfo]] = deque()
         self._stopped: set[bytes] = set()
@@ -88,6 +99,16 @@ class ShipThread:
         """Most pages of one chunk; None: as many as one write can carry."""
         return self._source.max_chunk_pages
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether `read_early` is of use."""
+        return self._source.reads_early
+
+    def read_early(self, chunk: ShipChunk, after: WorkMark) -> None:
+        """See `EarlyReader.read_early`."""
+        self._early_orders.append((chunk, after))
+        self._signal.set()
+
     def ship(self, chunk: ShipChunk) -> None:
         """See `Shipper.ship`."""
         self._queue.append(chunk)
@@ -101,6 +122,7 @@ class ShipThread:
     def stop(self, lease_id: bytes) -> None:
         """See `Shipper.stop`."""
         self._stopped.add(lease_id)
+        self._early_orders.append(lease_id)
         self._signal.set()
 
     def forget(self, lease_id: bytes) -> None:
@@ -121,6 +143,7 @@ class ShipThread:
             "shipments": (
                 len(self._queue) + len(self._reading) + len(self._posted) + len(self._out)
             ),
+            "early_readings": len(self._early_orders) + len(self._early) + len(self._dropped),
         }
 
     def close(self) -> None:
@@ -134,19 +157,22 @@ class ShipThread:
     def _run(self) -> None:
         moved_at = time.monotonic()
         while not self._is_closing:
-            if not (self._queue or self._reading or self._posted or self._connects):
+            waits = self._queue or self._reading or self._posted or self._dropped
+            if not (waits or self._connects or self._early_orders):
                 self._signal.wait()
                 self._signal.clear()
                 moved_at = time.monotonic()
             if self._connects:
                 self._connect(*self._connects.popleft())
+            self._take_early_orders()
+            self._dropped = [reading for reading in self._dropped if not self._is_dropped(reading)]
             # The thread reads the next chunk from the pool while the previous one is written.
             is_moving = bool(self._queue) and self._begin(self._queue[0])
             is_moving |= bool(self._reading) and self._post_read(self._reading[0])
             is_moving |= bool(self._posted) and self._poll()
             if is_moving:
                 moved_at = time.monotonic()
-            elif self._queue or self._reading or self._posted:
+            elif self._queue or self._reading or self._posted or self._dropped:
                 waited_s = time.monotonic() - moved_at
                 time.sleep(min(max(MIN_POLL_S, POLLED_SHARE * waited_s), MAX_POLL_S))
 
@@ -162,13 +188,49 @@ class ShipThread:
         self._out.append(item)
         self._wake()
 
+    def _take_early_orders(self) -> None:
+        while self._early_orders:
+            order = self._early_orders.popleft()
+            if isinstance(order, bytes):
+                unwanted = [key for key in self._early if key[0] == order]
+                self._dropped += [self._early.pop(key) for key in unwanted]
+                continue
+            chunk, after = order
+            if len(self._early) + len(self._dropped) >= MAX_EARLY:
+                continue
+            try:
+                if self.before_digest is not None:
+                    self.before_digest(chunk)
+                reading = self._source.begin(chunk.local_pages, chunk.digests, after)
+            except Exception:  # the chunk is read again, after its step
+                logger.exception("reading pages early failed")
+                continue
+            if reading is not None:
+                self._early[chunk.lease_id, chunk.index] = reading
+
+    def _is_dropped(self, reading: Reading) -> bool:
+        """Frees a dropped reading once the device has ended it."""
+        try:
+            if not reading.is_done():
+                return False
+        except Exception:  # the device is lost, and the engine notices it with its next step
+            logger.exception("reading pages early failed")
+        self._source.end(reading)
+        return True
+
     def _begin(self, chunk: ShipChunk) -> bool:
-        """Starts reading the queue's first chunk; False: there is no room for it now."""
+        """Starts reading the queue's first chunk, unless that has begun early; False: there is no
+        room for it now.
+        """
+        self._take_early_orders()  # The order to read a chunk precedes that to ship it.
         result = ShipResult(chunk.lease_id, chunk.index)
-        reading: Reading | None = None
+        reading = self._early.pop((chunk.lease_id, chunk.index), None)
         if chunk.lease_id in self._stopped:
             result.error = STOPPED
-        else:
+            if reading is not None:
+                self._dropped.append(reading)
+                reading = None
+        elif reading is None:
             try:
                 if self.before_digest is not None:
                     self.before_digest(chunk)

@@ -1,6 +1,7 @@
 """Sources that pages are shipped from: the pool itself, or copies in a staging area.
 
 Pages are shipped after the step that computed them is committed, so the pool has their content.
+Copies of them may be enqueued on the device behind that step while it is still under way.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from weft.engine.base.clock import monotonic
+from weft.engine.base.marks import WorkMark
 from weft.engine.base.pages import StagingPages
 from weft.engine.transfer.digest import digest_pages
 
@@ -49,12 +51,24 @@ class PageSource(Protocol):
         """Most pages of one chunk; None: as many as one write can carry."""
         ...
 
-    def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> Reading | None:
+    @property
+    def reads_early(self) -> bool:
+        """Whether pages can be read behind a step that is under way."""
+        ...
+
+    def begin(
+        self,
+        pages: Sequence[int],
+        digests: Sequence[int] | None,
+        after: WorkMark | None = None,
+    ) -> Reading | None:
         """Starts making pages ready.
 
         Args:
             pages: Pages of the pool; they do not change until the reading has ended.
             digests: Digests of these pages, where they are known.
+            after: Mark behind the step that computes the pages, if `reads_early`; None: the pages
+                have their content.
 
         Returns:
             None: There is no room now; ending other readings makes room.
@@ -96,14 +110,21 @@ class DirectSource:
     """
 
     max_chunk_pages = None
+    reads_early = False
 
     def __init__(self, pool: NDArray[np.uint8], *, has_digests: bool = True) -> None:
         self.exchanged: StagingPages = pool
         self._pool = pool
         self._has_digests = has_digests
 
-    def begin(self, pages: Sequence[int], digests: Sequence[int] | None) -> DirectReading:
+    def begin(
+        self,
+        pages: Sequence[int],
+        digests: Sequence[int] | None,
+        after: WorkMark | None = None,
+    ) -> DirectReading:
         """See `PageSource.begin`; computes the digests at once."""
+        assert after is None, "the step that computes the pages is under way"
         if not self._has_digests:
             return DirectReading(pages, [0] * len(pages))
         if digests:
