@@ -1,12 +1,14 @@
-"""Seconds to load a checkpoint from the page cache, beside a plain read of its files.
+"""Seconds to load a checkpoint from the page cache, beside other loaders and the machine's rates.
 
     python bench/load_time.py
-    python bench/load_time.py --gib 16 --device cuda --save bench/results/load.json
+    python bench/load_time.py --gib 8 --device cuda --save bench/results/load.json
 
-It writes a random Llama of the given size in bfloat16 to a temporary folder, reads the files once
-so that they are in the page cache, and takes in turns, each in a process of its own: a plain read
-into memory, Weft's loader, and fastsafetensors where it is installed. Weft's time includes the
-packing of products for the device.
+It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, reads the files so that
+they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
+first start (which computes the files' digests) and as a later one, safetensors, and fastsafetensors
+where it is installed. Weft's time includes the packing of products for the device. Once it takes
+what the machine can do: reads by one thread and by eight, copies from pinned memory to the device,
+and on a CPU the first write of as much new memory.
 """
 
 from __future__ import annotations
@@ -20,50 +22,56 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from weft.engine.model.loader import load_model
 from weft.kernels.cpu import native_cpu
+from weft.kernels.memory import huge_zeros
 
 try:
     import fastsafetensors
 except ImportError:
     fastsafetensors = None
 
-HIDDEN, INNER, HEADS, VOCAB = 2048, 8192, 16, 32_000
-LAYERS_A_FILE = 8
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 4096, 14_336, 32, 8, 32_000
+LAYERS_A_FILE = 5
 GIB = 1 << 30
-_READ_BYTES = 16 << 20
+_READ_BYTES, _COPY_BYTES = 16 << 20, 256 << 20
+_THREADS = 8
 
 
-def layer_tensors(layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def random_layer() -> dict[str, torch.Tensor]:
     """The parameters of a layer."""
+    kv = HIDDEN // HEADS * KV_HEADS
     shapes = {
         "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
-        **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (kv, HIDDEN),
+        "self_attn.v_proj": (kv, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
         "mlp.gate_proj": (INNER, HIDDEN),
         "mlp.up_proj": (INNER, HIDDEN),
         "mlp.down_proj": (HIDDEN, INNER),
     }
     return {
-        f"model.layers.{layer}.{name}.weight": torch.empty(shape, dtype=torch.bfloat16).uniform_(
-            -0.03, 0.03, generator=generator
-        )
-        for name, shape in shapes.items()
+        f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()
     }
 
 
 def write_model(folder: Path, num_bytes: int) -> None:
-    """A checkpoint of about this size, in files of some layers each."""
-    generator = torch.Generator().manual_seed(0)
-    of_layer = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
+    """A checkpoint of about this size, in files of some layers each; all layers are alike."""
+    layer = random_layer()
+    of_layer = sum(tensor.nbytes for tensor in layer.values())
     layers = max(1, (num_bytes - 2 * VOCAB * HIDDEN) // of_layer)
     ends = {
         "model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16),
@@ -71,9 +79,9 @@ def write_model(folder: Path, num_bytes: int) -> None:
     }
     weight_map = {}
     for number, first in enumerate(range(0, layers, LAYERS_A_FILE)):
-        tensors = {} if number else ends
-        for layer in range(first, min(first + LAYERS_A_FILE, layers)):
-            tensors |= layer_tensors(layer, generator)
+        tensors = {} if number else dict(ends)
+        for at in range(first, min(first + LAYERS_A_FILE, layers)):
+            tensors |= {f"model.layers.{at}.{key}": one.clone() for key, one in layer.items()}
         name = f"model-{number:05}.safetensors"
         save_file(tensors, folder / name)
         weight_map |= dict.fromkeys(tensors, name)
@@ -82,67 +90,142 @@ def write_model(folder: Path, num_bytes: int) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,
         "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers,
-        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "rms_norm_eps": 1e-5,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096, "rope_theta": 1e4, "tie_word_embeddings": True,
         "eos_token_id": 2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def read_plainly(folder: Path, device: str) -> None:
-    """Reads all files into one buffer, again and again."""
+def weight_paths(folder: Path) -> list[Path]:
+    """The checkpoint's files."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read_plainly(path: Path, first: int, step: int) -> None:
+    """Reads every `step`-th piece of a file into one buffer, again and again."""
     buffer = memoryview(bytearray(_READ_BYTES))
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    with path.open("rb", buffering=0) as file:
+        for at in range(first * _READ_BYTES, path.stat().st_size, step * _READ_BYTES):
+            os.preadv(file.fileno(), [buffer], at)
+
+
+def read_by_one(folder: Path, device: str) -> None:
+    """A plain read by one thread."""
+    for path in weight_paths(folder):
+        read_plainly(path, 0, 1)
+
+
+def read_by_several(folder: Path, device: str) -> None:
+    """A plain read by several threads."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for path in weight_paths(folder):
+            list(threads.map(read_plainly, repeat(path), range(_THREADS), repeat(_THREADS)))
+
+
+def copy_as_much(folder: Path, device: str) -> None:
+    """Copies as many bytes to new memory: of a GPU, or of the host in huge pages."""
+    size = sum(path.stat().st_size for path in weight_paths(folder))
+    is_cuda = torch.device(device).type == "cuda"
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+    kept = []
+    for _ in range(size // _COPY_BYTES):
+        if is_cuda:
+            kept.append(source.to(device, non_blocking=True))
+        else:
+            kept.append(huge_zeros((_COPY_BYTES,), torch.uint8).copy_(source))
 
 
 def load_with_weft(folder: Path, device: str) -> None:
-    """Weft's loader."""
+    """Weft's loader, of a checkpoint that it has seen before."""
     load_model(folder, "bfloat16", device)
+
+
+def load_first(folder: Path, device: str) -> None:
+    """Weft's loader, of files that have changed since it saw them."""
+    for path in weight_paths(folder):
+        os.utime(path)
+    load_model(folder, "bfloat16", device)
+
+
+def load_with_safetensors(folder: Path, device: str) -> None:
+    """safetensors, without any packing."""
+    kept = [load_file(path, device) for path in weight_paths(folder)]
+    if torch.device(device).type == "cpu":
+        # They are mapped until somebody needs them.
+        for tensors in kept:
+            for tensor in tensors.values():
+                tensor.clone()
 
 
 def load_with_fastsafetensors(folder: Path, device: str) -> None:
     """fastsafetensors, without any packing."""
-    paths = sorted(map(str, folder.glob("*.safetensors")))
-    with fastsafetensors.fastsafe_open(paths, device=device) as file:
+    with fastsafetensors.fastsafe_open(
+        [str(path) for path in weight_paths(folder)], device=device
+    ) as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             file.get_tensor(name).clone()
 
 
-WAYS = {
-    "plain read": read_plainly,
+RATES: dict[str, Callable[[Path, str], None]] = {
+    "read, 1 thread": read_by_one,
+    "read, 8 threads": read_by_several,
+    "copy to new memory": copy_as_much,
+}
+LOADERS: dict[str, Callable[[Path, str], None]] = {
+    "weft, first start": load_first,
     "weft": load_with_weft,
+    "safetensors": load_with_safetensors,
     "fastsafetensors": load_with_fastsafetensors,
 }
+WAYS = RATES | LOADERS
 
 
 def seconds_of(way: str, folder: Path, device: str) -> float:
-    """One load in a process of its own."""
+    """One of `WAYS` in a process of its own."""
     command = [sys.executable, __file__, "--one", way, "--folder", str(folder), "--device", device]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{way}: {done.stderr[-2000:]}")
     return float(done.stdout.split()[-1])
 
 
-def measure(gib: float, repeats: int, device: str) -> dict[str, Any]:
-    """Medians by way, in turns."""
-    ways = [way for way in WAYS if way != "fastsafetensors" or fastsafetensors is not None]
-    with tempfile.TemporaryDirectory() as name:
+def time_one(way: str, folder: Path, device: str) -> float:
+    """Seconds of one of `WAYS` in this process."""
+    is_cuda = torch.device(device).type == "cuda"
+    if is_cuda:
+        torch.zeros(1, device=device)  # Starts the driver.
+    elif native_cpu() is None:  # Compiled at the first call.
+        raise SystemExit("no C compiler: packing would not be the usual one")
+    began = time.perf_counter()
+    WAYS[way](folder, device)
+    if is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(options: argparse.Namespace, report: Callable[[str, Sequence[float]], None]) -> Any:
+    """Seconds by way, in turns."""
+    loaders = [way for way in LOADERS if way != "fastsafetensors" or fastsafetensors is not None]
+    with tempfile.TemporaryDirectory(dir=options.at) as name:
         folder = Path(name)
-        write_model(folder, int(gib * GIB))
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        read_plainly(folder, device)
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(repeats):
-            for way in ways:
-                times[way].append(seconds_of(way, folder, device))
+        write_model(folder, int(options.gib * GIB))
+        size = sum(path.stat().st_size for path in weight_paths(folder))
+        read_by_one(folder, options.device)
+        times: dict[str, list[float]] = {}
+        for turn in range(options.repeats):
+            for way in [*loaders] if turn else [*RATES, *loaders]:
+                times.setdefault(way, []).append(seconds_of(way, folder, options.device))
+                report(way, [*times[way], size / times[way][-1] / GIB])
     rates = {way: size / statistics.median(taken) / GIB for way, taken in times.items()}
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "card": card if options.device.startswith("cuda") else "none",
+        "folder": str(options.at or tempfile.gettempdir()),
         "bytes": size,
-        "device": device,
+        "device": options.device,
         "seconds": times,
         "gib_per_s": rates,
     }
@@ -150,21 +233,23 @@ def measure(gib: float, repeats: int, device: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, prints a row a way, and saves the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--at", type=Path, help="where to write it; else the temporary folder")
     parser.add_argument("--save", type=Path, help="file for the figures")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        native_cpu()  # Compiled at the first call.
-        began = time.perf_counter()
-        WAYS[options.one](options.folder, options.device)
-        print(time.perf_counter() - began)
+        print(time_one(options.one, options.folder, options.device))
         return
-    found = measure(options.gib, options.repeats, options.device)
+
+    def report(way: str, numbers: Sequence[float]) -> None:
+        print(f"{way}: {numbers[-2]:.2f} s, {numbers[-1]:.2f} GiB/s", file=sys.stderr, flush=True)
+
+    found = measure(options, report)
     table = Table("way", "seconds", "GiB/s")
     for way, taken in found["seconds"].items():
         rate = found["gib_per_s"][way]

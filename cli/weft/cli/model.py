@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from weft.engine.base.errors import ModelError, WeftError
 from weft.engine.checkpoint import demo, hub
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.digest import combine_digests, file_digest
+from weft.engine.checkpoint.digest import FileDigests, combine_digests, file_digest
 from weft.engine.checkpoint.dtypes import DTYPES, resolve_dtype
 from weft.engine.checkpoint.files import Progress as Report
 from weft.engine.checkpoint.files import weight_files
@@ -181,7 +181,8 @@ def _verify(out: Console, err: Console, model: str, dtype: str, quantization: st
     if changed:
         raise ModelError("files have changed; `weft model convert --force` makes them again")
     scheme = b"" if chosen is None else chosen.fingerprint()
-    name = combine_digests(config, resolved, [digests[path] for path in weights], scheme).hex()
+    with FileDigests(weights, trusts_records=False) as found:
+        name = combine_digests(config, resolved, found.wait(), scheme).hex()
     numbers = resolved if chosen is None else f"{resolved}, {chosen.format}"
     text = f"{config.architecture}, {numbers}, model digest {name}"
     out.print(text, soft_wrap=True, highlight=False)

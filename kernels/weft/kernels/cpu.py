@@ -252,6 +252,18 @@ class DraftChainStruct(ctypes.Structure):
     )
 
 
+class BothWaysStruct(ctypes.Structure):
+    """`BothWays` of csrc/encoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "out", "cu_lens")),
+        *((name, ctypes.c_int64) for name in ("q_row", "k_row", "to_value")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "dim", "reach")),
+        ("scale", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
 class RecurrenceStruct(ctypes.Structure):
     """`Recurrence` of csrc/recurrent.h."""
 
@@ -303,6 +315,7 @@ class NativeCpu:
         "add_sum",
         "announce",
         "await_count",
+        "both_ways",
         "check_batch",
         "convolution",
         "decoder_layers",
@@ -374,6 +387,7 @@ class NativeCpu:
         )
         self.rope_and_cache = declare("weft_rope_and_cache", integer, *rope)
         self.paged_attention = declare("weft_paged_attention", integer, *attention)
+        self.both_ways = declare("weft_both_ways", integer, pointer)
         self.layer_scratch_width = declare("weft_layer_scratch_width", long, pointer, pointer, long)
         self.check_batch = declare("weft_check_batch", integer, pointer, pointer)
         self.decoder_layers = declare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from weft.kernels import cpu
 
 
 class Bounds(NamedTuple):
@@ -36,8 +38,8 @@ def encoder_attention(
 ) -> torch.Tensor:
     """Attention of each row to all rows of its sequence.
 
-    On a CPU sequences of equal length are one call. What else a batch holds changes no bit of a
-    result.
+    On a CPU the native operations take it where there are no slopes; else sequences of equal length
+    are one call to torch. What else a batch holds changes no bit of a result.
 
     Args:
         q: [T, H, D].
@@ -58,6 +60,8 @@ def encoder_attention(
 
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         return gpu.encoder_attention(q, k, v, bounds.on_device, reach, slopes, factor)
+    if (native := _native(q, k, v, slopes)) is not None:
+        return _attend_natively(native, q, k, v, bounds, reach, scale)
     by_length: dict[int, list[int]] = {}
     for first, end in pairwise(bounds.on_host):
         by_length.setdefault(end - first, []).append(first)
@@ -70,6 +74,62 @@ def encoder_attention(
             own_q, own_k, own_v, mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
         )
         out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:])
+    return out
+
+
+def _native(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None
+) -> cpu.NativeCpu | None:
+    """The native operations, if they take these: heads behind one another, and V as far behind K
+    in all rows, as one product computes them.
+    """
+    native = cpu.native_cpu_for(q)
+    heads, dim = q.shape[1:]
+    if native is None or slopes is not None or not q.numel():
+        return None
+    if dim % 2 or dim > native.max_dim or heads // k.shape[1] > native.max_group:
+        return None
+    are_dense = all(x.stride(2) == 1 and x.stride(1) == dim for x in (q, k, v))
+    behind = v.storage_offset() - k.storage_offset()
+    is_one = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    is_fit = is_one and k.stride(0) == v.stride(0) and behind > 0 and behind % dim == 0
+    return native if are_dense and is_fit and q.dtype == k.dtype == v.dtype else None
+
+
+def _attend_natively(
+    native: cpu.NativeCpu,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: Bounds,
+    reach: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    tokens, heads, dim = q.shape
+    if bounds.on_host[0] != 0 or bounds.on_host[-1] != tokens:
+        raise ValueError(f"sequences end at row {bounds.on_host[-1]} of {tokens}")
+    if any(end < first for first, end in pairwise(bounds.on_host)):
+        raise ValueError("a sequence ends before it begins")
+    cu_lens = bounds.on_device.contiguous()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    given = cpu.BothWaysStruct(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        out=out.data_ptr(),
+        cu_lens=cu_lens.data_ptr(),
+        q_row=q.stride(0),
+        k_row=k.stride(0),
+        to_value=v.storage_offset() - k.storage_offset(),
+        sequences=len(cu_lens) - 1,
+        heads=heads,
+        kv_heads=k.shape[1],
+        dim=dim,
+        reach=-1 if reach is None else reach,
+        scale=1 / math.sqrt(dim) if scale is None else scale,
+        is_bf16=q.dtype == torch.bfloat16,
+    )
+    status = native.both_ways(ctypes.addressof(given))
+    cpu.check_status(status, "encoder_attention")
     return out
 
 

@@ -21,14 +21,11 @@ SLACK_BYTES = 3 << 20
 
 
 def make_shards(path: Path) -> int:
-    """A model whose files hold neighbouring layers, each with a tensor that has no part in
-    inference; bytes of the largest."""
+    """A model in files of some layers; bytes of the largest."""
     config = tiny_config("llama", head_dim=64, **SIZES)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     weights = tiny_weights(config, random.randrange(1 << 30))
-    for number in range(SIZES["num_hidden_layers"]):
-        weights[f"model.layers.{number}.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in weights.items():
         layer = int(name.split(".")[2]) if ".layers." in name else 0 if "embed" in name else -1
@@ -43,7 +40,7 @@ def make_shards(path: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="linux: /proc has no smaps")
-def test_one_file_at_a_time_is_in_memory(tmp_path: Path) -> None:
+def test_no_more_than_one_file_is_in_memory(tmp_path: Path) -> None:
     warm = make_tiny("llama", tmp_path / "warm")
     largest = make_shards(tmp_path / "model")
     program = Path(loading_memory.__file__)
@@ -57,6 +54,5 @@ def test_one_file_at_a_time_is_in_memory(tmp_path: Path) -> None:
     )
     found = json.loads(done.stdout)
     print(f"largest file {largest:,}: {found}")
-    assert 0.8 * largest < found["mapped"] <= 1.2 * largest
     assert found["beyond"] <= 1.2 * largest + SLACK_BYTES
     assert found["left"] == 0

@@ -11,11 +11,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from weft.engine.base.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError
-from weft.engine.base.tasks import Pool
+from weft.engine.base.tasks import Output, Pool
 from weft.engine.checkpoint.pooling import load_pooling
 from weft.engine.loop.llm import LLM
+from weft.testing.models.families import FAMILIES, SIZES
 from weft.testing.models.tiny_embedders import (
     make_classifier,
     make_embedder,
@@ -154,6 +160,32 @@ def test_classes_are_those_of_the_head(tmp_path: Path, seed: int, kind: str) -> 
                 types = torch.tensor([[int(at >= second) for at in range(len(ids))]])
                 wanted = model(torch.tensor([ids]), token_type_ids=types).logits[0]
                 assert np.allclose(one[0], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", crossed("gemma2", "gemma3", "olmo2", "smollm3", "glm", "exaone4"))
+@torch.no_grad()
+def test_decoders_made_of_parts_give_vectors_and_classes(
+    tmp_path: Path, seed: int, name: str
+) -> None:
+    kind, fields = FAMILIES[name]
+    config = AutoConfig.for_model(kind, **SIZES | {"vocab_size": VOCAB}, **fields, num_labels=3)
+    torch.manual_seed(seed)
+    models: dict[Output, Any] = {
+        "embedding": AutoModel.from_config(config),
+        "classes": AutoModelForSequenceClassification.from_config(config),
+    }
+    prompts = random_prompts(*LENGTHS)
+    for output, model in models.items():
+        model_dir = tmp_path / output
+        model.eval().save_pretrained(model_dir)
+        with make_llm(model_dir) as llm:
+            found = llm.pool(prompts, Pool(output=output))
+        for one, ids in zip(found, prompts, strict=True):
+            answer = model(torch.tensor([ids]))
+            if output == "classes":
+                assert np.allclose(one[0], answer.logits[0], atol=1e-4)
+            else:
+                check_embeddings([one], [answer.last_hidden_state[0, -1]])
 
 
 @pytest.mark.parametrize("pooling", crossed("mean", "cls"))

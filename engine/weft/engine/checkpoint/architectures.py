@@ -139,8 +139,10 @@ _BIDIRECTIONAL = {
     "LlamaBidirectionalModel": "LlamaForCausalLM",
 }
 """Decoders whose tokens see those behind them too, and the names of the same ones that do not."""
-_TEXT_MODELS = {"Gemma3TextModel": "Gemma3ForCausalLM"}
-"""Decoders without a head whose names tell so in another way."""
+_TEXT_MODELS = dict.fromkeys(
+    ("Gemma3TextModel", "Gemma3TextForSequenceClassification"), "Gemma3ForCausalLM"
+)
+"""Decoders without an LM head whose names tell so in another way."""
 
 
 def is_bidirectional(raw: Mapping[str, Any]) -> bool:
@@ -170,7 +172,7 @@ def language_model_name(architecture: str) -> str:
     for end in (HEADLESS, CLASSIFIER):
         if architecture.endswith(end):
             name = architecture.removesuffix(end) + LANGUAGE_MODEL
-            return name if name in _BUILT_IN else architecture
+            return name if name in _BUILT_IN or name in _FAMILIES else architecture
     return architecture
 
 

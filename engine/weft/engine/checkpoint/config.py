@@ -228,7 +228,7 @@ class ModelConfig:
             eos_token_ids=end_token_ids(raw, generation or {}, where),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             quantization=read_quantization(fields),
-            head="classes" if is_classifier else _head_of(architecture),
+            head="classes" if is_classifier else head_of(architecture),
             is_encoder=is_bidirectional(raw),
             num_labels=num_labels(fields) if is_classifier else 0,
         )
@@ -376,7 +376,8 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _head_of(architecture: str) -> Literal["tokens", "none"]:
+def head_of(architecture: str) -> Literal["tokens", "none"]:
+    """The head of a decoder that gives no classes."""
     return "none" if architecture.endswith(HEADLESS) else "tokens"
 
 

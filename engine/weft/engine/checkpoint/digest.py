@@ -7,10 +7,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
 
+from weft.engine.base.cores import num_cores
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.files import weight_files
@@ -19,35 +22,26 @@ from weft.kernels.build import cache_folder
 _VERSION = b"weft-model-1"
 _DRAFT_VERSION = b"weft-draft-1"
 _MTP_VERSION = b"weft-mtp-1"
-_CHUNK_BYTES = 1 << 22
-_MAX_THREADS = 4
-
-
-def model_digest(
-    config: ModelConfig, dtype: str, files: Sequence[Path], scheme: bytes = b""
-) -> bytes:
-    """BLAKE2b-256 over the weights' files, the fingerprint of the configuration, the dtype and the
-    quantisation.
-
-    Args:
-        config: Normalised configuration.
-        dtype: The dtype in which layers compute.
-        files: The files of weights in their fixed order.
-        scheme: Fingerprint of the quantisation; empty: none.
-
-    Returns:
-        32 bytes.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    return combine_digests(config, dtype, cached_file_digests(files), scheme)
+_PARTS_VERSION = b"weft-file-1"
+_CHUNK_BYTES, _PART_BYTES = 1 << 22, 1 << 26
+_MAX_THREADS = 8
 
 
 def combine_digests(
     config: ModelConfig, dtype: str, file_digests: Sequence[bytes], scheme: bytes = b""
 ) -> bytes:
-    """`model_digest` from digests of the weights' files that are known already."""
+    """BLAKE2b-256 over the weights' files, the fingerprint of the configuration, the dtype and the
+    quantisation: the digest that names a model.
+
+    Args:
+        config: Normalised configuration.
+        dtype: The dtype in which layers compute.
+        file_digests: Of the files of weights in their fixed order, from `FileDigests`.
+        scheme: Fingerprint of the quantisation; empty: none.
+
+    Returns:
+        32 bytes.
+    """
     numbers = [dtype.encode(), *([scheme] if scheme else [])]
     return _combine(_VERSION, config.fingerprint(), *numbers, *file_digests)
 
@@ -70,7 +64,7 @@ def draft_digest(fingerprint: bytes, dtype: str, files: Sequence[Path]) -> bytes
 
 
 def mtp_digest(model: bytes) -> bytes:
-    """32 bytes that name the MTP head of a model's own files, from `model_digest`."""
+    """32 bytes that name the MTP head of a model's own files, from the model's digest."""
     return _combine(_MTP_VERSION, model)
 
 
@@ -100,10 +94,61 @@ def _combine(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+class FileDigests:
+    """Digests of files, computed by threads from construction on; a context manager.
+
+    A file's is BLAKE2b-256 over those of its parts of 64 MiB, so that several threads share a file.
+    One seen before with the same stat values is not read again.
+
+    Args:
+        files: The files.
+        trusts_records: Whether to take what was computed before.
+
+    Raises:
+        OSError: A file is not there.
+    """
+
+    def __init__(self, files: Sequence[Path], *, trusts_records: bool = True) -> None:
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, num_cores()), "digest")
+        self._digests: list[tuple[_Record, bytes | list[Future[bytes]]]] = []
+        for path in files:
+            record = _Record.of(path)
+            known = record.digest() if trusts_records else None
+            begins = range(0, max(1, record.num_bytes), _PART_BYTES)
+            self._digests.append(
+                (record, known or [self._threads.submit(_part_digest, path, at) for at in begins])
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self) -> list[bytes]:
+        """32 bytes of each file.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        found = []
+        for record, digest in self._digests:
+            if not isinstance(digest, bytes):
+                digest = _combine(_PARTS_VERSION, *[part.result() for part in digest])
+                record.store(digest)
+            found.append(digest)
+        return found
+
+
 def cached_file_digests(files: Sequence[Path]) -> list[bytes]:
-    """BLAKE2b-256 of each file; those seen before with the same stat values are not read again."""
-    with ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, len(files)))) as pool:
-        return list(pool.map(_cached_file_digest, files))
+    """See `FileDigests.wait`."""
+    with FileDigests(files) as digests:
+        return digests.wait()
 
 
 def file_digest(path: Path, report: Callable[[int], None] | None = None) -> bytes:
@@ -117,22 +162,47 @@ def file_digest(path: Path, report: Callable[[int], None] | None = None) -> byte
     return digest.digest()
 
 
-def _cached_file_digest(path: Path) -> bytes:
-    real = path.resolve()
-    stat = real.stat()
-    # Every write changes the last value, even if a program resets the others.
-    key = [str(real), stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino, stat.st_ctime_ns]
-    name = hashlib.blake2b(str(real).encode(), digest_size=16).hexdigest()
-    record = _record_folder() / f"{name}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        stored = json.loads(record.read_bytes())
-        if stored["key"] == key and len(known := bytes.fromhex(stored["digest"])) == 32:
-            return known
-    digest = file_digest(real)
-    # If the digest cannot be stored, the next start reads the file again.
-    with suppress(OSError):
-        _write_atomically(record, {"key": key, "digest": digest.hex()})
-    return digest
+def _part_digest(path: Path, begin: int) -> bytes:
+    digest, left = hashlib.blake2b(digest_size=32), _PART_BYTES
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.digest()
+
+
+class _Record(NamedTuple):
+    """Where a file's digest is kept between runs."""
+
+    path: Path
+    key: list[str | int]
+    """Of the file as it is."""
+    num_bytes: int
+    """Of the file."""
+
+    @classmethod
+    def of(cls, path: Path) -> _Record:
+        real = path.resolve()
+        stat = real.stat()
+        # Every write changes the last value, even if a program resets the others.
+        key = [stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino, stat.st_ctime_ns]
+        name = hashlib.blake2b(str(real).encode(), digest_size=16).hexdigest()
+        known = [_PARTS_VERSION.decode(), str(real), *key]
+        return cls(_record_folder() / f"{name}.json", known, stat.st_size)
+
+    def digest(self) -> bytes | None:
+        """What was stored of the same file; None: nothing."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            stored = json.loads(self.path.read_bytes())
+            if stored["key"] == self.key and len(known := bytes.fromhex(stored["digest"])) == 32:
+                return known
+        return None
+
+    def store(self, digest: bytes) -> None:
+        """Keeps it, if the folder can be written to; else the next start reads the file again."""
+        with suppress(OSError):
+            _write_atomically(self.path, {"key": self.key, "digest": digest.hex()})
 
 
 def _record_folder() -> Path:

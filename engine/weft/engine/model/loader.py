@@ -12,7 +12,7 @@ import torch
 from weft.engine.base.errors import ConfigError, ModelError
 from weft.engine.base.tasks import Task
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.digest import model_digest, mtp_digest
+from weft.engine.checkpoint.digest import FileDigests, combine_digests, mtp_digest
 from weft.engine.checkpoint.dtypes import resolve_dtype
 from weft.engine.checkpoint.encoder_config import EncoderConfig, is_unused_of_encoder
 from weft.engine.checkpoint.files import GGUF_FILE, Progress, weight_files
@@ -82,8 +82,9 @@ def load_model(
     """Loads a Hugging Face directory of config.json and safetensors files, or a directory that
     `resolve_model` made for a GGUF file.
 
-    Tensors are read by mmap, fused and packed one projection at a time: beyond the packed model
-    the memory needed is that of one fused projection and of one file's pages.
+    Tensors are read in several threads, fused and packed one projection at a time: beyond the
+    packed model the memory needed is that of one fused projection and of the threads' buffers. The
+    files' digests are computed meanwhile.
 
     Args:
         model_dir: The directory.
@@ -146,7 +147,7 @@ def load_model(
     if dummy:
         made_up = weights_of(RandomWeights(target))
         model = build(config, made_up)
-        digest = model_digest(config, f"dummy-{computed}", (), scheme.fingerprint())
+        digest = combine_digests(config, f"dummy-{computed}", (), scheme.fingerprint())
         mtp = read_mtp(model, made_up, (), str(model_dir)) if mtp_head else None
         return LoadedModel(
             model=model,
@@ -158,9 +159,12 @@ def load_model(
             heads=_heads(model, pooling, target, dummy=True),
             mtp=_named(mtp, digest),
         )
-    with open_checkpoint(
-        model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
-    ) as checkpoint:
+    with (
+        FileDigests(weight_files(model_dir)) as digests,
+        open_checkpoint(
+            model_dir, progress, unused=lambda name: _is_unused(name, config, mtp_head=mtp_head)
+        ) as checkpoint,
+    ):
         if config.tie_word_embeddings and isinstance(checkpoint, Checkpoint):
             bodies = [f"{body}." for body in config.names.bodies]
             for body, head in product((*bodies, ""), config.names.heads):
@@ -181,12 +185,12 @@ def load_model(
             if isinstance(checkpoint, Checkpoint) and checkpoint.has_below(prefix)
             if not (mtp_head and config.mtp is not None and config.mtp.has_below(prefix))
         ]
+        try:
+            digest = combine_digests(config, computed, digests.wait(), scheme.fingerprint())
+        except OSError as error:
+            raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     if left_out:
         logger.info("%s serves text alone: %s left out", model_dir, ", ".join(left_out))
-    try:
-        digest = model_digest(config, computed, weight_files(model_dir), scheme.fingerprint())
-    except OSError as error:
-        raise ModelError(f"cannot read the weights in {model_dir}: {error}") from error
     return LoadedModel(
         model=model,
         config=config,

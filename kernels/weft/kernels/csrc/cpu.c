@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "draft.h"
+#include "encoder.h"
 #include "layer.h"
 #include "linear.h"
 #include "lora.h"
@@ -237,6 +238,23 @@ int weft_paged_attention(const Pool *pool, int64_t layer, const void *q, void *o
   }
   free_plan(&plan);
   return status;
+}
+
+/* A Status; the bounds are checked, and nothing was written where it is not FINE. */
+int weft_both_ways(const BothWays *b) {
+  int64_t *begins = malloc((size_t)(b->sequences + 1) * sizeof *begins);
+  if (begins == NULL) return OUT_OF_MEMORY;
+  count_tasks(b, begins);
+  const int threads = begins[b->sequences] > 1 ? team_limit() : 1;
+  Range ranges[MAX_THREADS];
+  divide_work(ranges, threads, begins[b->sequences]);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Member me = join_team(NULL);
+    both_ways_share(b, begins, ranges, threads, &me);
+  }
+  free(begins);
+  return FINE;
 }
 
 int64_t weft_layer_scratch_width(const Layer *layer, const Attention *attention, int64_t dim) {

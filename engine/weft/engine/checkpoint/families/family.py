@@ -6,8 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from weft.engine.base.end_tokens import end_token_ids
-from weft.engine.checkpoint.architectures import HEADLESS, is_bidirectional
-from weft.engine.checkpoint.config import ModelConfig, SlidingWindow, check_shape, max_positions
+from weft.engine.checkpoint.architectures import CLASSIFIER, is_bidirectional
+from weft.engine.checkpoint.config import (
+    ModelConfig,
+    SlidingWindow,
+    check_shape,
+    head_of,
+    max_positions,
+    num_labels,
+)
 from weft.engine.checkpoint.fields import Fields
 from weft.engine.checkpoint.latent_config import LatentConfig
 from weft.engine.checkpoint.mistral_params import LEFT_OUT
@@ -250,6 +257,7 @@ class Family:
             name = next((name for name in _OF_KINDS if name in fields), _OF_KINDS[0])
             raise fields.error(name, f"none of {len(decoder.layers)} layers has attention")
         architecture = whole.get("architectures")[0]
+        is_classifier = architecture.endswith(CLASSIFIER)
         attention = decoder.attention
         layers = [layer for layer in decoder.layers if isinstance(layer, AttentionConfig)]
         rotated = [layer.rope for layer in layers or [attention] if layer.rope is not None]
@@ -260,7 +268,8 @@ class Family:
             raise fields.error("num_hidden_layers", f"{len(decoder.layers)} layers are listed")
         config = ModelConfig(
             architecture=architecture,
-            head="none" if architecture.endswith(HEADLESS) else "tokens",
+            head="classes" if is_classifier else head_of(architecture),
+            num_labels=num_labels(whole) if is_classifier else 0,
             is_encoder=is_encoder,
             model_type=whole.text("model_type", ""),
             vocab_size=fields.positive("vocab_size"),

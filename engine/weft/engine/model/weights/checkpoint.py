@@ -2,74 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.files import Progress, weight_files
 from weft.engine.model.weights.reader import TensorSlice
+from weft.engine.model.weights.tensor_reads import StoredTensor, TensorReads
 
-_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_FLOATS = tuple(_DTYPE_BYTES)
-_WHOLE_NUMBERS = ("I64", "I32", "I8", "U8", "BOOL")
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE_NUMBERS = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_FP8 = {"F8_E4M3": torch.float8_e4m3fn}
+_DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE_NUMBERS, **_FP8}
 _NAMES_SHOWN = 8
-
-
-class _File:
-    """A checkpoint file, mapped into memory while its tensors are being read.
-
-    Args:
-        path: Path of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.names: set[str] = set()
-        """Names of the tensors of which nothing was read yet."""
-        self._opened: Any = None
-
-    def open(self) -> Any:
-        """Opens the file with safetensors, until `close`.
-
-        Raises:
-            ModelError: It cannot be read.
-        """
-        if self._opened is None:
-            try:
-                self._opened = safe_open(self.path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"cannot read {self.path}: {error}") from error
-        return self._opened
-
-    def close(self) -> None:
-        """Unmaps the file; `open` maps it again."""
-        self._opened = None
+_SIZE_BYTES = 8
+"""Of the number at a file's begin, the header's length."""
 
 
 class _Tensor(NamedTuple):
     """A tensor's entry in the header of its file."""
 
-    file: _File
+    path: Path
+    begin: int
+    """Its first byte in the file."""
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def item_bytes(self) -> int:
         """Size of a number in the file, bytes."""
-        return _DTYPE_BYTES.get(self.dtype, 1)
+        return _DTYPES[self.dtype].itemsize if self.dtype in _DTYPES else 1
+
+    def stored(self) -> StoredTensor:
+        """Where it lies, if its dtype is supported."""
+        return StoredTensor(self.path, self.begin, self.shape, _DTYPES[self.dtype])
 
 
 class Checkpoint:
-    """The tensors of a model directory, read one by one through mmap; a `CheckpointReader`.
+    """The tensors of a model directory, read one by one; a `CheckpointReader`.
 
-    Use as a context manager. Once something of each of its tensors was read, a file is unmapped
-    with the next read of another, so that of files with neighbouring layers one is in memory at a
-    time.
+    Use as a context manager, which ends the threads that read.
     """
 
     def __init__(
@@ -91,14 +75,14 @@ class Checkpoint:
         self._progress = progress
         self._where = model_dir
         self._unused = unused
-        self._files = [_File(path) for path in weight_files(model_dir)]
         self._tensors: dict[str, _Tensor] = {}
-        self._mapped: _File | None = None
+        self._left: set[str] = set()
+        self._reads = TensorReads()
         self._missing: list[str] = []
         self._skipped: set[str] = set()
         self._done_bytes = 0
-        for file in self._files:
-            self._read_header(file)
+        for path in weight_files(model_dir):
+            self._read_header(path)
         self._total_bytes = sum(
             math.prod(tensor.shape) * tensor.item_bytes for tensor in self._tensors.values()
         )
@@ -112,8 +96,7 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for file in self._files:
-            file.close()
+        self._reads.close()
 
     def has(self, name: str) -> bool:
         """Whether the files have a tensor of this name."""
@@ -131,14 +114,17 @@ class Checkpoint:
         """See `CheckpointReader.read_into`.
 
         Raises:
-            ModelError: As there, or too many tensors are missing by now.
+            ModelError: As there, or a file cannot be read, or too many tensors are missing by now.
         """
         if self._is_missing(part.name):
             out.zero_()
             return
         tensor = self._check(part, _kinds_for(out.dtype))
-        out.copy_(self._map(tensor.file).get_tensor(part.name)[part.slices])
-        tensor.file.names.discard(part.name)
+        try:
+            self._reads.read(tensor.stored(), part.slices, out)
+        except (OSError, EOFError) as error:
+            raise ModelError(f"cannot read {part.name} in {tensor.path}: {error}") from error
+        self._left.discard(part.name)
         self._advance(out.numel() * tensor.item_bytes)
 
     def check_alike(self, name: str, copy: str) -> None:
@@ -157,15 +143,9 @@ class Checkpoint:
         """Whether two tensors, where both are there, are the same."""
         if not (self.has(name) and self.has(copy)):
             return True
-        files = [self._tensors[one].file for one in (name, copy)]
-        first, second = (
-            file.open().get_tensor(one) for file, one in zip(files, (name, copy), strict=True)
-        )
+        first, second = (_whole(self._tensors[one].path, one) for one in (name, copy))
         is_same = first.shape == second.shape and first.dtype == second.dtype
-        is_same = is_same and torch.equal(first, second)
-        for file in files:
-            file.close()
-        return is_same
+        return is_same and torch.equal(first, second)
 
     def _is_missing(self, name: str) -> bool:
         """Whether the tensor is missing; `finish` reports all such at once."""
@@ -188,8 +168,7 @@ class Checkpoint:
         """
         if self._missing:
             raise self._lacks()
-        left = sorted(name for file in self._files for name in self._wanted(file.names))
-        if left:
+        if left := sorted(self._wanted(self._left)):
             raise ModelError(
                 f"{self._where} has tensors that the model does not use: {_listing(left)}"
             )
@@ -198,22 +177,22 @@ class Checkpoint:
     def _lacks(self) -> ModelError:
         return ModelError(f"{self._where} lacks tensors: {_listing(self._missing)}")
 
-    def _read_header(self, file: _File) -> None:
-        opened = file.open()
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
+    def _read_header(self, path: Path) -> None:
+        try:
+            # It checks that sizes and places of tensors agree with each other and with the file.
+            with safe_open(path, framework="pt") as opened, path.open("rb") as file:
+                size = int.from_bytes(file.read(_SIZE_BYTES), "little")
+                header = json.loads(file.read(size))
+                names = list(opened.keys())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"cannot read {path}: {error}") from error
+        for name in names:
             if name in self._tensors:
-                raise ModelError(f"{file.path}: tensor {name} stands in two files")
-            piece = opened.get_slice(name)
-            shape, dtype = tuple(piece.get_shape()), str(piece.get_dtype())
-            self._tensors[name] = _Tensor(file, shape, dtype)
-        file.names = {name for name in opened.keys() if not self._unused(name)}  # noqa: SIM118
-        file.close()
-
-    def _map(self, file: _File) -> Any:
-        before, self._mapped = self._mapped, file
-        if before is not None and before is not file and not self._wanted(before.names):
-            before.close()
-        return file.open()
+                raise ModelError(f"{path}: tensor {name} stands in two files")
+            entry = header[name]
+            begin = _SIZE_BYTES + size + int(entry["data_offsets"][0])
+            self._tensors[name] = _Tensor(path, begin, tuple(entry["shape"]), str(entry["dtype"]))
+        self._left.update(name for name in names if not self._unused(name))
 
     def _wanted(self, names: set[str]) -> list[str]:
         """Those that no other rank reads."""
@@ -221,7 +200,7 @@ class Checkpoint:
             return list(names)
         return [name for name in names if self._skipped.isdisjoint(_prefixes(name))]
 
-    def _check(self, part: TensorSlice, dtypes: tuple[str, ...]) -> _Tensor:
+    def _check(self, part: TensorSlice, dtypes: Mapping[str, torch.dtype]) -> _Tensor:
         name, tensor = part.name, self._tensors[part.name]
         if tensor.shape != part.shape:
             raise ModelError(
@@ -239,10 +218,20 @@ class Checkpoint:
             self._progress(self._done_bytes, self._total_bytes)
 
 
-def _kinds_for(dtype: torch.dtype) -> tuple[str, ...]:
+def _whole(path: Path, name: str) -> torch.Tensor:
+    """A tensor of a file, mapped into memory while it exists."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            found: torch.Tensor = opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    return found
+
+
+def _kinds_for(dtype: torch.dtype) -> Mapping[str, torch.dtype]:
     """File dtypes that may be read as a dtype; quantised numbers only as themselves."""
     if dtype == torch.float8_e4m3fn:
-        return ("F8_E4M3",)
+        return _FP8
     return _FLOATS if dtype.is_floating_point else _WHOLE_NUMBERS
 
 

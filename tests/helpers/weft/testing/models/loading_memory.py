@@ -36,17 +36,16 @@ def main(warm_dir: Path, model_dir: Path) -> None:
     """Loads `warm_dir` first, so that what libraries need is there."""
     load_model(warm_dir, "float32")
     calls = itertools.count()
-    before, mapped, together = anonymous_bytes(), [0], [0]
+    before, together = anonymous_bytes(), [0]
 
     def sample(done: int, total: int) -> None:
         if next(calls) % 4:
             return
-        mapped.append(mapped_bytes())
         # Read so far, the model has of it as much.
-        together.append(mapped[-1] + anonymous_bytes() - before - done)
+        together.append(mapped_bytes() + anonymous_bytes() - before - done)
 
     loaded = load_model(model_dir, "float32", progress=sample)
-    print(json.dumps({"mapped": max(mapped), "beyond": max(together), "left": mapped_bytes()}))
+    print(json.dumps({"beyond": max(together), "left": mapped_bytes()}))
     del loaded
 
 

@@ -1,0 +1,230 @@
+"""Reads parts of tensors from files into memory of any device, in several threads.
+
+For a GPU threads read into pinned memory, and copies to the device run beside the next reads. For a
+CPU they read to where the numbers are wanted. Nothing is mapped: the host's memory holds the pinned
+buffers and what is being converted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+from weft.engine.base.cores import num_cores
+
+_MAX_THREADS = 8
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 20, 8 << 20
+"""Of what a thread reads at a time; one row may be more."""
+_BUFFERS_A_THREAD = 2
+"""For a GPU: one is copied while the other is read into."""
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    path: Path
+    begin: int
+    """Its first byte."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Rows(NamedTuple):
+    """Neighbouring rows of a tensor in a file, and the part of each that is wanted."""
+
+    begin: int
+    """First byte of the first row."""
+    count: int
+    shape: tuple[int, ...]
+    """Of a row in the file."""
+    dtype: torch.dtype
+    part: tuple[int | slice, ...]
+    """Of each row; empty: all of it."""
+
+    @classmethod
+    def of(cls, stored: StoredTensor, slices: Sequence[int | slice]) -> _Rows:
+        """The rows, along the first axis that is not one number, of a part of a tensor."""
+        begin, shape, left = stored.begin, stored.shape, list(slices)
+        while left and not isinstance(left[0], slice):
+            number, *left = left
+            begin += range(shape[0])[number] * math.prod(shape[1:]) * stored.dtype.itemsize
+            shape = shape[1:]
+        shape = shape or (1,)
+        rows = range(shape[0])[left[0] if left else slice(None)]
+        begin += rows.start * math.prod(shape[1:]) * stored.dtype.itemsize
+        axes = zip(shape[1:], left[1:], strict=False)
+        is_whole = all(one == slice(None) or range(n)[one] == range(n) for n, one in axes)
+        part = () if is_whole else tuple(left[1:])
+        return cls(begin, len(rows), shape[1:], stored.dtype, part)
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def wanted(self, memory: torch.Tensor) -> torch.Tensor:
+        """The wanted part of rows whose bytes are `memory`."""
+        return memory.view(self.dtype).view(-1, *self.shape)[:, *self.part]
+
+
+class _Buffer:
+    """Memory of the host that a thread reads into.
+
+    Args:
+        device: Where its content goes; for a GPU the memory is pinned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, size: int) -> torch.Tensor:
+        """[size] uint8, which no copy reads any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._memory.numel() < size:
+            most = max(size, _MAX_PIECE_BYTES)
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Not both at once.
+            self._memory = torch.empty(most, dtype=torch.uint8, pin_memory=self._is_pinned)
+        return self._memory[:size]
+
+    def sent(self) -> None:
+        """Notes that copies out of it were enqueued on the current stream."""
+        if self._copied is None:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+
+class _Way(NamedTuple):
+    """How bytes get to a device."""
+
+    buffers: SimpleQueue[_Buffer]
+    stream: torch.cuda.Stream | None
+    """Of the copies; None: the device is a CPU."""
+
+
+class TensorReads:
+    """Threads that read tensors, and their memory; both are made at the first need."""
+
+    def __init__(self) -> None:
+        self._num_threads = min(_MAX_THREADS, num_cores())
+        self._threads: ThreadPoolExecutor | None = None
+        self._ways: dict[torch.device, _Way] = {}
+
+    def close(self) -> None:
+        """Ends the threads and frees the memory; the next read makes new ones."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._threads = None
+        self._ways.clear()
+
+    def read(self, stored: StoredTensor, slices: Sequence[int | slice], out: torch.Tensor) -> None:
+        """Copies a part of a tensor, converted to the dtype of `out`.
+
+        On a GPU the copy may still run; what the current stream gets later waits for it.
+
+        Args:
+            stored: The tensor.
+            slices: As in `TensorSlice`.
+            out: Of the part's shape, contiguous.
+
+        Raises:
+            OSError: The file cannot be read.
+            EOFError: It ends too early.
+        """
+        rows = _Rows.of(stored, slices)
+        # Bytes are cut anywhere, numbers that are to be converted between rows.
+        is_direct = not rows.part and rows.dtype == out.dtype
+        unit = 1 if is_direct else rows.row_bytes
+        count = rows.count * rows.row_bytes // max(1, unit)
+        if not count:
+            return
+        target = out.view(-1).view(torch.uint8) if is_direct else out.view(out.shape or (1,))
+        share = count * unit // self._num_threads
+        piece = max(1, min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, share)) // unit)
+        way = self._way_to(out.device)
+        if way.stream is not None:
+            way.stream.wait_stream(torch.cuda.current_stream(out.device))
+        with stored.path.open("rb", buffering=0) as file:
+            read = partial(
+                _read_piece, file.fileno(), None if is_direct else rows, rows.begin, target, way
+            )
+            firsts = range(0, count, piece)
+            if len(firsts) == 1:
+                read(0, count)
+            else:
+                self._read_all(read, [(first, min(first + piece, count)) for first in firsts])
+        if way.stream is not None:
+            torch.cuda.current_stream(out.device).wait_stream(way.stream)
+
+    def _read_all(
+        self, read: Callable[[int, int], None], pieces: Sequence[tuple[int, int]]
+    ) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads, "read")
+        futures = [self._threads.submit(read, *piece) for piece in pieces]
+        wait(futures)  # None may write to the target after an error.
+        for future in futures:
+            future.result()
+
+    def _way_to(self, device: torch.device) -> _Way:
+        if device not in self._ways:
+            buffers: SimpleQueue[_Buffer] = SimpleQueue()
+            is_cuda = device.type == "cuda"
+            for _ in range(self._num_threads * (_BUFFERS_A_THREAD if is_cuda else 1)):
+                buffers.put(_Buffer(device))
+            self._ways[device] = _Way(buffers, torch.cuda.Stream(device) if is_cuda else None)
+        return self._ways[device]
+
+
+def _read_piece(
+    file: int,
+    rows: _Rows | None,
+    begin: int,
+    target: torch.Tensor,
+    way: _Way,
+    first: int,
+    end: int,
+) -> None:
+    """Reads units `first` to `end` of a target: its rows, or without `rows` its bytes, of which the
+    first is that of the file's byte `begin`.
+    """
+    own, unit = target[first:end], 1 if rows is None else rows.row_bytes
+    at, size = begin + first * unit, (end - first) * unit
+    if rows is None and way.stream is None:
+        _fill(file, own, at)
+        return
+    buffer = way.buffers.get()
+    try:
+        memory = buffer.take(size)
+        _fill(file, memory, at)
+        if way.stream is None:
+            assert rows is not None
+            own.copy_(rows.wanted(memory))
+            return
+        with torch.cuda.stream(way.stream):
+            if rows is None:
+                own.copy_(memory, non_blocking=True)
+            else:
+                own.copy_(rows.wanted(memory.to(target.device, non_blocking=True)))
+            buffer.sent()
+    finally:
+        way.buffers.put(buffer)
+
+
+def _fill(file: int, memory: torch.Tensor, at: int) -> None:
+    """Fills memory, [bytes] uint8, with a file's bytes from `at` on."""
+    view = memoryview(memory.numpy())
+    while view:
+        done = os.preadv(file, [view], at)
+        if not done:
+            raise EOFError("the file ends too early")
+        view, at = view[done:], at + done
