@@ -3,7 +3,7 @@
     python scripts/train_hybrid.py generate --model demo --out TEXTS
     python scripts/train_hybrid.py prepare --texts TEXTS --data DATA
     python scripts/train_hybrid.py train --data DATA --run RUN --out MODEL
-    python scripts/train_hybrid.py sample MODEL
+    python scripts/train_hybrid.py measure MODEL --json FILE
 
 `generate` writes .jsonl files of prompts and answers; it can run several times at once with
 different --worker. `train` goes on where it was stopped. The model has Qwen3.5's form: gated delta
@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,16 @@ from hybrid_training.export import export, load
 from hybrid_training.model import HybridLM, Shape
 from hybrid_training.texts import load_split, load_turns, prepare, save_turns
 from hybrid_training.training import Settings, Trainer, held_out_losses
-from hybrid_training.writing import Script, write
+from hybrid_training.writing import Script, chat, is_held_out, write
 from transformers import AutoTokenizer
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.resolve import resolve_model
-from weft.engine.loop.llm import LLM
+from weft.engine.loop.llm import LLM, GeneratedSample
 
 HELD_OUT_BATCHES = 8
+DRAFTS = (1, 2, 3)
+SHOWN = 4
+"""Answers that `measure` prints."""
 
 
 def tell(text: str) -> None:
@@ -111,35 +117,59 @@ def train(arguments: argparse.Namespace) -> None:
     export(model, tokenizer, arguments.out)
 
 
-def sample(arguments: argparse.Namespace) -> None:
-    """Prints what a trained model answers, and how its head is accepted."""
+def measure(arguments: argparse.Namespace) -> None:
+    """Has a trained model answer held-out prompts, and tells how many drafts are accepted."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     script = Script(arguments.seed)
-    prompts = [script.prompt() for _ in range(arguments.turns)]
-    ids = tokenizer(
-        tokenizer.apply_chat_template(
-            [[{"role": "user", "content": prompt}] for prompt in prompts],
-            tokenize=False,
-            add_generation_prompt=True,
-        ),
-        add_special_tokens=False,
-    )["input_ids"]
-    drawn = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
-    with LLM(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        drafter="mtp",
-        draft_gate="fixed",
-        max_draft_tokens=arguments.drafts,
-        kv_memory_bytes=256 << 20,
-    ) as llm:
-        for prompt, found in zip(
-            prompts, llm.generate(ids, drawn, StopCriteria(max_tokens=200)), strict=True
-        ):
-            tell(f"> {prompt}\n{tokenizer.decode(found.token_ids)}\n")
-        counters = llm.engine.counters()
-    tell(json.dumps({name: counters[name] for name in sorted(counters) if "draft" in name}))
+    drawn = (script.prompt() for _ in range(1 << 20))
+    prompts = list(islice(filter(is_held_out, drawn), arguments.prompts))
+    ids = tokenizer(chat(tokenizer, prompts), add_special_tokens=False)["input_ids"]
+    rows: list[dict[str, Any]] = []
+    for temperature in (0.0, 0.7):
+        sampling = [
+            SamplingParams(temperature=temperature, seed=arguments.seed + number)
+            for number in range(len(ids))
+        ]
+        for num_drafts in DRAFTS:
+            with LLM(
+                arguments.model,
+                device=arguments.device,
+                dtype=arguments.dtype,
+                drafter="mtp",
+                draft_gate="fixed",
+                max_draft_tokens=num_drafts,
+                kv_memory_bytes=512 << 20,
+                num_threads=arguments.threads,
+            ) as llm:
+                found = llm.generate(ids, sampling, StopCriteria(max_tokens=200))
+            rows.append({"temperature": temperature, "drafts": num_drafts, **acceptance(found)})
+            tell(str(rows[-1]))
+        for prompt, answer in list(zip(prompts, found, strict=True))[:SHOWN]:
+            tell(f"\n> {prompt}\n{tokenizer.decode(answer.token_ids)}\n")
+    if arguments.json:
+        content = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "torch": torch.__version__,
+            "device": arguments.device,
+            "dtype": arguments.dtype,
+            "prompts": len(prompts),
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def acceptance(samples: Sequence[GeneratedSample]) -> dict[str, float]:
+    """Tokens a step of decoding (1 without drafts), and the share of drafts that were accepted."""
+    timelines = [sample.timeline for sample in samples if sample.timeline is not None]
+    accepted = sum(timeline.num_accepted_tokens for timeline in timelines)
+    drafted = sum(timeline.num_drafted_tokens for timeline in timelines)
+    # The first token comes of the prompt's step.
+    decoded = sum(len(sample.token_ids) - 1 for sample in samples)
+    return {
+        "tokens": decoded,
+        "tokens_per_step": round(decoded / (decoded - accepted), 3),
+        "accepted": round(accepted / drafted, 3),
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -190,12 +220,12 @@ def parse() -> argparse.Namespace:
     part.add_argument("--checkpoint-seconds", type=float, default=60.0)
     part.add_argument("--compile", action="store_true", help="compile the steps of training")
 
-    part = command("sample", sample)
+    part = command("measure", measure)
     part.add_argument("model", type=Path)
     part.add_argument("--dtype", default="float32")
-    part.add_argument("--turns", type=int, default=4)
-    part.add_argument("--drafts", type=int, default=2)
-    part.add_argument("--temperature", type=float, default=0.0)
+    part.add_argument("--threads", type=int, default=None)
+    part.add_argument("--prompts", type=int, default=64, help="held-out ones")
+    part.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

@@ -65,6 +65,15 @@ def is_held_out(prompt: str) -> bool:
     return hashlib.blake2b(prompt.encode(), digest_size=8).digest()[0] % _HELD_OUT == 0
 
 
+def chat(tokenizer: Any, prompts: Sequence[str]) -> list[str]:
+    """Each prompt as a conversation that the model is to go on with."""
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts: list[str] = tokenizer.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+    return texts
+
+
 def write(
     llm: LLM, tokenizer: Any, prompts: Sequence[str], seed: int, max_tokens: int, at_once: int
 ) -> list[Turn]:
@@ -79,9 +88,7 @@ def write(
         at_once: Requests under way.
     """
     rng = random.Random(seed)
-    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(chat(tokenizer, prompts), add_special_tokens=False)["input_ids"]
     sampling = [
         SamplingParams(temperature=TEMPERATURE, top_p=_TOP_P, seed=rng.getrandbits(63))
         for _ in prompts
