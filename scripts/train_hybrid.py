@@ -59,6 +59,7 @@ def generate(arguments: argparse.Namespace) -> None:
         prefill_chunk_tokens=512,
         kv_memory_bytes=arguments.kv_mib << 20,
         num_threads=arguments.threads,
+        cuda_graphs=not arguments.eager,
     ) as llm:
         for number in range(arguments.shards):
             path = arguments.out / f"turns-{arguments.worker:02d}-{number:04d}.jsonl"
@@ -196,6 +197,7 @@ def parse() -> argparse.Namespace:
     part.add_argument("--turns", type=int, default=4096, help="of a shard")
     part.add_argument("--max-tokens", type=int, default=256, help="of an answer")
     part.add_argument("--batch", type=int, default=1024, help="texts written at once")
+    part.add_argument("--eager", action="store_true", help="no CUDA graphs: a shorter start")
     part.add_argument("--kv-mib", type=int, default=8192, help="KV memory of the engine")
     part.add_argument("--max-seconds", type=float, default=1e9, help="no shard begins after them")
 
