@@ -1,0 +1,1 @@
+"""Parts of scripts/train_hybrid.py."""
