@@ -11,6 +11,7 @@ import pytest
 from weft.engine.base.errors import ConfigError
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM
+from weft.testing.models.families import FAMILIES, make_family
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, packed_models
 from weft.testing.models.moe_families import MOE_FAMILIES
@@ -29,6 +30,7 @@ EXPERTS: dict[str, tuple[str, int]] = {
     "qwen2-moe": ("num_experts", 8),
     "llama4": ("num_local_experts", 4),
     "qwen3_moe": ("num_experts", 12),
+    "nemotron_h-experts": ("n_routed_experts", 12),
 }
 """The field that counts experts, and a number that divides among 2 and 4 ranks."""
 
@@ -39,6 +41,8 @@ def make_model(name: str, folder: Path, seed: int) -> Path:
         # Columns of an expert that do not divide among ranks.
         fields = {"vocab_size": VOCAB, "moe_intermediate_size": 43, **HEADS, **experts}
         return make_tiny(name, folder, seed, tokenizer=True, **fields)
+    if name in FAMILIES:
+        return make_family(name, folder, seed, **experts)
     kind, fields = MOE_FAMILIES[name]
     heads = HEADS | ({"num_key_value_heads": 8} if kind == "deepseek_v3" else {})
     make_reference(kind, folder, seed, **{**fields, **heads, **experts})
@@ -67,7 +71,7 @@ CASES = [
         pytest.param(name, size, marks=pytest.mark.full)
         for name in EXPERTS
         for size in (2, 4)
-        if (name, size) != ("qwen3_moe", 2)
+        if (name, size) not in {("qwen3_moe", 2), ("nemotron_h-experts", 4)}
     ),
 ]
 
