@@ -129,7 +129,10 @@ def main(argv: list[str]) -> None:
     """Runs the engine."""
     what, folder, settings, prompts, adapters = argv
     found: dict[str, Any] = {}
-    with make_llm(Path(folder), **json.loads(settings)) as llm:
+    chosen = json.loads(settings)
+    if "draft_dir" in chosen:
+        chosen["draft_dir"] = Path(chosen["draft_dir"])
+    with make_llm(Path(folder), **chosen) as llm:
         if what == "texts":
             found["texts"] = texts_of(llm, json.loads(prompts))
             found["notices"] = llm.engine.info.notices
