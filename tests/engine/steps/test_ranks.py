@@ -286,7 +286,7 @@ def lose_a_rank(folder: Path, size: int, how: signal.Signals) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_ranks_that_are_lost_at_any_moment_end_the_engine(tmp_path: Path, seed: int) -> None:
     folder = make_model("llama", tmp_path / "model", seed)
     for size in random.choices((2, 4), k=100):

@@ -278,9 +278,9 @@ class EngineConfig:
     max_loras: int = 16
     """Most adapters on the device at once, and so in one step."""
     lora_memory_bytes: int | None = None
-    """Device memory of adapters, bytes. None: room for max_loras adapters of rank 16 that change
-    every projection of the model. Draft adapters for an EAGLE-3 head on a GPU need additional
-    memory.
+    """Device memory of adapters on each rank, bytes. None: room for max_loras adapters of rank 16
+    that change every projection of the model. Draft adapters for an EAGLE-3 head on a GPU need
+    additional memory.
     """
     lora_projections: tuple[str, ...] = ()
     """Projections that adapters may change; the device memory of adapters is divided among them:

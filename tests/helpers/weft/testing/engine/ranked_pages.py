@@ -16,6 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from weft.engine.loop.engine import Engine
+from weft.engine.protocol.messages import Inbox, Outbox
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine
 from weft.testing.engine.tier_bench import VOCAB, TierBench
 
@@ -29,11 +32,26 @@ def new_prompt(num_pages: int) -> list[int]:
     return [random.randrange(3, VOCAB) for _ in range(num_pages * PAGE + 3)]
 
 
+def engine_there(folder: Path, role: str, clock: ManualClock, **settings: Any) -> Engine:
+    """An engine whose turns are made on its device, beside others."""
+    device = settings["device"]
+    engine = make_engine(folder, role, clock, **(SIZES | settings))
+    if device != "cpu":
+        turn = engine.turn
+
+        def turn_there(inbox: Inbox | None = None) -> Outbox:
+            with torch.cuda.device(device):
+                return turn(inbox)
+
+        engine.turn = turn_there  # type: ignore[method-assign]
+    return engine
+
+
 def ship(folder: Path, settings: dict[str, Any], of_filler: dict[str, Any]) -> dict[str, Any]:
     """Prompts that the owner computes, then has another worker compute: their texts."""
     clock = ManualClock()
-    owner = make_engine(folder, "decode", clock, **(SIZES | settings))
-    filler = make_engine(folder, "prefill", clock, worker_id="p0", **(SIZES | of_filler))
+    owner = engine_there(folder, "decode", clock, **settings)
+    filler = engine_there(folder, "prefill", clock, worker_id="p0", **of_filler)
     pair = EnginePair(owner, [filler], clock)
     found: dict[str, Any] = {"alone": [], "shipped": [], "tokens": [], "failures": []}
     for _ in range(3):

@@ -138,7 +138,10 @@ def main(argv: list[str]) -> None:
     """Runs the engine."""
     what, folder, settings, prompts, adapters = argv
     found: dict[str, Any] = {}
-    with make_llm(Path(folder), **json.loads(settings)) as llm:
+    chosen = json.loads(settings)
+    if "draft_dir" in chosen:
+        chosen["draft_dir"] = Path(chosen["draft_dir"])
+    with make_llm(Path(folder), **chosen) as llm:
         if what in ("texts", "greedy"):
             make = texts_of if what == "texts" else greedy_texts
             found["texts"] = make(llm, json.loads(prompts))
