@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -424,25 +425,25 @@ def main() -> None:
         f"{rates.flop_per_s / 1e12:.0f} TFLOP/s",
         flush=True,
     )
+    parts: dict[str, Callable[[], Any]] = {}
     if "kernels" in arguments.parts:
-        found["steps"] = bench_steps(rates)
-        found["prompt"] = bench_prompt(rates)
+        parts |= {"steps": partial(bench_steps, rates), "prompt": partial(bench_prompt, rates)}
     if "beside" in arguments.parts:
-        found["beside"] = bench_prompt(rates, beside=True)
-    for name in arguments.models if "engine" in arguments.parts else ():
+        parts["beside"] = partial(bench_prompt, rates, beside=True)
+    for name in arguments.models:
+        if "engine" in arguments.parts:
+            parts[name] = partial(bench_engine, name, rates, arguments.budget)
+        if "mtp" in arguments.parts:
+            parts[f"{name} mtp"] = partial(bench_mtp, name, rates, arguments.budget)
+    for name, measure in parts.items():
         release()
         try:
-            found[name] = bench_engine(name, rates, arguments.budget)
+            found[name] = measure()
         except (RuntimeError, WeftError) as error:
             print(f"{name}: {error!r}"[:1500], flush=True)
-    for name in arguments.models if "mtp" in arguments.parts else ():
-        try:
-            found[f"{name} mtp"] = bench_mtp(name, rates, arguments.budget)
-        except (RuntimeError, WeftError) as error:
-            print(f"{name} with MTP: {error!r}"[:1500], flush=True)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "rec_hybrid.json").write_text(json.dumps(found, indent=1))
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / "rec_hybrid.json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
