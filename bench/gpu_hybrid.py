@@ -297,7 +297,10 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
                     return found
                 run_batch(llm, batch, 512, 8)
                 run = run_batch(llm, batch, 512, 64)
-                took = run.seconds / max(1, run.num_steps)
+                if not run.num_steps:
+                    print(f"decode {batch}: there is no memory for as many at once", flush=True)
+                    continue
+                took = run.seconds / run.num_steps
                 host = statistics.median(run.host_s) if run.host_s else 0.0
                 least = costs.decode_seconds(rates, batch, 544)
                 found[f"decode {batch}"] = {
