@@ -144,7 +144,9 @@ def step_buckets(
     """
     if has_states:
         short = verify_buckets(max_requests, max_tokens, max_drafts)
-        return [*decode_buckets(max_requests), *short]
+        buckets = [*decode_buckets(max_requests), *short]
+        with_lora = [bucket._replace(has_lora=True) for bucket in buckets] if has_lora else []
+        return [*buckets, *with_lora]
     ragged = ragged_buckets(max_requests, max_tokens, max_drafts)
     if config.is_encoder:
         with_lora = [bucket._replace(has_lora=True) for bucket in ragged] if has_lora else []

@@ -62,17 +62,18 @@ def chunked_recurrence(given: HeadRows, states: torch.Tensor) -> tuple[torch.Ten
     heads_of = (q.stride(1), k.stride(1), v.stride(1))
     updates = torch.empty((rows, heads, values), dtype=v.dtype, device=v.device)
     weights: torch.Tensor | None = None
+    lasting: torch.Tensor | None = None
     if beta is not None:
-        weights = torch.empty((rows, heads, keys), dtype=v.dtype, device=v.device)
+        weights, lasting = torch.empty((2, rows, heads, keys), dtype=v.dtype, device=v.device)
         _solve_kernel[(most, heads)](
-            *(k, v, decay, beta, weights, updates, chunks, *rows_of[1:], *heads_of[1:]),
+            *(k, v, decay, beta, weights, lasting, updates, chunks, *rows_of[1:], *heads_of[1:]),
             *(heads, shared),
             **sizes, TILE=tile, IS_UNIT=is_unit, num_warps=warps, num_stages=2,
         )  # fmt: skip
     begins = torch.empty((most, heads, keys, values), dtype=v.dtype, device=v.device)
     narrow = min(32, tile)
     _states_kernel[(count * heads, triton.cdiv(values, narrow))](
-        *(k, v, decay, steps, weights, updates, states, after, begins, cu_lens, firsts),
+        *(k, v, decay, steps, weights, lasting, updates, states, after, begins, cu_lens, firsts),
         *(*rows_of[1:], *heads_of[1:], heads, shared),
         **sizes, TILE=narrow, IS_UNIT=is_unit, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -199,6 +200,7 @@ def _solve_kernel(
     decay: tl.tensor,
     beta: tl.tensor,
     weights: tl.tensor,
+    lasting: tl.tensor,
     updates: tl.tensor,
     chunks: tl.tensor,
     k_row: int,
@@ -215,7 +217,7 @@ def _solve_kernel(
     TILE: tl.constexpr,
     IS_UNIT: tl.constexpr,
 ) -> None:
-    """W and U of a chunk of one head."""
+    """W and U of a chunk of one head, and what is left of keys at its end."""
     head = tl.program_id(1)
     begin = tl.load(chunks + tl.program_id(0) * 2)
     length = tl.load(chunks + tl.program_id(0) * 2 + 1)
@@ -235,12 +237,19 @@ def _solve_kernel(
                            decay + head * KEYS, heads * KEYS, begin, length,
                            KEYS, BLOCK_KEYS, CHUNK, IS_UNIT)  # fmt: skip
             decayed = (keys * tl.exp(grown)).to(kind)
+            of_last = decay + ((begin + length - 1) * heads + head) * KEYS + element
+            total = tl.load(of_last, mask=element < KEYS, other=0.0)
+            left = keys * tl.exp(total[None] - grown)
         else:
-            grown = tl.cumsum(tl.load(decay + row * heads + head, mask=is_row, other=0.0), axis=0)
+            gate = tl.load(decay + row * heads + head, mask=is_row, other=0.0)
+            grown = tl.cumsum(gate, axis=0)
+            left = keys * tl.exp(tl.sum(gate, axis=0) - grown)[:, None]
             narrow = keys.to(kind)
             alike = tl.dot(narrow, tl.trans(narrow))
             alike *= tl.exp(tl.minimum(grown[:, None] - grown[None], 0.0))
             decayed = (keys * tl.exp(grown)[:, None]).to(kind)
+        to = lasting + (row * heads + head)[:, None] * KEYS + element[None]
+        tl.store(to, left.to(kind), mask=both)
         system = tl.where(index[:, None] > index[None], alike * share[:, None], 0.0)
         # Its inverse: blocks of 16 by substitution, all at once, then pairs of blocks.
         block, inner = tl.arange(0, CHUNK // 16), tl.arange(0, 16)
@@ -280,6 +289,7 @@ def _states_kernel(
     decay: tl.tensor,
     steps: tl.tensor,
     weights: tl.tensor,
+    lasting: tl.tensor,
     updates: tl.tensor,
     states: tl.tensor,
     after: tl.tensor,
@@ -331,20 +341,21 @@ def _states_kernel(
             update = tl.load(at, mask=at_value, other=0.0).to(tl.float32)
             update *= tl.load(steps + row * heads + head, mask=is_row, other=0.0)[:, None]
         tl.store(taken, update.to(kind), mask=at_value)
-        keys = _keys(k + head // shared * k_head, row * k_row, element, at_key, IS_UNIT)
         if BY_KEY:
-            of_gate = decay + head * KEYS + element
             last = tl.minimum(begin + (number + 1) * CHUNK, end) - 1
-            total = tl.load(of_gate + last * heads * KEYS, mask=is_key, other=0.0)
-            at = of_gate[None] + (row * heads * KEYS)[:, None]
-            keys *= tl.exp(total[None] - tl.load(at, mask=at_key, other=0.0))
-            state *= tl.exp(total)[:, None]
+            of_last = decay + (last * heads + head) * KEYS + element
+            state *= tl.exp(tl.load(of_last, mask=is_key, other=0.0))[:, None]
         else:
             gate = tl.load(decay + row * heads + head, mask=is_row, other=0.0)
             total = tl.sum(gate, axis=0)
-            keys *= tl.exp(total - tl.cumsum(gate, axis=0))[:, None]
             state *= tl.exp(total)
-        state += tl.dot(tl.trans(keys.to(kind)), update.to(kind))
+        if lasting is not None:
+            at = lasting + (row * heads + head)[:, None] * KEYS + element[None]
+            keys = tl.load(at, mask=at_key, other=0.0)
+        else:
+            keys = _keys(k + head // shared * k_head, row * k_row, element, at_key, IS_UNIT)
+            keys = (keys * tl.exp(total - tl.cumsum(gate, axis=0))[:, None]).to(kind)
+        state += tl.dot(tl.trans(keys), update.to(kind))
     tl.store(after + own + place, state, mask=both)
 
 
