@@ -111,7 +111,8 @@ def train(arguments: argparse.Namespace) -> None:
         found = held_out_losses(model, held_out, settings, HELD_OUT_BATCHES)
         tell(f"{trainer.log[-1]} held out {found}")
         export(model, tokenizer, arguments.out)
-        content = {"settings": asdict(settings), "shape": asdict(shape), "log": trainer.log}
+        log = [*trainer.log[:-1], {**trainer.log[-1], "held_out": found}]
+        content = {"settings": asdict(settings), "shape": asdict(shape), "log": log}
         (arguments.run / "log.json").write_text(json.dumps(content) + "\n")
         return {"held_out": found}
 

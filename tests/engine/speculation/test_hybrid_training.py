@@ -1,9 +1,10 @@
-"""The training of small hybrids with an MTP head."""
+"""The training of small hybrids with an MTP head, and the one that is kept."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ try:
 finally:
     sys.path.pop(0)
 
+KEPT = ROOT / "models" / "tales-10m"
 VOCAB = 300
 SHAPE = Shape(
     vocab_size=VOCAB,
@@ -70,6 +72,12 @@ def random_model() -> HybridLM:
             elif "norm" in name:
                 weight.add_(0.2 * noise)
     return model
+
+
+def test_the_kept_model_is_small_and_names_no_place_of_its_maker() -> None:
+    assert sum(path.stat().st_size for path in KEPT.iterdir()) < 12_000_000
+    for name in ("config.json", "tokenizer_config.json", "README.md"):
+        assert not re.search(r"/(?:tmp|root|home|work)/", (KEPT / name).read_text())
 
 
 @pytest.mark.full
