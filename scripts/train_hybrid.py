@@ -3,6 +3,7 @@
     python scripts/train_hybrid.py generate --model demo --out TEXTS
     python scripts/train_hybrid.py prepare --texts TEXTS --data DATA
     python scripts/train_hybrid.py train --data DATA --run RUN --out MODEL
+    python scripts/train_hybrid.py curves RUN/log.json --out MODEL/curves.png
     python scripts/train_hybrid.py measure MODEL --json FILE
 
 `generate` writes .jsonl files of prompts and answers; it can run several times at once with
@@ -110,12 +111,20 @@ def train(arguments: argparse.Namespace) -> None:
         found = held_out_losses(model, held_out, settings, HELD_OUT_BATCHES)
         tell(f"{trainer.log[-1]} held out {found}")
         export(model, tokenizer, arguments.out)
-        content = {"settings": asdict(settings), "shape": asdict(shape), "log": trainer.log}
+        log = [*trainer.log[:-1], {**trainer.log[-1], "held_out": found}]
+        content = {"settings": asdict(settings), "shape": asdict(shape), "log": log}
         (arguments.run / "log.json").write_text(json.dumps(content) + "\n")
         return {"held_out": found}
 
     trainer.run(arguments.log_steps, arguments.checkpoint_seconds, checkpointed)
     export(model, tokenizer, arguments.out)
+
+
+def curves(arguments: argparse.Namespace) -> None:
+    """Draws the log of a training."""
+    from hybrid_training.curves import draw
+
+    draw(json.loads(arguments.log.read_text()), arguments.out)
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -221,6 +230,10 @@ def parse() -> argparse.Namespace:
     part.add_argument("--log-steps", type=int, default=25)
     part.add_argument("--checkpoint-seconds", type=float, default=60.0)
     part.add_argument("--compile", action="store_true", help="compile the steps of training")
+
+    part = command("curves", curves)
+    part.add_argument("log", type=Path, help="log.json of a run")
+    part.add_argument("--out", type=Path, required=True, help="PNG")
 
     part = command("measure", measure)
     part.add_argument("model", type=Path)
