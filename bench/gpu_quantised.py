@@ -56,33 +56,27 @@ from weft.kernels.packed_groups import PackedExperts, PackedGroups
 Shape = GroupsShape | FewRowsShape
 Format = Literal["int4", "mxfp4"]
 FEW = (
-    FewRowsShape(8, 32, 4), FewRowsShape(8, 16, 2), FewRowsShape(4, 16, 2), FewRowsShape(4, 32, 4),
-    FewRowsShape(16, 32, 4), FewRowsShape(16, 16, 4), FewRowsShape(8, 16, 4), FewRowsShape(4, 8, 1),
-    FewRowsShape(8, 64, 8), FewRowsShape(2, 16, 2), FewRowsShape(8, 32, 4, True),
-    FewRowsShape(4, 16, 2, True), FewRowsShape(8, 32, 8), FewRowsShape(4, 64, 8),
+    FewRowsShape(8, 16, 4), FewRowsShape(8, 16, 2), FewRowsShape(16, 16, 4), FewRowsShape(8, 32, 4),
+    FewRowsShape(4, 16, 2), FewRowsShape(4, 8, 1),
 )  # fmt: skip
 SWEEP: dict[int, tuple[Shape, ...]] = {
-    1: (*FEW, GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
-    2: (*FEW[:6], GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
+    1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
+    2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     16: (
         GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 32, 4, 4, 4, 4), GroupsShape(16, 64, 4, 4, 3),
-        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 128, 0, 8, 4, 2),
-        GroupsShape(16, 64, 0, 4, 4, 4), GroupsShape(16, 64, 0, 4, 6, 4, True),
-        GroupsShape(16, 64, 0, 4, 5, 1, True),
+        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 64, 0, 4, 4, 4),
     ),
     64: (
         GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
-        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 1, True),
-        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 4, 1, True),
-        GroupsShape(64, 128, 0, 8, 4, 4, True), GroupsShape(64, 128, 0, 4, 4, 4, True),
-        GroupsShape(64, 128, 0, 8, 3, 2, True),
+        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 4, True),
+        GroupsShape(64, 128, 0, 8, 3, 1), GroupsShape(64, 128, 0, 4, 3, 1),
+        GroupsShape(64, 128, 0, 8, 3, 8), GroupsShape(64, 128, 0, 4, 3, 6),
     ),
     256: (
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
-        GroupsShape(128, 128, 0, 8, 4, 1, True), GroupsShape(128, 128, 0, 4, 3, 1, True),
-        GroupsShape(128, 128, 0, 8, 2, 1, True), GroupsShape(128, 64, 0, 4, 3, 1, True),
-        GroupsShape(256, 64, 0, 4, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 1, True),
-        GroupsShape(128, 128, 0, 8, 3, 2, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
+        GroupsShape(128, 128, 0, 8, 2, 2), GroupsShape(128, 128, 0, 8, 2, 4),
+        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 4, True),
+        GroupsShape(128, 128, 0, 4, 2, 1, True), GroupsShape(128, 64, 0, 4, 2, 4),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -91,11 +85,6 @@ EXPERTS = (
     ("qwen3-30b-a3b", 128, 2048, 768, 8, "int4"),
 )
 """Model, experts, hidden and inner size, experts of a token, format."""
-FEW_EXPERTS = (
-    FewRowsShape(4, 64, 4), FewRowsShape(8, 64, 4), FewRowsShape(4, 32, 2), FewRowsShape(8, 32, 2),
-    FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1), FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 2),
-    FewRowsShape(8, 32, 2, True), FewRowsShape(4, 64, 4, True),
-)  # fmt: skip
 MANY_EXPERTS = (
     (64, 4, 4, 3), (32, 4, 4, 4), (64, 0, 4, 4), (64, 0, 4, 3), (128, 0, 8, 3), (128, 0, 4, 3),
     (64, 0, 4, 6), (32, 0, 4, 4),
@@ -182,7 +171,7 @@ def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool
         rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
     )
     if rows <= MAX_ROWS:
-        chosen = few_rows_shape(product.k, half, is_gated=product.is_gated)
+        chosen = few_rows_shape(rows, product.k, half, is_gated=product.is_gated)
     return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 
@@ -326,8 +315,8 @@ def shapes_of_experts(
 ) -> list[Shape]:
     """The chosen shape first."""
     if rows <= MAX_PACKED_ROWS:
-        chosen: Shape = few_rows_shape(product.k, half, is_gated=product.is_gated)
-        return list(dict.fromkeys([chosen, *FEW_EXPERTS]))
+        chosen: Shape = few_rows_shape(1, product.k, half, is_gated=product.is_gated)
+        return list(dict.fromkeys([chosen, *FEW]))
     count = packed_tiles(rows * top_k, experts, is_plain=True).rows
     chosen = product_shape(
         count, product.columns, half, is_gated=product.is_gated, is_fixed=False, can_split=False
