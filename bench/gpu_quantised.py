@@ -458,7 +458,7 @@ def bench_model(
                     row["long"] = {
                         "requests": long,
                         "tokens_per_s": long * 1024 / run.all_seconds,
-                        "decode_tokens_per_s": long * run.num_steps / run.seconds,
+                        "decode_tokens_per_s": long * run.num_steps / max(run.seconds, 1e-9),
                         "first_token_s": run.first_token_s,
                     }
         found.models.append(row)
