@@ -48,6 +48,8 @@ class PairExperts(NamedTuple):
     top_k: int
     """Pairs of each row of the input."""
     more: ExpertParts
+    is_settled: bool = False
+    """The launch before this one is `multiply_few` of the same ids, not settled."""
 
 
 def few_rows_shape(rows: int, k: int, half: int, *, is_gated: bool) -> FewRowsShape:
@@ -101,9 +103,11 @@ def multiply_few(
     columns, k = out.shape[1], first.columns
     rows, programs, more = x.shape[0], 1, PLAIN_EXPERTS
     given: dict[str, Any] = {"ids": None, "shares": None, "TOP_K": 1, "ROWS": min(2, rows)}
+    given["IS_SETTLED"] = True
     if experts is not None:
         programs, more = out.shape[0], experts.more
         given = {"ids": experts.ids, "shares": experts.shares, "TOP_K": experts.top_k, "ROWS": 1}
+        given["IS_SETTLED"] = experts.is_settled
     shape = shape or few_rows_shape(given["ROWS"], k, first.half, is_gated=is_gated)
     _few_kernel[(triton.cdiv(columns, shape.columns), programs)](
         out,
@@ -158,11 +162,18 @@ def _few_kernel(
     UNIT: tl.constexpr,
     IS_E2M1: tl.constexpr,
     IS_NATIVE: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Some columns of all rows; of experts those of one pair."""
+    """Some columns of all rows; of experts those of one pair.
+
+    Settled: all that is read of the weight is known before the last kernel has ended.
+    """
+    if not IS_SETTLED:
+        wait_for_last(IS_DEPENDENT)
+    # Only now: a kernel that is settled reads the ids before its own wait.
     release_next(IS_DEPENDENT)
     BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
     PER_BLOCK: tl.constexpr = 2 * HALF // UNIT
@@ -172,7 +183,6 @@ def _few_kernel(
     row_at = x
     of_expert = 0
     if ids is not None:
-        wait_for_last(IS_DEPENDENT)
         expert = tl.load(ids + pair)
         of_expert = expert * weight_rows
         data += expert.to(tl.int64) * weight_rows * (BLOCKS * HALF)
@@ -194,7 +204,7 @@ def _few_kernel(
     if IS_GATED:
         tile_up = _words(begin_up, word, 0, BLOCKS, WORDS, STEP)
         given_up = _scales_of(scales, offsets, last + columns, block, width, BLOCKS, HALF, UNIT)
-    if ids is None:
+    if IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
