@@ -36,6 +36,8 @@ class FewRowsShape(NamedTuple):
     blocks: int
     """Blocks of K that are taken at once, a power of two."""
     warps: int
+    is_ahead: bool = False
+    """The next blocks are loaded while some are multiplied."""
 
 
 class PairExperts(NamedTuple):
@@ -58,7 +60,7 @@ def few_rows_shape(rows: int, k: int, half: int, *, is_gated: bool) -> FewRowsSh
     """
     blocks = min(16, triton.next_power_of_2(triton.cdiv(k, 2 * half)))
     if rows == 1:
-        return FewRowsShape(8, blocks, 4)
+        return FewRowsShape(8, blocks, 4, is_ahead=2 * blocks * 2 * half < k)
     return FewRowsShape(8, blocks, 2) if is_gated else FewRowsShape(16, blocks, 4)
 
 
@@ -128,6 +130,7 @@ def multiply_few(
         IS_NATIVE=is_dependent(x.device),
         COLUMNS=shape.columns,
         STEP=shape.blocks,
+        IS_AHEAD=shape.is_ahead,
         num_warps=shape.warps,
         **given,
         **more.gating_arguments(),
@@ -166,6 +169,7 @@ def _few_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
 ) -> None:
     """Some columns of all rows; of experts those of one pair.
 
@@ -198,25 +202,27 @@ def _few_kernel(
     begin = data.to(tl.pointer_type(tl.int32)) + last.to(tl.int64)[:, None, None] * (BLOCKS * WORDS)
     begin_up = begin + tl.cast(columns, tl.int64) * (BLOCKS * WORDS)
     # The first tiles of the weight are on their way while the last kernel ends.
-    tile = _words(begin, word, 0, BLOCKS, WORDS, STEP)
-    given = _scales_of(scales, offsets, last, block, width, BLOCKS, HALF, UNIT)
-    tile_up, given_up = tile, given
-    if IS_GATED:
-        tile_up = _words(begin_up, word, 0, BLOCKS, WORDS, STEP)
-        given_up = _scales_of(scales, offsets, last + columns, block, width, BLOCKS, HALF, UNIT)
+    tile, given, tile_up, given_up = _tiles(
+        begin, begin_up, word, scales, offsets, last, columns, block, 0, width, BLOCKS, WORDS, STEP,
+        HALF, UNIT, IS_GATED,
+    )  # fmt: skip
     if IS_SETTLED:
         wait_for_last(IS_DEPENDENT)
     product = tl.zeros([COLUMNS, STEP, WORDS // 4], tl.float32)
     product_second, up, up_second = product, product, product
     for first in tl.static_range(0, BLOCKS, STEP):
-        if first > 0:
-            tile = _words(begin, word, first, BLOCKS, WORDS, STEP)
-            given = _scales_of(scales, offsets, last, first + block, width, BLOCKS, HALF, UNIT)
-            if IS_GATED:
-                tile_up = _words(begin_up, word, first, BLOCKS, WORDS, STEP)
-                given_up = _scales_of(
-                    scales, offsets, last + columns, first + block, width, BLOCKS, HALF, UNIT
-                )
+        # The next tiles are on their way while these are multiplied, or once they are.
+        if first > 0 and not IS_AHEAD:
+            tile, given, tile_up, given_up = _tiles(
+                begin, begin_up, word, scales, offsets, last, columns, block, first, width, BLOCKS,
+                WORDS, STEP, HALF, UNIT, IS_GATED,
+            )  # fmt: skip
+        next_tile, next_given, next_up, next_given_up = tile, given, tile_up, given_up
+        if first + STEP < BLOCKS and IS_AHEAD:
+            next_tile, next_given, next_up, next_given_up = _tiles(
+                begin, begin_up, word, scales, offsets, last, columns, block, first + STEP, width,
+                BLOCKS, WORDS, STEP, HALF, UNIT, IS_GATED,
+            )  # fmt: skip
         numbers = _numbers(tile, IS_E2M1, IS_NATIVE)
         values = _integers(row_at, first + block, K, HALF, WORDS, STEP, IS_NATIVE)
         product += _sums(
@@ -238,6 +244,7 @@ def _few_kernel(
                     numbers_up, values, given_up, offsets is not None, UNIT == HALF, IS_E2M1,
                     IS_NATIVE,
                 )  # fmt: skip
+        tile, given, tile_up, given_up = next_tile, next_given, next_up, next_given_up
     for row in tl.static_range(ROWS):
         if row == 0:
             total, total_up = _summed(product), _summed(up)
@@ -267,6 +274,37 @@ def _few_kernel(
 def _summed(product: tl.tensor) -> tl.tensor:
     """[COLUMNS]."""
     return tl.sum(tl.sum(product, axis=2), axis=1)
+
+
+@triton.jit
+def _tiles(
+    begin: tl.tensor,
+    begin_up: tl.tensor,
+    word: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    column: tl.tensor,
+    columns: int,
+    block: tl.tensor,
+    first: tl.constexpr,
+    width: int,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEP: tl.constexpr,
+    HALF: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tuple, tl.tensor, tl.tuple]:
+    """Numbers and scales of STEP blocks from `first` on, and of the second of a gated pair."""
+    tile = _words(begin, word, first, BLOCKS, WORDS, STEP)
+    given = _scales_of(scales, offsets, column, first + block, width, BLOCKS, HALF, UNIT)
+    tile_up, given_up = tile, given
+    if IS_GATED:
+        tile_up = _words(begin_up, word, first, BLOCKS, WORDS, STEP)
+        given_up = _scales_of(
+            scales, offsets, column + columns, first + block, width, BLOCKS, HALF, UNIT
+        )
+    return tile, given, tile_up, given_up
 
 
 @triton.jit
