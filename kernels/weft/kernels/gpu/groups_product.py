@@ -2,7 +2,8 @@
 
 Numbers become 16-bit floats in registers, exactly, and are the first operand of tensor cores. Each
 group is multiplied by itself; scales and offsets are applied to its sums in float32. So neither
-weights nor activations are rounded, and a row's result does not depend on the other rows.
+weights nor activations are rounded, and a row's result does not depend on the other rows. Where a
+group's sums would cost more than its weights (many rows), these are rounded with their scales.
 
 Few rows: warps walk slices of K and are summed in the end, as in `sliced_linear`. More rows: tiles.
 """
