@@ -103,8 +103,8 @@ def multiply_few(
     """
     first = weight.first if isinstance(weight, PackedExperts) else weight
     columns, k = out.shape[1], first.columns
-    rows, programs, more = x.shape[0], 1, PLAIN_EXPERTS
-    given: dict[str, Any] = {"ids": None, "shares": None, "TOP_K": 1, "ROWS": min(2, rows)}
+    programs, more = 1, PLAIN_EXPERTS
+    given: dict[str, Any] = {"ids": None, "shares": None, "TOP_K": 1, "ROWS": x.shape[0]}
     given["IS_SETTLED"] = True
     if experts is not None:
         programs, more = out.shape[0], experts.more
@@ -119,7 +119,6 @@ def multiply_few(
         weight.offsets,
         bias,
         residual,
-        rows=rows,
         columns=columns,
         width=weight.scales.shape[-1],
         K=k,
@@ -138,7 +137,7 @@ def multiply_few(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _few_kernel(
     out: tl.tensor,
     x: tl.tensor,
@@ -149,7 +148,6 @@ def _few_kernel(
     residual: tl.tensor,
     ids: tl.tensor,
     shares: tl.tensor,
-    rows: int,
     columns: int,
     width: int,
     IS_DEPENDENT: tl.constexpr,
