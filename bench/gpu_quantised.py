@@ -56,33 +56,28 @@ from weft.kernels.scaled_kv import SCALE_BYTES
 Shape = GroupsShape | FewRowsShape
 Format = Literal["int4", "mxfp4"]
 FEW = (
-    FewRowsShape(8, 32, 4), FewRowsShape(8, 16, 2), FewRowsShape(4, 16, 2), FewRowsShape(4, 32, 4),
-    FewRowsShape(16, 32, 4), FewRowsShape(16, 16, 4), FewRowsShape(8, 16, 4), FewRowsShape(4, 8, 1),
-    FewRowsShape(8, 64, 8), FewRowsShape(2, 16, 2), FewRowsShape(8, 32, 4, True),
-    FewRowsShape(4, 16, 2, True), FewRowsShape(8, 32, 8), FewRowsShape(4, 64, 8),
+    FewRowsShape(8, 16, 4), FewRowsShape(8, 16, 2), FewRowsShape(16, 16, 4), FewRowsShape(8, 32, 4),
+    FewRowsShape(4, 16, 2), FewRowsShape(4, 8, 1), FewRowsShape(8, 16, 4, True),
+    FewRowsShape(4, 16, 4, True), FewRowsShape(8, 8, 2, True), FewRowsShape(4, 8, 1, True),
 )  # fmt: skip
 SWEEP: dict[int, tuple[Shape, ...]] = {
-    1: (*FEW, GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
-    2: (*FEW[:6], GroupsShape(8, 16, 4, 4, 6), GroupsShape(8, 16, 4, 4, 6, 4)),
+    1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
+    2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     16: (
         GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 32, 4, 4, 4, 4), GroupsShape(16, 64, 4, 4, 3),
-        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 128, 0, 8, 4, 2),
-        GroupsShape(16, 64, 0, 4, 4, 4), GroupsShape(16, 64, 0, 4, 6, 4, True),
-        GroupsShape(16, 64, 0, 4, 5, 1, True),
+        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 64, 0, 4, 4, 4),
     ),
     64: (
         GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
-        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 1, True),
-        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 4, 1, True),
-        GroupsShape(64, 128, 0, 8, 4, 4, True), GroupsShape(64, 128, 0, 4, 4, 4, True),
-        GroupsShape(64, 128, 0, 8, 3, 2, True),
+        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 4, True),
+        GroupsShape(64, 128, 0, 8, 3, 1), GroupsShape(64, 128, 0, 4, 3, 1),
+        GroupsShape(64, 128, 0, 8, 3, 8), GroupsShape(64, 128, 0, 4, 3, 6),
     ),
     256: (
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
-        GroupsShape(128, 128, 0, 8, 4, 1, True), GroupsShape(128, 128, 0, 4, 3, 1, True),
-        GroupsShape(128, 128, 0, 8, 2, 1, True), GroupsShape(128, 64, 0, 4, 3, 1, True),
-        GroupsShape(256, 64, 0, 4, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 1, True),
-        GroupsShape(128, 128, 0, 8, 3, 2, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
+        GroupsShape(128, 128, 0, 8, 2, 2), GroupsShape(128, 128, 0, 8, 2, 4),
+        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 4, True),
+        GroupsShape(128, 128, 0, 4, 2, 1, True), GroupsShape(128, 64, 0, 4, 2, 4),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -91,11 +86,6 @@ EXPERTS = (
     ("qwen3-30b-a3b", 128, 2048, 768, 8, "int4"),
 )
 """Model, experts, hidden and inner size, experts of a token, format."""
-FEW_EXPERTS = (
-    FewRowsShape(4, 64, 4), FewRowsShape(8, 64, 4), FewRowsShape(4, 32, 2), FewRowsShape(8, 32, 2),
-    FewRowsShape(8, 16, 4), FewRowsShape(2, 16, 1), FewRowsShape(4, 8, 1), FewRowsShape(8, 8, 2),
-    FewRowsShape(8, 32, 2, True), FewRowsShape(4, 64, 4, True),
-)  # fmt: skip
 MANY_EXPERTS = (
     (64, 4, 4, 3), (32, 4, 4, 4), (64, 0, 4, 4), (64, 0, 4, 3), (128, 0, 8, 3), (128, 0, 4, 3),
     (64, 0, 4, 6), (32, 0, 4, 4),
@@ -182,7 +172,7 @@ def shapes_of(product: Product, rows: int, number_format: Format, is_sweep: bool
         rows, product.columns, half, is_gated=product.is_gated, is_fixed=False
     )
     if rows <= MAX_ROWS:
-        chosen = few_rows_shape(product.k, half, is_gated=product.is_gated)
+        chosen = few_rows_shape(rows, product.k, half, is_gated=product.is_gated)
     return list(dict.fromkeys([chosen, *(SWEEP[rows] if is_sweep else ())]))
 
 
@@ -209,18 +199,20 @@ def compile_one(case: tuple[Product, int, Format, Shape]) -> str:
     return ""
 
 
-def compile_all(is_sweep: bool, processes: int) -> None:
+def compile_all(is_sweep: bool, processes: int, rows: Sequence[int]) -> None:
     """Compiles the kernels in processes beside each other, for others to find in Triton's cache."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        found = list(pool.map(compile_one, cases(is_sweep), chunksize=2))
-        every = itertools.product(experts_products(), EXPERTS_ROWS, range(3))
+        mine = [case for case in cases(is_sweep) if case[1] in rows]
+        found = list(pool.map(compile_one, mine, chunksize=2))
+        of_experts = [each for each in EXPERTS_ROWS if each in rows]
+        every = itertools.product(experts_products(), of_experts, range(3))
         found += pool.map(compile_experts, every)
     failed = [error for error in found if error]
     print(f"compiled {len(found) - len(failed)} of {len(found)} kernels", *failed[:5], sep="\n")
 
 
-def time_kernels(found: Results, rates: Rates, is_sweep: bool) -> None:
+def time_kernels(found: Results, rates: Rates, is_sweep: bool, rows_of: Sequence[int]) -> None:
     """Times every way of every product."""
     for product in PRODUCTS:
         size = product.n * product.k
@@ -228,8 +220,7 @@ def time_kernels(found: Results, rates: Rates, is_sweep: bool) -> None:
             torch.randn(product.n, product.k, device="cuda", dtype=BF16)
             for _ in range(max(2, ROTATING_BYTES // (2 * size)))
         ]
-        all_rows = sorted({*ROWS, *SWEEP})
-        xs = {n: torch.randn(n, product.k, device="cuda", dtype=BF16) for n in all_rows}
+        xs = {n: torch.randn(n, product.k, device="cuda", dtype=BF16) for n in rows_of}
         for rows, x in xs.items():
             with noted(found, f"bfloat16 {product.name} {rows}"):
                 calls = [_after(product, lambda w=w, x=x: F.linear(x, w)) for w in plain]
@@ -326,8 +317,8 @@ def shapes_of_experts(
 ) -> list[Shape]:
     """The chosen shape first."""
     if rows <= MAX_PACKED_ROWS:
-        chosen: Shape = few_rows_shape(product.k, half, is_gated=product.is_gated)
-        return list(dict.fromkeys([chosen, *FEW_EXPERTS]))
+        chosen: Shape = few_rows_shape(1, product.k, half, is_gated=product.is_gated)
+        return list(dict.fromkeys([chosen, *FEW]))
     count = packed_tiles(rows * top_k, experts, is_plain=True).rows
     chosen = product_shape(
         count, product.columns, half, is_gated=product.is_gated, is_fixed=False, can_split=False
@@ -367,13 +358,13 @@ def compile_experts(case: tuple[tuple[Product, int, int, Format], int, int]) -> 
     return ""
 
 
-def time_experts(found: Results, rates: Rates) -> None:
+def time_experts(found: Results, rates: Rates, rows_of: Sequence[int]) -> None:
     """Products of pairs of a row and an expert; the roof reads each chosen expert once."""
     for product, experts, top_k, number_format in experts_products():
         half, numbers = (64 if number_format == "int4" else 32), product.n * product.k
         count = max(1, 2 * ROTATING_BYTES // (experts * numbers)) + 1
         copies = [draw_experts(product, experts, number_format) for _ in range(count)]
-        for rows in EXPERTS_ROWS:
+        for rows in rows_of:
             read = min(experts, rows * top_k) * numbers * BITS[number_format] / 8
             roof, lines = 1e6 * read / rates.bytes_per_s, []
             shapes = shapes_of_experts(product, rows, experts, top_k, half)
@@ -469,7 +460,7 @@ def bench_model(
                     row["long"] = {
                         "requests": long,
                         "tokens_per_s": long * 1024 / run.all_seconds,
-                        "decode_tokens_per_s": long * run.num_steps / run.seconds,
+                        "decode_tokens_per_s": long * run.num_steps / max(run.seconds, 1e-9),
                         "first_token_s": run.first_token_s,
                     }
         found.models.append(row)
@@ -549,6 +540,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b:int4", "gpt-oss-20b:mxfp4"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--layers", type=int, default=0, help="of models; 0: all")
+    parser.add_argument("--rows", nargs="+", type=int, help="that are timed; default: all")
     parser.add_argument("--long", type=int, default=0, help="requests of 1,024 in, 1,024 out")
     parser.add_argument("--processes", type=int, default=8, help="that compile kernels")
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
@@ -557,7 +549,7 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.perf_counter()
     if "compile" in arguments.parts:
-        compile_all(arguments.sweep, arguments.processes)
+        compile_all(arguments.sweep, arguments.processes, arguments.rows or (*SWEEP, *EXPERTS_ROWS))
         print(f"compile: {time.perf_counter() - began:.0f} s", flush=True)
     if not {"kernels", "experts", "kv", "engine"} & set(arguments.parts):
         return
@@ -567,14 +559,14 @@ def main() -> None:
     release()
     if "kernels" in arguments.parts:
         with noted(found, "kernels"):
-            time_kernels(found, rates, arguments.sweep)
+            time_kernels(found, rates, arguments.sweep, arguments.rows or sorted({*ROWS, *SWEEP}))
         report_kernels(found)
         print(f"kernels: {time.perf_counter() - began:.0f} s", flush=True)
         if arguments.out:
             write_json(arguments.out, setup, rates, found, arguments.name)
     if "experts" in arguments.parts:
         with noted(found, "experts"):
-            time_experts(found, rates)
+            time_experts(found, rates, arguments.rows or EXPERTS_ROWS)
     if "kv" in arguments.parts:
         with noted(found, "kv"):
             time_kv(found, rates)

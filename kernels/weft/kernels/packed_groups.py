@@ -15,7 +15,8 @@ from weft.kernels.int_groups import IntGroups
 
 _LONG_UNIT = 128
 """Longest group; longer ones are kept as several with the same scale."""
-_LONG_HALF, _SHORT_HALF = 64, 32
+LONG_HALF, _SHORT_HALF = 64, 32
+"""Half the columns of a block of groups of 128, and of shorter ones."""
 _BIAS = 127
 _ALIGNED = 16
 """Scales of a group's rows begin at multiples of so many."""
@@ -135,7 +136,7 @@ def _first_of(
 
 def half_of(unit: int) -> int:
     """Half the columns of a block of groups of `unit` columns."""
-    return _LONG_HALF if unit >= _LONG_UNIT else _SHORT_HALF
+    return LONG_HALF if unit >= _LONG_UNIT else _SHORT_HALF
 
 
 def pack_groups(matrix: IntGroups) -> PackedGroups:

@@ -23,7 +23,7 @@ KINDS: list[tuple[int, Kind]] = [
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("rows", [1, 13, 24, 100, 300])
+@pytest.mark.parametrize("rows", [1, 2, 13, 24, 100, 200, 300])
 @pytest.mark.parametrize(("group", "kind"), KINDS)
 def test_products(rows: int, group: int, kind: Kind) -> None:
     fresh_seed()
@@ -49,6 +49,16 @@ def test_products(rows: int, group: int, kind: Kind) -> None:
     assert_as_exact(linear(x, w, residual), product(torch.float32).to(BF16), exact)
     peer = gated(torch.float32).to(BF16)
     assert_as_exact(gate_up_silu(x, pair), peer, gated(torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["plain", "offsets"])
+def test_many_rows_of_a_wide_matrix(kind: Kind) -> None:
+    fresh_seed()
+    matrix = draw_groups(8224, 1120, 128, kind, "cuda")
+    x, w = torch.randn(200, 1120, device="cuda", dtype=BF16), pack_linear(matrix, None, None, BF16)
+    wide = matrix.dequantised(torch.float32)
+    peer = F.linear(x.float(), wide).to(BF16)
+    assert_as_exact(linear(x, w), peer, F.linear(x.double(), wide.double()))
 
 
 @pytest.mark.parametrize(("group", "kind"), [(128, "plain"), (32, "offsets"), (32, "e2m1")])

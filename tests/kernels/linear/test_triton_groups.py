@@ -24,7 +24,7 @@ IN_EVERY_RUN = (((32, "offsets"), False), ((128, "wide"), True), ((32, "e2m1"), 
 SHAPES = [
     GroupsShape(8, 16, 2, 2, 2),
     GroupsShape(16, 64, 0, 4, 2),
-    GroupsShape(32, 64, 0, 4, 2, splits=2),
+    GroupsShape(32, 64, 0, 4, 2, splits=2, is_rounded=True),
     GroupsShape(16, 16, 2, 2, 2, splits=2),
 ]
 

@@ -22,11 +22,11 @@ from weft.kernels.gpu.dependent_launch import (
     wait_for_last,
 )
 from weft.kernels.gpu.groups_few_rows import can_take, multiply_few
-from weft.kernels.gpu.groups_product import multiply_groups, product_shape
+from weft.kernels.gpu.groups_product import MAX_GATED_ROWS, multiply_groups, product_shape
 from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
 from weft.kernels.gpu.quantised_linear import check_operands, with_adapters
 from weft.kernels.lora import LoraAddition
-from weft.kernels.packed_groups import PackedGroups
+from weft.kernels.packed_groups import LONG_HALF, PackedGroups
 
 if TYPE_CHECKING:
     from weft.kernels.linear import LinearWeight
@@ -52,7 +52,8 @@ def linear(
 def gate_up_silu(x: torch.Tensor, w: LinearWeight, lora: LoraAddition | None) -> torch.Tensor:
     """`weft.kernels.linear.gate_up_silu` for weights in groups on a GPU."""
     matrix = _matrix_of(x, w, None)
-    if lora is not None or w.is_fixed or not _is_own(x.shape[0], w):
+    most = MAX_GATED_ROWS if matrix.half == LONG_HALF else MAX_OWN_ROWS
+    if lora is not None or w.is_fixed or not 0 < x.shape[0] <= most:
         return silu_and_mul(linear(x, w, lora=lora))
     out = torch.empty((x.shape[0], w.out_features // 2), dtype=x.dtype, device=x.device)
     if can_take(x):

@@ -2,7 +2,8 @@
 
 Numbers become 16-bit floats in registers, exactly, and are the first operand of tensor cores. Each
 group is multiplied by itself; scales and offsets are applied to its sums in float32. So neither
-weights nor activations are rounded, and a row's result does not depend on the other rows.
+weights nor activations are rounded, and a row's result does not depend on the other rows. Where a
+group's sums would cost more than its weights (many rows), these are rounded with their scales.
 
 Few rows: warps walk slices of K and are summed in the end, as in `sliced_linear`. More rows: tiles.
 """
@@ -50,6 +51,8 @@ _FEW_COLUMNS = 8192
 """Columns up to which few programs would have a tile each."""
 MAX_SLICED_ROWS = 16
 """Most rows of which warps take slices of K."""
+MAX_GATED_ROWS = 128
+"""Most rows for which gate and up had better be made one by their product."""
 
 
 def product_shape(
@@ -68,6 +71,8 @@ def product_shape(
     is_short, splits = half < 64, can_split and not is_fixed and columns <= _FEW_COLUMNS
     if rows <= MAX_SLICED_ROWS and not is_fixed:
         few = 8 if rows <= 8 else 16
+        if is_short and not can_split:
+            return GroupsShape(few, 32, 4, 4, 4) if few == 8 else GroupsShape(few, 128, 0, 4, 3)
         if is_gated:
             few_shape = (16, 4, 4, 6 if is_short else 4) if few == 8 else (64, 4, 4, 3)
             return GroupsShape(few, *few_shape)
@@ -80,7 +85,11 @@ def product_shape(
         return GroupsShape(max(16, triton.next_power_of_2(rows)), 128, 0, 8, 4, 8)
     if rows <= 64 or is_gated or is_short:
         few = min(64, max(16, triton.next_power_of_2(rows)))
-        return GroupsShape(few, 64, 0, 4, 4 if is_gated else 6)
+        return GroupsShape(few, 64, 0, 4, 4 if is_gated or not can_split else 6)
+    if splits:
+        return GroupsShape(128, 128, 0, 8, 3, 2)
+    if rows > MAX_GATED_ROWS and not is_fixed:
+        return GroupsShape(256, 128, 0, 8, 2, is_rounded=True)
     return GroupsShape(128, 64, 0, 4, 4)
 
 

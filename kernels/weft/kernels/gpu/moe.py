@@ -224,7 +224,7 @@ def _few_packed(
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     experts = PairExperts(ids, None, top_k, more)
     multiply_few(inner, x, w13, bias=more.gate_up_bias, is_gated=True, experts=experts)
-    experts = PairExperts(ids, shares, 1, more)
+    experts = PairExperts(ids, shares, 1, more, is_settled=True)
     multiply_few(products, inner, w2, bias=more.down_bias, experts=experts)
     found = _Sorted(products, None, None, launch_options(x.device))
     share = None if more.placement is None else (ids, w2.shape[0])
