@@ -337,13 +337,14 @@ def compile_fp8_kv() -> None:
     shape, spec = (40, kv_heads, 2, 2, PAGE_SIZE, dim + SCALE_BYTES), AttentionSpec(8, 2, 128, 0.1)
     for dtype in (torch.uint8, torch.int8):
         pool = torch.zeros(shape, dtype=dtype)
-        for q_lens in ([1] * 3, [40, 1]):
-            step = make_step(q_lens).groups[0]
-            rows = sum(q_lens)
-            paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
-        qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
-        turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
-        rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
+        with as_on_gpu():
+            for q_lens in ([1] * 3, [40, 1]):
+                step = make_step(q_lens).groups[0]
+                rows = sum(q_lens)
+                paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
+            qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
+            turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
+            rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
 
 
 def compile_adapters(is_full: bool) -> None:
