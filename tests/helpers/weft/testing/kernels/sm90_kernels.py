@@ -478,8 +478,10 @@ def compile_steps() -> None:
         views = columns.views(torch.zeros(columns.num_bytes, dtype=torch.uint8))
         step_requests.expand_requests(views, table, PAGE_SIZE, 3)
     *_, paths = tree_rows.accept_trees(numbers, step, verified, known)
-    pool = torch.zeros(4, 2, 2, 2, PAGE_SIZE, 64, dtype=BF16)
-    tree_rows.move_paths(pool, numbers, verified.rows, paths)
+    shape = 4, 2, 2, 2, PAGE_SIZE
+    tree_rows.move_paths(torch.zeros(*shape, 64, dtype=BF16), numbers, verified.rows, paths)
+    scaled = torch.zeros(*shape, 64 + SCALE_BYTES, dtype=torch.uint8)
+    tree_rows.move_paths(scaled, numbers, verified.rows, paths)
     rows = torch.zeros(4, 4096, dtype=torch.int64)
     page_digest.row_digests(rows, numbers[:2])
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
