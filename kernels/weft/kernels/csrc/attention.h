@@ -79,7 +79,8 @@ static const char zeros[MAX_DIM * 4];
 INLINE int is_in(const Block *block, int i) { return i >= block->absent && i < block->count; }
 
 /* Makes floats of a block in 8 bits. Scales are left to scores and weights. */
-INLINE void widen_block(const int kept, const int is_bf16, const Pool *pool, Block *block, Scratch *scratch) {
+INLINE void widen_block(const int kept, const int is_bf16, const Pool *pool, Block *block,
+                        Scratch *scratch) {
   const long bytes = 4 * words_of_dim(pool);
   for (int i = 0; i < block->count || i % VL != 0; i++) {
     scratch->k_scales[i] = scratch->v_scales[i] = 0;

@@ -93,12 +93,14 @@ def widened(
     IS_INT8: tl.constexpr = numbers.dtype == tl.int8
     if IS_NATIVE and like == tl.float16:
         FOUR: tl.constexpr = _FOUR_INTEGERS_TO_FLOAT16 if IS_INT8 else _FOUR_TO_FLOAT16
-        return tl.inline_asm_elementwise(
+        wide = tl.inline_asm_elementwise(
             FOUR, "=r,=r,r", [numbers], dtype=tl.float16, is_pure=not IS_FIRST, pack=4
         )
-    if IS_INT8:
-        return numbers.to(like)
-    return numbers.to(tl.float8e4nv, bitcast=True).to(like)
+    elif IS_INT8:
+        wide = numbers.to(like)
+    else:
+        wide = numbers.to(tl.float8e4nv, bitcast=True).to(like)
+    return wide
 
 
 @triton.jit

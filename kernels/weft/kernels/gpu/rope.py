@@ -234,5 +234,7 @@ def _bytes_of(values: tl.tensor, most: tl.tensor, IS_INT8: tl.constexpr) -> tl.t
     scaled = tl.minimum(tl.maximum(values * inverse[:, None], -LARGEST), LARGEST)
     if IS_INT8:
         # 1.5 * 2^23: adding it rounds to an integer.
-        return (scaled + 12582912.0 - 12582912.0).to(tl.int8)
-    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        numbers = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
+    else:
+        numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return numbers

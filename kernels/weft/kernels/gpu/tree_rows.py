@@ -151,26 +151,8 @@ def _move_kernel(
             if of != to:
                 source = tl.load(places + of)
                 target = tl.load(places + to)
-                strides = page_stride, line_stride, dim
-                source_at = _line(pool, source, line, column, strides, PAGE_SIZE)
-                target_at = _line(pool, target, line, column, strides, PAGE_SIZE)
-                tl.store(target_at, tl.load(source_at, mask=mask), mask=mask)
+                at = line.to(tl.int64)[:, None] * line_stride + column[None, :]
+                source_at = pool + source // PAGE_SIZE * page_stride + source % PAGE_SIZE * dim
+                target_at = pool + target // PAGE_SIZE * page_stride + target % PAGE_SIZE * dim
+                tl.store(target_at + at, tl.load(source_at + at, mask=mask), mask=mask)
             step += 1
-
-
-@triton.jit
-def _line(
-    pool: tl.tensor,
-    place: tl.tensor,
-    line: tl.tensor,
-    column: tl.tensor,
-    strides: tuple[int, int, int],
-    PAGE_SIZE: tl.constexpr,
-) -> tl.tensor:
-    """Where the columns of some lines (head, layer, part) of a place are; strides of pages, lines
-    and places.
-    """
-    page_stride, line_stride, dim = strides
-    in_page = line.to(tl.int64) * line_stride + place % PAGE_SIZE * dim
-    page_at = pool + place // PAGE_SIZE * page_stride
-    return page_at + in_page[:, None] + column[None, :]

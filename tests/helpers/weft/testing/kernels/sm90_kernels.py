@@ -348,13 +348,14 @@ def compile_fp8_kv() -> None:
     shape, spec = (40, kv_heads, 2, 2, PAGE_SIZE, dim + SCALE_BYTES), AttentionSpec(8, 2, 128, 0.1)
     for dtype in (torch.uint8, torch.int8):
         pool = torch.zeros(shape, dtype=dtype)
-        for q_lens in ([1] * 3, [40, 1]):
-            step = make_step(q_lens).groups[0]
-            rows = sum(q_lens)
-            paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
-        qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
-        turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
-        rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
+        with as_on_gpu():
+            for q_lens in ([1] * 3, [40, 1]):
+                step = make_step(q_lens).groups[0]
+                rows = sum(q_lens)
+                paged_attention(torch.zeros(rows, heads, dim, dtype=BF16), pool, 0, spec, step)
+            qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=BF16)
+            turns, zeros = torch.zeros(MAX_CONTEXT, dim), torch.zeros(rows, dtype=torch.int64)
+            rope_and_cache(qkv, zeros, turns, pool, 0, zeros, heads, kv_heads)
 
 
 def compile_adapters(is_full: bool) -> None:
@@ -488,8 +489,10 @@ def compile_steps() -> None:
         views = columns.views(torch.zeros(columns.num_bytes, dtype=torch.uint8))
         step_requests.expand_requests(views, table, PAGE_SIZE, 3)
     *_, paths = tree_rows.accept_trees(numbers, step, verified, known)
-    pool = torch.zeros(4, 2, 2, 2, PAGE_SIZE, 64, dtype=BF16)
-    tree_rows.move_paths(pool, numbers, verified.rows, paths)
+    shape = 4, 2, 2, 2, PAGE_SIZE
+    tree_rows.move_paths(torch.zeros(*shape, 64, dtype=BF16), numbers, verified.rows, paths)
+    scaled = torch.zeros(*shape, 64 + SCALE_BYTES, dtype=torch.uint8)
+    tree_rows.move_paths(scaled, numbers, verified.rows, paths)
     rows = torch.zeros(4, 4096, dtype=torch.int64)
     page_digest.row_digests(rows, numbers[:2])
     page_ops.gather_rows(rows, numbers[:2], rows.new_empty(2, 4096))
