@@ -42,7 +42,6 @@ class DigestThread:
 
     max_put_pages = MAX_PUT_PAGES
     max_queued_pages = MAX_QUEUED_PAGES
-    is_moving = False
 
     def __init__(
         self,
@@ -82,10 +81,6 @@ class DigestThread:
 
     def conceal(self, exposed: Sequence[int]) -> None:
         """See `PagePort.conceal`."""
-
-    def has_moved(self) -> bool:
-        """See `ExchangePort.has_moved`."""
-        return False
 
     def take(self) -> list[Digested]:
         """Results since the last call."""

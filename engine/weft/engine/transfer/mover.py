@@ -132,8 +132,8 @@ class PageMover:
         return self._mark()
 
     @property
-    def is_direct(self) -> bool:
-        """See `StagingMover.is_direct`."""
+    def reads_early(self) -> bool:
+        """See `StagingMover.reads_early`: where pages do not pass through the lane's buffer."""
         return self._is_direct and self._pool.device.type == "cuda"
 
     def move_out(
