@@ -158,7 +158,7 @@ def main() -> None:
         model_dir = Path(folder)
         write_model(args.shape, model_dir, layers=args.layers)
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        given = {"torch_dtype": getattr(torch, args.peer_dtype)}
+        given = {"dtype": getattr(torch, args.peer_dtype)}
         theirs = SentenceTransformer(folder, device="cpu", model_kwargs=given)
         other = None
         if args.infinity is not None:

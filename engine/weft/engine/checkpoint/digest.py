@@ -188,7 +188,7 @@ class _Record(NamedTuple):
         # Every write changes the last value, even if a program resets the others.
         key = [stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino, stat.st_ctime_ns]
         name = hashlib.blake2b(str(real).encode(), digest_size=16).hexdigest()
-        known = [_PARTS_VERSION.decode(), str(real), *key]
+        known: list[str | int] = [_PARTS_VERSION.decode(), str(real), *key]
         return cls(_record_folder() / f"{name}.json", known, stat.st_size)
 
     def digest(self) -> bytes | None:

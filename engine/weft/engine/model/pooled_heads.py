@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from weft.engine.base.errors import ModelError
 from weft.engine.base.tasks import Output
-from weft.engine.checkpoint.pooling import ActivationName, PoolingConfig
+from weft.engine.checkpoint.pooling import ActivationName, DenseConfig, PoolingConfig
 from weft.engine.model.weights.checkpoint import Checkpoint
 from weft.engine.model.weights.random_weights import RandomWeights
 from weft.engine.model.weights.reader import CheckpointReader, TensorSlice
@@ -111,17 +111,22 @@ def read_embedding_head(
     """
     layers = []
     for dense in config.dense:
-        reader = RandomWeights(device) if dummy else Checkpoint(dense.folder)
-        shape = (dense.out_features, dense.in_features)
-        layers.append(
-            DenseLayer(
-                weight=_read(reader, "linear.weight", shape, device),
-                bias=_read(reader, "linear.bias", shape[:1], device) if dense.bias else None,
-                activation=dense.activation,
-            )
-        )
-        reader.finish()
+        if dummy:
+            layers.append(_dense_layer(RandomWeights(device), dense, device))
+            continue
+        with Checkpoint(dense.folder) as file:
+            layers.append(_dense_layer(file, dense, device))
+            file.finish()
     return DenseLayers(layers)
+
+
+def _dense_layer(reader: CheckpointReader, dense: DenseConfig, device: torch.device) -> DenseLayer:
+    shape = (dense.out_features, dense.in_features)
+    return DenseLayer(
+        weight=_read(reader, "linear.weight", shape, device),
+        bias=_read(reader, "linear.bias", shape[:1], device) if dense.bias else None,
+        activation=dense.activation,
+    )
 
 
 def read_token_heads(

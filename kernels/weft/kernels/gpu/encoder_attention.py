@@ -101,7 +101,9 @@ def _launch_shape(dtype: torch.dtype, dim: int) -> _Shape:
         return _Shape(rows=32, tile=32, warps=4, stages=1)
     if dim > 128:
         return _Shape(rows=64, tile=64, warps=4, stages=2)
-    return _Shape(rows=128, tile=64, warps=8 if dim > 64 else 4, stages=3)
+    if dim > 64:
+        return _Shape(rows=128, tile=64, warps=8, stages=3)
+    return _Shape(rows=64, tile=64, warps=4, stages=3)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -131,6 +133,13 @@ def _encoder_kernel(
     wait_for_last(IS_DEPENDENT)
     head = tl.program_id(0)
     index = tl.program_id(1)
+    # Steps are captured for more requests than they have. Each of those behind the last rows has
+    # one tile, whose number is its own behind `last // ROWS`: it ends here, before the search.
+    last = tl.load(cu_lens + requests)
+    behind = index - last // ROWS
+    at_number = tl.load(cu_lens + tl.minimum(tl.maximum(behind, 0), requests))
+    if (behind >= 0) & (at_number == last):
+        return
     request = request_of_tile(index, cu_lens, requests, ROWS)
     first_row = tl.load(cu_lens + request)
     length = tl.load(cu_lens + request + 1) - first_row
