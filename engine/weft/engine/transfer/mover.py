@@ -133,8 +133,9 @@ class PageMover:
 
     @property
     def reads_early(self) -> bool:
-        """See `StagingMover.reads_early`: where pages do not pass through the lane's buffer."""
-        return self._is_direct and self._pool.device.type == "cuda"
+        """See `StagingMover.reads_early`: pages of one device that do not pass through a buffer."""
+        is_whole = len(self._pages.parts) == 1
+        return self._is_direct and is_whole and self._pages.device.type == "cuda"
 
     def move_out(
         self,
