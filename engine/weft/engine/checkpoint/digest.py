@@ -23,7 +23,7 @@ _VERSION = b"weft-model-1"
 _DRAFT_VERSION = b"weft-draft-1"
 _MTP_VERSION = b"weft-mtp-1"
 _PARTS_VERSION = b"weft-file-1"
-_CHUNK_BYTES, _PART_BYTES = 1 << 22, 1 << 26
+_CHUNK_BYTES, _READ_BYTES, _PART_BYTES = 1 << 22, 1 << 20, 1 << 26
 _MAX_THREADS = 8
 
 
@@ -164,11 +164,13 @@ def file_digest(path: Path, report: Callable[[int], None] | None = None) -> byte
 
 def _part_digest(path: Path, begin: int) -> bytes:
     digest, left = hashlib.blake2b(digest_size=32), _PART_BYTES
+    # Always the same memory: the pages of new one would be mapped and zeroed for each read.
+    memory = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
-        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-            digest.update(chunk)
-            left -= len(chunk)
+        while left and (count := file.readinto(memory[:left])):
+            digest.update(memory[:count])
+            left -= count
     return digest.digest()
 
 
