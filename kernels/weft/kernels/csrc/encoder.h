@@ -66,10 +66,8 @@ static void both_ways_task(const BothWays *b, const Attention *a, const Pool *po
   Block block, none = {.num_spans = 0};
   for (; begin < end; begin += KV_BLOCK) {
     rows_block(keys, b->k_row * size, begin, end, &block);
-    if (b->is_bf16)
-      attend_block(1, a, pool, &t, begin, &block, &none, scratch, amx);
-    else
-      attend_block(0, a, pool, &t, begin, &block, &none, scratch, amx);
+    block.to_value = b->to_value * size;
+    attend_block_of[KEPT_AS_ROWS][b->is_bf16](a, pool, &t, begin, &block, &none, scratch, amx);
   }
   for (int row = 0; row < t.rows; row++)
     write_row(a, pool, scratch->sum + row * padded_dim(pool), scratch->sum_max[row],
@@ -80,9 +78,7 @@ static void both_ways_task(const BothWays *b, const Attention *a, const Pool *po
 static void both_ways_share(const BothWays *b, const int64_t *begins, Range *ranges, int threads,
                             const Member *me) {
   const Attention attention = {.out = b->out, .heads = b->heads, .scale = b->scale};
-  /* K and V as in a pool whose pages have one row for K and so many elements on one for V. */
-  const Pool pool = {.kv_heads = b->kv_heads, .page_size = b->to_value / b->dim, .dim = b->dim,
-                     .is_bf16 = b->is_bf16};
+  const Pool pool = {.kv_heads = b->kv_heads, .dim = b->dim, .is_bf16 = b->is_bf16};
   Scratch scratch;
   Amx amx = {0};
   int at = 0;
