@@ -130,6 +130,10 @@ def batches(
 def _rows(texts: Sequence[IdArray], size: int, seed: int) -> Iterator[list[int]]:
     """Numbers of the texts of each row."""
     sizes = [len(text) for text in texts]
+    if sum(sizes) < size:
+        raise ValueError(
+            f"the texts have {sum(sizes)} tokens, a row takes {size}: write more texts"
+        )
     for epoch in count():
         row, filled = [], 0
         for index in np.random.default_rng([seed, epoch]).permutation(len(texts)).tolist():

@@ -416,7 +416,7 @@ class EngineConfig:
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
             ("ep", self.ep == 1 or not self.enable_lora, "1 with LoRA adapters"),
             ("ep", self.ep == 1 or not self.deterministic, "1 with deterministic"),
-            ("ep", self.ep == 1 or not self.reads_mtp, "1 with an MTP head"),
+            ("ep", self.ep == 1 or not self.has_head, "1 with a draft head"),
         ]
         if self.tp == 1:
             return of_experts

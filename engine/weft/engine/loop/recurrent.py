@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from weft.engine.base.config import EngineConfig
+from weft.engine.base.config import NEVER_SHIP_TOKENS, EngineConfig
 from weft.engine.base.errors import ConfigError
 from weft.engine.executor.port import Executor
 from weft.engine.memory.layout import CacheLayout
@@ -49,11 +49,10 @@ def check_recurrent(config: EngineConfig, kind: str = "") -> None:
         ),
         (
             "tp",
-            config.tp > 1
-            and config.is_on_gpu
-            and bool(config.ships_pages or config.host_cache_bytes or config.disk_cache_dir),
-            "1 on GPUs for models with recurrent layers whose pages are shipped or go to tiers, "
-            "since each rank has blocks of its own",
+            config.tp > 1 and config.is_on_gpu and config.moves_pages,
+            "1 on GPUs for models with recurrent layers whose pages leave the worker; or take no "
+            "tiers, no KV store, --transport data and "
+            f"--local-prefill-max-tokens {NEVER_SHIP_TOKENS}",
         ),
         (
             "drafter",
