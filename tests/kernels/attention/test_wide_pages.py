@@ -157,7 +157,9 @@ def test_native_operations_that_take_pages_for_neighbours_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = "(pool->kv_heads * pool->layers * 2 * pool->page_size * pool->dim)"
-    mutated = mutated_native_cpu(tmp_path, "rows.h", "page * pool->page_stride", f"page * {lines}")
+    mutated = mutated_native_cpu(
+        tmp_path, "rows.h", "of_page = pool->page_stride", f"of_page = {lines}"
+    )
     monkeypatch.setattr(cpu, "native_cpu_for", lambda x: mutated)
     case = make_case(Geometry(6, 2, 24, 16), [(1, 20), (40, 50)], torch.float32)
     assert notices(lambda: alike("native", case))
@@ -176,4 +178,4 @@ def test_pages_must_be_contiguous() -> None:
             torch.zeros(1, 64), column, torch.zeros(9, 16), apart, LAYER, column, 2, 1
         )
     with pytest.raises(ValueError, match="within a page"):
-        cpu.describe_pool(apart)
+        cpu.describe_pool(apart, apart.dtype)
