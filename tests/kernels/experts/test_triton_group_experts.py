@@ -81,4 +81,4 @@ def test_sums_of_experts(
     exact = case.compute(torch.float64, *more)
     for is_fixed in (False, True):
         out = gpu.moe(case.x, *case.routing, w13, w2, case.residual, lora, is_fixed=is_fixed)
-        assert_as_exact(out, case.compute(torch.float32, *more), exact)
+        assert_as_exact(out, case.compute(dtype, *more), exact)
