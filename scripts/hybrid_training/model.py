@@ -255,8 +255,8 @@ class HybridLM(nn.Module):
         step s has those of positions s to T - 1. The state at t tells of token t + 1. T is a
         multiple of `delta.CHUNK`.
 
-        A further step takes the states of the step before at all positions. When drafting, entries
-        of attention from before the chain are those of the model's states.
+        A further step takes the states of the step before at all positions. When drafting,
+        attention reads the model's own entries for positions before the chain.
         """
         cos, sin = rotations(self.shape, ids)
         states = self.model(ids, (cos, sin))

@@ -127,7 +127,7 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], contiguous.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in FP8, or
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in 8 bits, or
             dtype of `q`.
         layer: Layer of the pool to read.
         spec: The layer's constants.

@@ -54,12 +54,16 @@ def encoder_attention(
 
     Returns:
         [T, H, D], contiguous.
+
+    Raises:
+        ValueError: On a CPU: the bounds are not those of T rows.
     """
     if q.is_cuda:
         from weft.kernels.gpu import encoder_attention as gpu
 
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         return gpu.encoder_attention(q, k, v, bounds.on_device, reach, slopes, factor)
+    _check_bounds(bounds, len(q))
     if (native := _native(q, k, v, slopes)) is not None:
         return _attend_natively(native, q, k, v, bounds, reach, scale)
     by_length: dict[int, list[int]] = {}
@@ -75,6 +79,19 @@ def encoder_attention(
         )
         out[rows] = mixed.transpose(1, 2).reshape(-1, *q.shape[1:])
     return out
+
+
+def _check_bounds(bounds: Bounds, tokens: int) -> None:
+    given, on_host = bounds.on_device, bounds.on_host
+    if given.dtype != torch.int32 or given.shape != (len(on_host),) or not on_host:
+        raise ValueError(
+            f"bounds of sequences are {given.dtype} {tuple(given.shape)}, not int32 "
+            f"[{len(on_host)}] as on the host"
+        )
+    if on_host[0] != 0 or on_host[-1] != tokens:
+        raise ValueError(f"sequences have rows {on_host[0]} to {on_host[-1]} of {tokens}")
+    if any(end < first for first, end in pairwise(on_host)):
+        raise ValueError("a sequence ends before it begins")
 
 
 def _native(
@@ -105,11 +122,7 @@ def _attend_natively(
     reach: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    tokens, heads, dim = q.shape
-    if bounds.on_host[0] != 0 or bounds.on_host[-1] != tokens:
-        raise ValueError(f"sequences end at row {bounds.on_host[-1]} of {tokens}")
-    if any(end < first for first, end in pairwise(bounds.on_host)):
-        raise ValueError("a sequence ends before it begins")
+    heads, dim = q.shape[1:]
     cu_lens = bounds.on_device.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     given = cpu.BothWaysStruct(

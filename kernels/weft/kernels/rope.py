@@ -41,7 +41,7 @@ def rope_and_cache(
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous; not changed.
         positions: [T] int64, rows of `cos_sin`.
         cos_sin: [max_positions, D] float32: cosines of the D/2 pairs, then sines.
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in FP8, or
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page; in 8 bits, or
             dtype of `qkv`; written.
         layer: Layer of the pool to write.
         slots: [T] int64: page * page_size + offset, all different.

@@ -73,7 +73,7 @@ def move_paths(
     """Moves K and V of accepted paths to where those of chains would lie, in all layers.
 
     Args:
-        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in FP8;
+        pool: [num_pages, Hkv, layers, 2, page_size, D], contiguous within a page, or in 8 bits;
             changed.
         places: [T] int64: page * page_size + offset of the step's rows.
         rows: [V, N] int64: each request's rows, -1 behind its last.

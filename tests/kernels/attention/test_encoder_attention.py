@@ -58,8 +58,18 @@ def test_each_row_attends_to_its_own_sequence(
         assert torch.equal(again, found[own])
 
 
-def test_bounds_that_do_not_fit_are_refused() -> None:
-    q, k, v = torch.randn(9, 3, 2, 8).unbind(1)
-    for bounds in ([0, 8], [0, 10], [1, 9], [0, 7, 5, 9]):
+@pytest.mark.parametrize("is_native", [True, False])
+def test_bounds_that_do_not_fit_are_refused(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    if not is_native:
+        monkeypatch.setattr(kernels, "_native", lambda *given: None)
+    qkv = torch.randn(9, 3, 2, 8).unbind(1)
+    for bounds in ([0, 8], [0, 10], [1, 9], [0, 7, 5, 9], []):
         with pytest.raises(ValueError, match="sequence"):
-            encoder_attention(q, k, v, Bounds.of(torch.tensor(bounds, dtype=torch.int32)))
+            encoder_attention(*qkv, Bounds.of(torch.tensor(bounds, dtype=torch.int32)))
+    right = torch.tensor([0, 4, 9])
+    for wrong in (Bounds.of(right), Bounds(right[:2].int(), right.tolist())):
+        with pytest.raises(ValueError, match="bounds of sequences"):
+            encoder_attention(*qkv, wrong)

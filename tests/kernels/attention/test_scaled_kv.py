@@ -1,9 +1,10 @@
-"""K and V in FP8: what is written and what attention makes of it, on CPUs and by Triton's
+"""K and V in 8 bits: what is written and what attention makes of it, on CPUs and by Triton's
 interpreter.
 """
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -147,3 +148,24 @@ def test_what_is_written_depends_on_the_vector_alone(dtype: torch.dtype) -> None
         assert torch.equal(found, wide[:, first : first + KV_HEADS] / 64)
     pool[:, :, 1] = before[:, :, 1]
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", POOLS)
+@pytest.mark.parametrize("is_native", [False, True])
+def test_what_is_not_finite_is_not_hidden(dtype: torch.dtype, is_native: bool) -> None:
+    """Of GPUs, and of CPUs: vectors with NaN in one element are NaN, others are not."""
+    fresh_seed()
+    rows = PAGE
+    pool = torch.zeros((1, KV_HEADS, LAYERS, 2, PAGE, DIM + SCALE_BYTES), dtype=dtype)
+    qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, DIM)
+    qkv[4, HEADS:, random.randrange(DIM)] = float("nan")
+    turns = torch.cat((torch.ones(rows, DIM // 2), torch.zeros(rows, DIM // 2)), 1)
+    places = torch.arange(rows)
+    given = (qkv.bfloat16().flatten(1), places, turns, pool, 1, places, HEADS)
+    if is_native:
+        rope_on_cpu(*given, KV_HEADS)
+    else:
+        rope_and_cache(*given, None, None, 1e-6)
+    kept = dequantised(pool, torch.float32)[0, :, 1]
+    assert kept[:, :, 4].isnan().all()
+    assert kept[:, :, torch.arange(rows) != 4].isfinite().all()

@@ -19,7 +19,7 @@ KERNELS = {
     "fp8": "_fp8_spread _fp8_rows _fp8_tiles _direct_inner _direct_out _sorted",
     "encoders": "_encoder _add_layer_norm _rotate",
     "groups": "_few _groups _in_floats",
-    "fp8 kv": "_decode _extend _rope_and_cache",
+    "8 bits": "_decode _extend _rope_and_cache",
     "fixed": "_fixed _fixed_linear _sorted",
     "latents": "_latent _merge_latents",
     "recurrences": "_recurrence _conv _tails _norm _gates _states _outputs _plan _heads",

@@ -10,6 +10,7 @@ from weft.kernels.gpu import recurrent_rows as rows_gpu
 from weft.kernels.gpu.chunked_recurrence import chunked_recurrence
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.mamba2 import mamba2_reference
+from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -26,6 +27,7 @@ def close(made: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) ->
 @pytest.mark.parametrize(("spread", "by_element"), [(1.0, False), (0.1, False), (0.3, True)])
 def test_gated_delta(spread: float, by_element: bool) -> None:
     """Keys in all directions, and keys that are nearly one; decays of elements are strong too."""
+    fresh_seed()
     q, k = torch.randn(2, ROWS, 1, KEYS) * spread
     k += torch.randn(KEYS)
     q, k, v = q.half(), k.half(), torch.randn(ROWS, HEADS, VALUES).half()
@@ -40,6 +42,7 @@ def test_gated_delta(spread: float, by_element: bool) -> None:
 
 
 def test_mamba2() -> None:
+    fresh_seed()
     x, (b, c) = torch.randn(ROWS, HEADS, VALUES).half(), torch.randn(2, ROWS, 1, KEYS).half()
     dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
     states = torch.randn(3, HEADS, KEYS, VALUES)
@@ -51,6 +54,7 @@ def test_mamba2() -> None:
 @pytest.mark.parametrize("form", ["silu", "sigmoid"])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_norms_with_gates(form: GateForm, has_weight: bool) -> None:
+    fresh_seed()
     x, gate = torch.randn(5, 3, 20), torch.randn(5, 3, 27)[..., :20]
     for weight in (torch.randn(20), torch.randn(3, 20)) if has_weight else (None,):
         for first in (False, True):
@@ -60,6 +64,7 @@ def test_norms_with_gates(form: GateForm, has_weight: bool) -> None:
 
 
 def test_gates() -> None:
+    fresh_seed()
     ba, rates, bias = torch.randn(7, 24) * 9, -torch.rand(12), torch.randn(12)
     for shared in (12, 3):
         made = rows_gpu.delta_gates(ba, rates, bias, shared)

@@ -11,6 +11,7 @@ from weft.kernels.gpu import slot_states as gpu
 from weft.kernels.mamba2 import mamba2_reference
 from weft.kernels.short_conv import short_conv_reference
 from weft.kernels.slot_states import Channels, HeadForm, LayerMemory, plan_slots
+from weft.testing.kernels.kernel_checks import fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -89,6 +90,7 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> Non
     """Requests bring a row and drafts, of which some are wrong; blocks come from a table that is
     ahead of what the device knows.
     """
+    fresh_seed()
     case = Case(kind, taps)
     texts = [case.inputs() for _ in range(SLOTS)]
     wholes = [case.whole(text) for text in texts]
@@ -135,6 +137,7 @@ def test_drafts_that_are_not_accepted_leave_nothing(kind: str, taps: int) -> Non
 
 def test_convolutions() -> None:
     """The whole state is the last rows."""
+    fresh_seed()
     channels, taps = 30, 3
     weight, bias = torch.randn(taps, channels), torch.randn(channels)
     blocks = torch.full((7, channels, taps - 1), torch.nan)

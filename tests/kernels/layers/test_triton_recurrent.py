@@ -9,7 +9,7 @@ from weft.kernels.gpu import recurrence as gpu
 from weft.kernels.head_rows import HeadRows
 from weft.kernels.mamba2 import mamba2_reference
 from weft.kernels.short_conv import short_conv_reference
-from weft.testing.kernels.kernel_checks import DTYPES
+from weft.testing.kernels.kernel_checks import DTYPES, fresh_seed
 
 pytestmark = pytest.mark.needs("triton-interpreter")
 
@@ -26,6 +26,7 @@ def close(made: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_element", [False, True])
 def test_gated_delta(dtype: torch.dtype, by_element: bool) -> None:
+    fresh_seed()
     # As a layer has them: parts of wider rows.
     q, k = torch.randn(ROWS, HEADS // 2, 2 * KEYS + 3).to(dtype).split([KEYS, KEYS + 3], dim=2)
     k, v = k[..., :KEYS], torch.randn(ROWS, HEADS, VALUES).to(dtype)
@@ -40,6 +41,7 @@ def test_gated_delta(dtype: torch.dtype, by_element: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mamba2(dtype: torch.dtype) -> None:
+    fresh_seed()
     x = torch.randn(ROWS, HEADS, VALUES).to(dtype)
     b, c = torch.randn(2, ROWS, HEADS // 2, KEYS).to(dtype)
     dt, a, d = torch.rand(ROWS, HEADS), -torch.rand(HEADS), torch.randn(HEADS)
@@ -51,6 +53,7 @@ def test_mamba2(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("taps", [2, 4])
 def test_short_conv(dtype: torch.dtype, taps: int) -> None:
+    fresh_seed()
     channels = 300
     x, bias = torch.randn(ROWS, channels).to(dtype), torch.randn(channels)
     weight, tails = torch.randn(taps, channels), torch.randn(3, channels, taps - 1).to(dtype)

@@ -27,7 +27,7 @@ CASES = [
     for place, kind in enumerate(KINDS)
     for gated in (False, True)
 ]
-SHAPES = [FewRowsShape(8, 2, 2), FewRowsShape(4, 8, 2)]
+SHAPES = [FewRowsShape(8, 2, 2), FewRowsShape(4, 8, 2), FewRowsShape(8, 2, 2, is_ahead=True)]
 
 
 @pytest.mark.parametrize(("group", "kind", "is_gated"), CASES)
@@ -37,7 +37,7 @@ def test_products(group: int, kind: Kind, is_gated: bool) -> None:
     n = 2 * columns if is_gated else columns
     matrix = draw_groups(n, k, group, kind)
     packed = pack_groups(matrix)
-    for rows, shape in enumerate(SHAPES, start=1):
+    for rows, shape in zip((1, 2, 1), SHAPES, strict=True):
         # Values of different sizes, beside which a thread's others are small.
         x = (torch.randn(rows, k) * 10 ** (2 * torch.rand(rows, k) - 1)).half()
         bias = torch.randn(n).half()

@@ -134,6 +134,8 @@ def test_buffers_and_numbers_that_do_not_fit_are_refused(device: str) -> None:
         (pool, pages, out[:2], "3 pages"),
         (pool, pages, out[:, :-4].contiguous(), "bytes"),
         (pool, pages, out.view(torch.int8), "uint8"),
+        (pool, pages, out.repeat(1, 2)[:, ::2], "contiguous rows"),
+        (pool, pages, out.new_zeros(3, out.shape[1] + 2)[:, :-2], "contiguous rows"),
         (torch.zeros(4, 3, dtype=torch.int8, device=device), pages, out, "4-byte"),
     ]
     for bad_pool, bad_pages, bad_buffer, problem in wrong:

@@ -1,8 +1,8 @@
 /* Attention in both directions over whole sequences, without padding.
  *
- * It runs on the blocks of attention.h: a row sees what is before a position that lies behind
- * its own by as much as it sees ahead, in a window of what it sees on both sides. Rows are cut into
- * tasks at fixed places of a sequence, so a row's result does not depend on the batch.
+ * It runs on the blocks of attention.h: a row at p that sees `reach` rows to each side is treated as
+ * a causal row at p + reach with a window of 2 * reach + 1. Rows are cut into tasks at fixed places
+ * of a sequence, so a row's result does not depend on the batch.
  */
 #ifndef WEFT_ENCODER_H
 #define WEFT_ENCODER_H

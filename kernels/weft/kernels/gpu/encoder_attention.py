@@ -132,8 +132,8 @@ def _encoder_kernel(
     wait_for_last(IS_DEPENDENT)
     head = tl.program_id(0)
     index = tl.program_id(1)
-    # Steps are captured for more requests than they have. Each of those behind the last rows has
-    # one tile, whose number is its own behind `last // ROWS`: it ends here, before the search.
+    # Steps are captured for more requests than they have. A request without rows at the end, number
+    # r, has one tile, number last // ROWS + r. It ends here, before the search.
     last = tl.load(cu_lens + requests)
     behind = index - last // ROWS
     at_number = tl.load(cu_lens + tl.minimum(tl.maximum(behind, 0), requests))

@@ -1,9 +1,10 @@
 """Products of few rows with weights of 4 bits in groups, on a GPU: bound by reading the weight.
 
 A program streams whole rows of the weight, 16 bytes a thread. Values of x become integers of 16
-bits, with one scale for a thread's 32 columns, and are multiplied by the weight's numbers two at a
-time (`dp2a`); sums of a group are exact. The largest value of a block has 15 bits, so that what is
-rounded is below 2^-15 of it; a result in 16-bit floats is rounded to 2^-9 or 2^-12 of itself.
+bits, with one scale for a thread's 32 columns (16 of each half of a block), and are multiplied by
+the weight's numbers two at a time (`dp2a`); sums of a group are exact. The largest value of a block
+has 15 bits, so that what is rounded is below 2^-15 of it; a result in 16-bit floats is rounded to
+2^-9 or 2^-12 of itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Products of floats with weights of 4 bits in groups, on a GPU: dense, or of sorted experts.
 
 Numbers become 16-bit floats in registers, exactly, and are the first operand of tensor cores. Each
-group is multiplied by itself; scales and offsets are applied to its sums in float32. So neither
-weights nor activations are rounded, and a row's result does not depend on the other rows. Where a
-group's sums would cost more than its weights (many rows), these are rounded with their scales.
+group is multiplied by itself; scales and offsets are applied to its sums in float32, so that
+neither weights nor activations are rounded. For many rows weights are multiplied by their scales
+and rounded to 16 bits first. With `is_fixed` they never are, and only then does a row's result not
+depend on the other rows.
 
 Few rows: warps walk slices of K and are summed in the end, as in `sliced_linear`. More rows: tiles.
 """

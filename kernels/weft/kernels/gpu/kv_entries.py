@@ -65,10 +65,19 @@ def dequantised(
     IS_NATIVE: tl.constexpr = False,
     IS_FIRST: tl.constexpr = False,
 ) -> tl.tensor:
-    """Vectors [TILE, D] in floats `like`, of their bytes and of where their scales are.
+    """Numbers in 8 bits times their scales, rounded once to the float dtype `like`.
 
-    `exists`: [TILE], or None: all do. Native: the device has compute capability 9.0. First: numbers
-    are widened before threads exchange them, which takes long of bytes that are turned.
+    Args:
+        numbers: [TILE, D], uint8 (FP8) or int8.
+        at: [TILE], pointers to the scales, float32.
+        exists: [TILE], which scales may be read, others are 0; None: all.
+        like: Dtype of the result.
+        IS_NATIVE: The device has compute capability 9.0.
+        IS_FIRST: Numbers become floats before threads exchange them: exchanging the bytes of a
+            transposed tile is slow.
+
+    Returns:
+        [TILE, D].
     """
     scale = tl.load(at) if exists is None else tl.load(at, mask=exists, other=0.0)
     if numbers.dtype == tl.int8:
@@ -105,9 +114,11 @@ def widened(
 
 @triton.jit
 def query_in_units(query: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Queries in float16 and the power of two in whose units they are; of float32 as they are.
+    """Queries [M, D] in float16, and the power of two that they must be multiplied by.
 
-    Float16 has more bits than bfloat16, but a smaller range.
+    Products with numbers in 8 bits take float16, which has more bits than bfloat16 but a smaller
+    range: so queries are divided by a power of two that makes the largest element at least 2^12
+    and less than 2^13. Queries in float32 are returned as they are, with 1.
     """
     unit = 1.0
     if query.dtype != tl.float32:

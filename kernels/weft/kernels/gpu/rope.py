@@ -163,7 +163,9 @@ def _rope_and_cache_kernel(
         to_scales = of_head * of_rows + PAGE_SIZE * (2 * HALF) + slot % PAGE_SIZE * SCALE_BYTES
         is_one = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (is_q == 0)
         scale_at = (page_at + to_scales).to(tl.pointer_type(tl.float32))
-        tl.store(scale_at, most / (INT8_MOST if IS_INT8 else FP8_MOST), mask=is_one)
+        # 0, but NaN where a value is not finite: the largest magnitude passes NaN over.
+        strange = tl.sum((wide_low - wide_low) + (wide_high - wide_high), axis=1)
+        tl.store(scale_at, most / (INT8_MOST if IS_INT8 else FP8_MOST) + strange, mask=is_one)
     else:
         kv_row = of_head * PAGE_SIZE + slot % PAGE_SIZE
         kv_at = page_at + kv_row[:, None] * (2 * HALF)

@@ -21,9 +21,10 @@ from weft.engine.base.cores import num_cores
 
 _MAX_THREADS = 8
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 << 20, 8 << 20
-"""Of what a thread reads at a time; one row may be more. On an H100's host eight threads read 8 MiB
-at a time at 22 GiB/s, 4 MiB at 14, and 2 MiB at less than the 6 of one thread: only one of them at
-a time runs Python.
+"""Least and most bytes that a thread reads at a time; a row that has more is read whole. Only one
+thread at a time runs Python, so small pieces are slow: on an H100's host eight threads read 22
+GiB/s in pieces of 8 MiB, 14 in pieces of 4 MiB, and in pieces of 2 MiB less than the 6 that one
+thread reads.
 """
 _BUFFERS_A_THREAD = 2
 """For a GPU: one is copied while the other is read into."""

@@ -2,10 +2,12 @@
 
     python -m weft.testing.kernels.sm90_kernels [--all]
 
-With --all it compiles all variants of each kernel, without it the first that is launched. It
-prints a line for each group of operations: its name, then its kernels. The operations run on CPU
-tensors, and each launch only compiles: results are not computed. Triton's interpreter, which
-computes them in other tests, takes much that the compiler does not.
+With --all it compiles all variants of each kernel. Without it, it compiles one variant of each: the
+one that is launched first in the run, and in groups of other formats (`FORMATS`) also the one that
+is launched first in the group. It prints a line for each group of operations: its name, then the
+kernels that it launched. The operations run on CPU tensors, and each launch only compiles: results
+are not computed. Triton's interpreter, which computes them in other tests, takes much that the
+compiler does not.
 """
 
 from __future__ import annotations
@@ -342,7 +344,7 @@ def compile_groups(is_full: bool) -> None:
             moe(x, Routing(ids, torch.zeros(rows, 4)), packed)
 
 
-def compile_fp8_kv() -> None:
+def compile_8_bits() -> None:
     """Attention over K and V in 8 bits, and their write."""
     heads, kv_heads, dim = 8, 2, 128
     shape, spec = (40, kv_heads, 2, 2, PAGE_SIZE, dim + SCALE_BYTES), AttentionSpec(8, 2, 128, 0.1)
@@ -522,6 +524,10 @@ def compile_ranks() -> None:
             peer_sum.sum_rows(memory, x, x, x)
 
 
+FORMATS = {"fp8", "groups", "8 bits"}
+"""Groups that launch kernels of others with operands of other formats."""
+
+
 def groups(is_full: bool) -> dict[str, Callable[[], None]]:
     """What compiles each group of operations; with `is_full` in all variants that are launched."""
     return {
@@ -533,7 +539,7 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
         "recurrences": partial(compile_recurrences, is_full),
         "fp8": partial(compile_fp8, is_full),
         "groups": partial(compile_groups, is_full),
-        "fp8 kv": compile_fp8_kv,
+        "8 bits": compile_8_bits,
         "adapters": partial(compile_adapters, is_full),
         "adapters of experts": compile_expert_adapters,
         "drafts": compile_drafts,
@@ -546,15 +552,17 @@ def groups(is_full: bool) -> dict[str, Callable[[], None]]:
 def main(is_full: bool) -> None:
     """Compiles each group, and prints the kernels of it."""
     launch = JITFunction.run
-    compiled: set[str] = set()
-    before: set[str] = set()
+    launched: set[tuple[str, str]] = set()
+    """Module and name of kernels, of this group."""
+    earlier: set[tuple[str, str]] = set()
+    before = earlier
 
     def only_compile(
         kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> Any:
-        name = kernel.fn.__name__
-        is_new = name not in compiled | before
-        compiled.add(name)
+        name = kernel.fn.__module__, kernel.fn.__name__
+        is_new = name not in launched | before
+        launched.add(name)
         if is_new or is_full:
             launch(kernel, *args, grid=grid, warmup=True, **options)
 
@@ -573,10 +581,11 @@ def main(is_full: bool) -> None:
         mock.patch.object(copied_tiles, "is_dependent", return_value=True),
     ):
         for name, compile_group in groups(is_full).items():
-            before |= compiled
-            compiled.clear()
+            earlier |= launched
+            launched.clear()
+            before = set() if name in FORMATS else earlier
             compile_group()
-            print(name, *sorted(compiled), sep="\t", flush=True)
+            print(name, *sorted({kernel for _, kernel in launched}), sep="\t", flush=True)
 
 
 if __name__ == "__main__":
