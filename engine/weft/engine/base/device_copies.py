@@ -22,6 +22,9 @@ the middle of a step.
 _GROUP = 4
 """Number of buffers that share one event, recorded after the last of their copies. The host needs
 more time to record an event than to enqueue a copy."""
+MAX_WAITING = _NUM_BUFFERS - _GROUP
+"""Most copies that may wait in a device's queue while `PinnedBuffers.take` waits for none of them.
+"""
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,

@@ -39,6 +39,15 @@ def load_drafted(
             param="draft_dir",
         )
     head = load_draft_head(draft_dir, loaded.model)
+    stack = loaded.model.model
+    is_on_gpus = stack.peers is not None and stack.embed_tokens.is_cuda
+    if is_on_gpus and head.hidden_size != config.hidden_size:
+        raise ModelError(
+            f"draft_dir = {draft_dir}: the head's hidden_size is {head.hidden_size}, the model's "
+            f"{config.hidden_size}, and ranks on GPUs add up rows of the model's size alone; take "
+            "a head of that size, or tp = 1",
+            param="draft_dir",
+        )
     return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
 
 
@@ -120,6 +129,10 @@ class DraftedModel:
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """Like `Model.logits`."""
         return self._target.logits(hidden, lora)
+
+    def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
+        """See `LogitsInParts.logits_part`."""
+        return self._target.logits_part(hidden, tokens)
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Records, after a verification, which row of the step is each request's last.
