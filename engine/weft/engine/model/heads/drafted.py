@@ -39,16 +39,25 @@ def load_drafted(
             param="draft_dir",
         )
     head = load_draft_head(draft_dir, loaded.model)
-    stack = loaded.model.model
-    is_on_gpus = stack.peers is not None and stack.embed_tokens.is_cuda
-    if is_on_gpus and head.hidden_size != config.hidden_size:
-        raise ModelError(
-            f"draft_dir = {draft_dir}: the head's hidden_size is {head.hidden_size}, the model's "
-            f"{config.hidden_size}, and ranks on GPUs add up rows of the model's size alone; take "
-            "a head of that size, or tp = 1",
-            param="draft_dir",
-        )
+    check_width(head, loaded.model, draft_dir)
     return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
+
+
+def check_width(head: DraftHead, target: DecoderOnlyLM, draft_dir: Path) -> None:
+    """Refuses a head whose hidden states ranks on GPUs cannot add up.
+
+    Raises:
+        ModelError: There are such ranks, and the head is of another width than the model.
+    """
+    stack, width = target.model, target.config.hidden_size
+    if stack.peers is None or not stack.embed_tokens.is_cuda or head.hidden_size == width:
+        return
+    raise ModelError(
+        f"draft_dir = {draft_dir}: the head's hidden_size is {head.hidden_size}, the model's "
+        f"{width}, and ranks on GPUs add up rows of the model's size alone; take a head of that "
+        "size, or tp = 1",
+        param="draft_dir",
+    )
 
 
 class DraftedModel:
