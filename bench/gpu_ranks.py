@@ -288,7 +288,8 @@ def sums_of_rank(
     for once in (8 << 20, 1):
         device_peers._ONCE_BYTES = dict.fromkeys((2, 4, 8), once)
         group = SharedGroup(segment, rank, size, 30.0)
-        peers.append(device_peers.DevicePeers(group, device, world, WIDTH, torch.bfloat16, 128))
+        sizes = WIDTH, torch.bfloat16, 128
+        peers.append(device_peers.DevicePeers(group, device, world, *sizes, lambda phase: None))
         torch.cuda.cudart().cudaHostUnregister(group.words[0])
         peers[-1]._memory.control.zero_()
     norm = Norm(torch.ones(WIDTH, dtype=torch.bfloat16, device=device), 1e-5)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from weft.engine.base.errors import ModelError
 from weft.engine.checkpoint.eagle3_config import default_aux_layers
 from weft.engine.model.decoder_only import DecoderOnlyLM
-from weft.engine.model.heads.drafted import DraftedModel
+from weft.engine.model.heads.drafted import DraftedModel, check_width
 from weft.engine.model.heads.eagle3 import load_eagle3
+from weft.engine.model.interface import LogitsInParts
 from weft.engine.model.loader import load_model
 from weft.testing.models.tiny_drafts import Tensors, head_entries, make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
@@ -52,6 +54,35 @@ def test_a_head_is_the_same_by_any_name(
     assert torch.equal(head_entries(target, plain), head_entries(target, named))
     other = make_tiny_draft(tmp_path / "other", target_dir, 8)
     assert not torch.equal(head_entries(target, plain), head_entries(target, other))
+
+
+@pytest.mark.parametrize("has_ranks", [False, True])
+@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("width", [64, 96])
+def test_ranks_on_gpus_take_heads_of_the_models_width_alone(
+    width: int, is_cuda: bool, has_ranks: bool
+) -> None:
+    embedding = SimpleNamespace(is_cuda=is_cuda)
+    stack = SimpleNamespace(peers=object() if has_ranks else None, embed_tokens=embedding)
+    model = SimpleNamespace(model=stack, config=SimpleNamespace(hidden_size=64))
+    given = cast("Any", SimpleNamespace(hidden_size=width)), cast("Any", model), Path("head")
+    if not (width != 64 and is_cuda and has_ranks):
+        check_width(*given)
+        return
+    with pytest.raises(ModelError, match="hidden_size is 96, the model's 64") as why:
+        check_width(*given)
+    assert why.value.param == "draft_dir"
+
+
+def test_ranks_divide_the_lm_head_of_a_model_with_a_head(
+    target: DecoderOnlyLM, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = load_eagle3(make_tiny_draft(tmp_path, target_dir), target)
+    drafted, parts = DraftedModel(target, head, 2, 8), []
+    monkeypatch.setattr(target, "logits_part", lambda *given: parts.append(given))
+    assert isinstance(drafted, LogitsInParts)
+    drafted.logits_part(hidden := torch.randn(2, 64), slice(3, 9))
+    assert parts == [(hidden, slice(3, 9))]
 
 
 def test_a_head_for_all_tokens_needs_no_map(

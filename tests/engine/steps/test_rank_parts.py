@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,9 +18,12 @@ from weft.engine.base.state_rows import StateRows
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.executor.ranks.frames import (
     NewPages,
+    Pages,
     Step,
     Tokens,
+    Work,
     decode,
+    encode_pages,
     encode_step,
     encode_tokens,
 )
@@ -147,6 +150,12 @@ def test_frames_come_as_they_were_sent_however_long_they_are() -> None:
                 assert table.pages[slot, first:end].tolist() == own.tolist()
         assert isinstance(last, Tokens)
         assert last.tokens.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("what", get_args(Work))
+def test_work_on_pages_comes_as_it_was_sent(what: Work) -> None:
+    numbers = [random.randrange(1, 1000) for _ in range(random.randrange(1, 9))]
+    assert decode(b"".join(encode_pages(what, numbers))) == Pages(what, numbers)
 
 
 class Counting(RandomWeights):

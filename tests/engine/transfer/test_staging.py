@@ -21,9 +21,11 @@ from weft.engine.protocol.submits import Cancel
 from weft.engine.scheduler.plan import Plan
 from weft.engine.transfer import device_pages
 from weft.engine.transfer.build import stages_on_device
+from weft.engine.transfer.chunks import ShipChunk
 from weft.engine.transfer.mover import DeviceMove, PageMover
 from weft.engine.transfer.transport import HOST_LAST_TOKENS
 from weft.testing.engine.engine_pair import EnginePair, ManualClock, make_engine, num_quarantined
+from weft.testing.engine.late_device import LateDevice
 from weft.testing.engine.local_plane import join_planes
 from weft.testing.models.tiny_models import make_tiny
 
@@ -385,6 +387,34 @@ def test_copies_come_behind_what_uses_the_pages(
         assert not [name for name, pages in later if name != "launch" and pages & move.pages]
         computed = [pages for name, pages in shipped.orders[: move.begin] if name == "launch"]
         assert move.pages <= set().union(*computed)
+
+
+def test_pages_are_read_behind_steps_that_are_under_way(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU whose staging pages are its own memory reads them."""
+    monkeypatch.setattr(PageMover, "reads_early", True)
+    pair = start(overlap="on")
+    filler = pair.fillers["p0"]
+    join_planes(pair.owner, [filler])
+    prompts = [new_prompt(count) for count in (10, 4, 7)]
+    expected = [alone(pair, prompt) for prompt in prompts]
+    device = LateDevice(filler, random.Random(), early_chance=0.0)
+    num_early, order = [0], filler.parts.transport.shipper.read_early
+
+    def read_early(chunk: ShipChunk, after: Any) -> None:
+        num_early[0] += after._number > device.num_done
+        order(chunk, after)
+
+    monkeypatch.setattr(filler.parts.transport.shipper, "read_early", read_early)
+    requests = [pair.submit(prompt) for prompt in prompts]
+    assert pair.finish(*requests) == expected
+    assert num_early[0] > 0
+    fills = [fill for one in requests for fill in pair.answers[one].finished[0].timeline.fills]
+    assert [(fill.transport, fill.failure) for fill in fills] == [("nixl", "")] * len(fills)
+    assert sum(fill.accepted_tokens for fill in fills) == 21 * PAGE
+    device.work()
+    pair.settle()
 
 
 def test_a_trial_finds_copies_that_go_wrong(

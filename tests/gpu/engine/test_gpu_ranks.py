@@ -18,7 +18,7 @@ from weft.testing.engine.ranked_texts import (
     ranked,
     texts_of,
 )
-from weft.testing.models.float32_reference import ties_of
+from weft.testing.models.float32_reference import Ties, ties_of
 from weft.testing.models.fp8_models import fp8_copy
 from weft.testing.models.int_models import LAYOUTS, SIZES, packed_models
 from weft.testing.models.lora_reference import PeftModels
@@ -128,10 +128,19 @@ def test_bfloat16_tokens_of_formats(name: str, ep: int, tmp_path: Path) -> None:
     needs_gpus(2)
     folder, floats = make_of(name, tmp_path)
     prompts = [[random.randrange(3, 250) for _ in range(n)] for n in (1, 30, 150, 64, 9, 70)]
-    found = ranked("greedy", folder, prompts, tp=2, ep=ep, dtype="bfloat16", drafter="none")
-    ties = ties_of(floats, prompts, [one["tokens"] for one in found["texts"]])
-    # Where two experts are equally likely, rounding decides which one is asked.
-    assert ties.num_far <= (0 if name == "int4" else 0.1 * ties.num_tokens), ties
+
+    def ties(**settings: int) -> Ties:
+        found = ranked("greedy", folder, prompts, dtype="bfloat16", drafter="none", **settings)
+        return ties_of(floats, prompts, [one["tokens"] for one in found["texts"]])
+
+    together = ties(tp=2, ep=ep)
+    if name in ("int4", "mxfp4"):
+        together.check(is_moe=name == "mxfp4")
+        return
+    # Where two experts are equally likely, rounding decides which one is asked. Here it does so in
+    # more places than elsewhere, on one GPU too.
+    alone = ties()
+    assert together.num_far <= 2 * alone.num_far + 0.02 * together.num_tokens, (together, alone)
 
 
 @pytest.mark.parametrize("ep", [1, 2])

@@ -75,7 +75,8 @@ def lose_a_rank(mesh: TinyMesh, load: Load) -> str:
     """Kills or stops one of the ranks; returns once the worker answers again."""
     with mesh.worker("decode-0") as stub:
         first = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=30).engine_pid
-    (second,) = (child.pid for child in psutil.Process(first).children())
+    children = psutil.Process(first).children()
+    (second,) = (child.pid for child in children if "follow" in " ".join(child.cmdline()))
     ranks = [psutil.Process(pid) for pid in (first, second)]
     before, told = mesh.service("decode-0")["epoch"], len(mesh.log("decode-0"))
     number = random.randrange(2)

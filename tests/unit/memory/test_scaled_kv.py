@@ -1,10 +1,11 @@
-"""What KV in FP8 is refused with at start, and what it does not concern."""
+"""What KV in 8 bits is refused with at start."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -43,20 +44,30 @@ def test_what_has_no_kernel_is_refused(plane: PagedPlane, problem: str) -> None:
         in_8_bits(CacheLayout.of_planes([plane], 16), "fp8_e4m3")
 
 
-@pytest.mark.parametrize(
-    ("capability", "is_encoder"), [((8, 6), False), ((8, 9), False), ((8, 6), True)]
-)
-def test_older_gpus_are_refused_and_encoders_keep_their_layout(
-    capability: tuple[int, int], is_encoder: bool, monkeypatch: pytest.MonkeyPatch
+def loaded_model(*, is_encoder: bool) -> LoadedModel:
+    model = SimpleNamespace(kv_layout=lambda page_size: LAYOUT)
+    config = SimpleNamespace(is_encoder=is_encoder, architecture="BertModel")
+    return cast("LoadedModel", SimpleNamespace(model=model, config=config))
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+def test_encoders_refuse_a_format_of_kv(kv_dtype: Literal["fp8_e4m3", "int8"]) -> None:
+    settings = EngineConfig(model_dir=Path("model"), device="cpu", kv_dtype=kv_dtype)
+    loaded, device = loaded_model(is_encoder=True), torch.device("cpu")
+    with pytest.raises(ConfigError, match=f"kv_dtype = {kv_dtype}: BertModel is an encoder") as why:
+        kept_layout(settings, loaded, device)
+    assert why.value.param == "kv_dtype"
+    assert kept_layout(replace(settings, kv_dtype="auto"), loaded, device) == LAYOUT
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9)])
+def test_older_gpus_are_refused(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    model = SimpleNamespace(kv_layout=lambda page_size: LAYOUT)
-    loaded = SimpleNamespace(model=model, config=SimpleNamespace(is_encoder=is_encoder))
     settings = EngineConfig(model_dir=Path("model"), device="cuda", kv_dtype="fp8_e4m3")
-    given = settings, cast("LoadedModel", loaded), torch.device("cuda")
-    if is_encoder:
-        assert kept_layout(*given) == LAYOUT
-    elif capability < (8, 9):
+    given = settings, loaded_model(is_encoder=False), torch.device("cuda")
+    if capability < (8, 9):
         with pytest.raises(ConfigError, match=r"kv_dtype: .* compute capability \(8, 9\)"):
             kept_layout(*given)
     else:

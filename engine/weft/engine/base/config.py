@@ -425,7 +425,7 @@ class EngineConfig:
             (
                 "tp",
                 not (self.enable_lora and self.lora_whole_matrices),
-                "1 with lora_whole_matrices, which other ranks do not get",
+                "1 with lora_whole_matrices, which are not sent to other ranks",
             ),
             ("tp", self.task in ("auto", "generate"), f"1 with task = {self.task}"),
             (

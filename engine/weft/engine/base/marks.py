@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+MAX_WAITING = 8
+"""Most copies to a device that may wait in its queue without the host having to wait for one, to
+enqueue another (`weft.engine.base.device_copies.PinnedBuffers`).
+"""
+
 
 class WorkMark(Protocol):
     """A point in a device's queue of work (`weft.engine.base.device_copies.Mark`)."""

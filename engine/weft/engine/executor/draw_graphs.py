@@ -17,8 +17,7 @@ from weft.engine.executor.device_inputs import DeviceInputs
 from weft.engine.executor.device_sampling import CapturedDraws, Way
 from weft.engine.executor.graphs import GraphBucket, Progress, StepGraphs, capturing
 from weft.engine.executor.keeping import TokenKeeper
-from weft.engine.model.decoder_only import DecoderOnlyLM
-from weft.engine.model.interface import Model
+from weft.engine.model.interface import LogitsInParts, Model
 from weft.kernels.device_sampling import SlotTables, draw_rows
 from weft.kernels.greedy import greedy_rows
 
@@ -196,7 +195,7 @@ class DrawGraphs:
         if peers is None:
             return self._model.logits(hidden)
         share, part = peers.share_of_logits(len(hidden)), None
-        if share is not None and isinstance(self._model, DecoderOnlyLM):
+        if share is not None and isinstance(self._model, LogitsInParts):
             part = self._model.logits_part(hidden, share)
         logits = None if part is None else peers.gather_logits(part)
         if peers.rank:

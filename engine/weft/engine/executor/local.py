@@ -153,7 +153,7 @@ class LocalExecutor:
         if layout.states is not None:
             ring_rows = num_ring_rows(layout.page_size, max_drafts)
             sizes = max(1, num_blocks), max_requests, ring_rows
-            # On GPUs each rank has blocks of its own, as `layout` says.
+            # On GPUs each rank has blocks of its own, and `layout` is already one rank's there.
             plane = layout.states if blocks is None else layout.states.of_rank(num_ranks)
             self.states = StateMemory(plane, *sizes, device, blocks)
         max_pages = -(-max_context_tokens // layout.page_size)

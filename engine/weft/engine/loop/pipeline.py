@@ -297,10 +297,12 @@ class StepPipeline:
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
                 if step.plan.has_trees or self._executor.works_behind_draws:
-                    # K and V of accepted drafts are moved after the drawing.
+                    # Behind the drawing K and V of accepted drafts are moved in trees, or another
+                    # rank's device may still write to pages.
                     step.mark = self._executor.mark()
             if self.leaves:
-                step.end = self._executor.mark()
+                # Nothing of this step has been enqueued behind its mark.
+                step.end = step.mark or self._executor.mark()
         except Exception as error:
             self._fail(step, error)
         step.ended_at = self._clock()

@@ -162,8 +162,8 @@ class StatePlane:
     ring: tuple[StatePart, ...]
     """Inputs of one position, from which the layer computes states and outputs again."""
     found: tuple[StatePart, ...] = ()
-    """What steps on a GPU find of one position and keep in the ring, so as not to compute it again
-    (`weft.kernels.slot_states.LayerMemory.found`).
+    """Keys and updates of one position, which steps on a GPU keep in the ring, so as not to compute
+    them again (`weft.kernels.slot_states.LayerMemory.found`).
     """
     rows: tuple[StatePart, ...] = ()
     """What is kept of the rows themselves, once for all layers: a ring has it of each position, a

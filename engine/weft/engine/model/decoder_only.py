@@ -116,10 +116,7 @@ class DecoderOnlyLM:
         return logits
 
     def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
-        """Logits of some tokens: [L, hidden] -> [L, tokens] float32; None: the head has no parts.
-
-        The form of the head alone decides whether it has parts.
-        """
+        """See `LogitsInParts.logits_part`."""
         weight = self.lm_head.part(tokens)
         if weight is None or self.config.num_added_tokens:
             return None

@@ -52,6 +52,17 @@ class WithClasses(Protocol):
         """The head; None: there is none."""
 
 
+@runtime_checkable
+class LogitsInParts(Protocol):
+    """A model of whose logits each rank can compute a part."""
+
+    def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
+        """Logits of some tokens: [L, hidden] -> [L, tokens] float32; None: the head has no parts.
+
+        The form of the head alone decides whether it has parts.
+        """
+
+
 class ModelClass(Protocol):
     """The class of a model as the loader sees it: the constructor reads the parameters."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class DevicePeers:
         width: Numbers of a row of the residual stream.
         dtype: Their dtype.
         columns: Size of the vocabulary.
+        agree: Waits until all ranks have come to a phase, and raises what another one raises.
 
     Raises:
         ConfigError: The GPUs cannot map each other's memory.
@@ -55,8 +57,10 @@ class DevicePeers:
         width: int,
         dtype: torch.dtype,
         columns: int,
+        agree: Callable[[str], object],
     ) -> None:
         self.rank, self.size = group.rank, group.size
+        self._agree = agree
         self._group, self._device, self._ranks = group, device, ranks
         self._kept: list[object] = []
         itemsize = torch.empty(0, dtype=dtype).element_size()
@@ -113,6 +117,8 @@ class DevicePeers:
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
+        # The others must not wait in torch's exchange for a rank that had no room.
+        self._agree("allocated")
         handle: Any = symmetric.rendezvous(memory, ranks)
         self._kept += [memory, handle]
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
@@ -125,7 +131,8 @@ class DevicePeers:
             The memory of every rank, at which kernels and copies of this one can read and write.
 
         Raises:
-            RuntimeError: It does not fit.
+            RuntimeError: It does not fit on this rank.
+            WeftError: Another rank has failed.
         """
         _, _, handle = self._mapped(num_bytes, self._device, self._ranks)
         sizes = range(self.size)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.engine.base import faults
-from weft.engine.base.marks import WorkMark
+from weft.engine.base.marks import MAX_WAITING, WorkMark
 from weft.engine.protocol.handle import DATA_CHUNK_BYTES, FillEvent, NixlTargetInfo
 from weft.engine.transfer.chunks import RAN_OUT, ChunkPosted, ShipChunk, ShipResult
 from weft.engine.transfer.nixl import (
@@ -31,7 +31,7 @@ MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3
 POLLED_SHARE = 1 / 8
 """Time between two polls, as a share of the time waited so far."""
 STOPPED = "the lease was stopped"
-MAX_EARLY = 8
+MAX_EARLY = MAX_WAITING
 """Most chunks that are read early at once. Their page numbers lie in pinned buffers until the step
 before them has ended, and this thread must not wait for one.
 """

@@ -31,7 +31,12 @@ from weft.engine.executor.drafts.chains import ChainGraphs, LaterChains
 from weft.engine.executor.drafts.eager_chains import Chains
 from weft.engine.executor.kv_format import kept_layout
 from weft.engine.executor.local import LocalExecutor
-from weft.engine.executor.memory_plan import measure_needs, pages_of, time_token
+from weft.engine.executor.memory_plan import (
+    divide_states,
+    measure_needs,
+    pages_of,
+    time_token,
+)
 from weft.engine.executor.port import Drawable
 from weft.engine.executor.ranks.frames import (
     ChainsOf,
@@ -126,7 +131,7 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
     max_step_tokens = config.max_step_tokens + config.decodes_beside
     most = loaded.config.max_position_embeddings
     max_tokens = min(config.max_context_tokens or most, most)
-    num_pages = UNBOUNDED
+    num_pages = num_blocks = UNBOUNDED
     if device.type == "cuda" and not config.num_pages and config.kv_memory_bytes is None:
         own = layout_of_rank(layout, config.tp)
         needs = measure_needs(
@@ -142,10 +147,14 @@ def load(config: EngineConfig, others: Following) -> tuple[LocalExecutor, Drafti
             lora=lora,
             max_drafts=max_drafts(config),
         )
+        if own.states is not None and needs.for_pool > 0:
+            most_requests = config.max_running_requests, max_drafts(config)
+            num_blocks, left = divide_states(own, needs.for_pool, *most_requests, on_gpu=True)
+            needs = replace(needs, states=needs.for_pool - left)
         num_pages = pages_of(needs, own.page_bytes)
     num_pages = others.agree("pages", num_pages)
     own, pool = pool_of(config, shared, layout, num_pages)
-    num_blocks = 0 if layout.states is None else others.agree("blocks", UNBOUNDED)
+    num_blocks = 0 if layout.states is None else others.agree("blocks", num_blocks)
     max_tokens = min(max_tokens, (num_pages - 1) * config.page_size)
     executor = LocalExecutor(
         loaded.model,
@@ -212,6 +221,8 @@ def follow(executor: LocalExecutor, drafting: Drafting | None, group: SharedGrou
                 executor.zero(numbers)
             case Pages("poison", numbers):
                 executor.poison(numbers)
+            case Pages("poison_blocks", numbers):
+                executor.poison_blocks(numbers)
         group.end()
 
 

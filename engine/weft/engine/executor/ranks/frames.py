@@ -20,13 +20,14 @@ from weft.engine.executor.drafts.eager_chains import LastTokens
 from weft.engine.executor.step_input import ScoredRows, StepInput
 from weft.engine.memory.page_table import PageTable
 
-_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _MEET = range(9)
+_STEP, _TOKENS, _COPIES, _ZERO, _POISON, _DRAW, _SHARED, _CHAINS, _MEET, _BLOCKS = range(10)
 _ARRAYS = (
     *("slots", "starts", "bounds", "counts", "draws", "leads", "tokens"),
     *("words", "limits", "pages", "adapters"),
 )
 _NONE, _SAME = -1, -2
-_WORK: dict[int, Literal["zero", "poison"]] = {_ZERO: "zero", _POISON: "poison"}
+Work = Literal["zero", "poison", "poison_blocks"]
+_WORK: dict[int, Work] = {_ZERO: "zero", _POISON: "poison", _BLOCKS: "poison_blocks"}
 
 
 class NewPages(NamedTuple):
@@ -97,9 +98,9 @@ class Copies(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The argument of `Executor.zero` or `Executor.poison`, for ranks with a pool of their own."""
+    """The argument of the method `what` of `Executor`, for ranks with a pool of their own."""
 
-    what: Literal["zero", "poison"]
+    what: Work
     pages: list[int]
 
 
@@ -162,9 +163,10 @@ def encode_copies(copies: Sequence[PageCopy]) -> list[bytes]:
     return [np.array([_COPIES, *(page for copy in copies for page in copy)], np.int64).tobytes()]
 
 
-def encode_pages(what: Literal["zero", "poison"], pages: Sequence[int]) -> list[bytes]:
-    """Encodes pages to zero or to poison."""
-    return [np.array([_ZERO if what == "zero" else _POISON, *pages], np.int64).tobytes()]
+def encode_pages(what: Work, pages: Sequence[int]) -> list[bytes]:
+    """Encodes pages or blocks to zero or to poison."""
+    (kind,) = (kind for kind, work in _WORK.items() if work == what)
+    return [np.array([kind, *pages], np.int64).tobytes()]
 
 
 def encode_chains(lasts: LastTokens, counts: Int64Array, pages: NewPages) -> list[bytes]:

@@ -131,8 +131,8 @@ class RankedExecutor(LocalExecutor):
 
     @property
     def works_behind_draws(self) -> bool:
-        """See `Executor.works_behind_draws`: a draft head writes behind a step's last sum, which
-        all devices come to.
+        """See `Executor.works_behind_draws`: the last work of a step is a draft head's K and V,
+        which another device may still write when this one has drawn.
         """
         return self._maps_pools and self._has_head
 
@@ -157,6 +157,12 @@ class RankedExecutor(LocalExecutor):
         if pages and (ranks := self._of_own_pages()):
             ranks.group.post(encode_pages("poison", pages))
         super().poison(pages, group)
+
+    def poison_blocks(self, blocks: Sequence[int]) -> None:
+        """See `Executor.poison_blocks`."""
+        if blocks and (ranks := self._of_own_pages()):
+            ranks.group.post(encode_pages("poison_blocks", blocks))
+        super().poison_blocks(blocks)
 
     def reset_slot(self, slot: int) -> None:
         """See `Executor.reset_slot`."""

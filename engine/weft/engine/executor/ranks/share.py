@@ -110,7 +110,7 @@ def peers_of(
     dtype: torch.dtype = getattr(torch, resolve_dtype(config.dtype, config.device))
     sizes = model.hidden_size, dtype, model.num_embeddings
     ranks = join(others.rank, others.size, others.store_path)
-    peers = DevicePeers(others.group, device, ranks, *sizes)
+    peers = DevicePeers(others.group, device, ranks, *sizes, others.agree)
     others.agree("peers")
     return peers
 

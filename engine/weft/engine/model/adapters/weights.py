@@ -56,7 +56,7 @@ class KindRows:
     counts: Int32Array
     """Number of rows, [layers, experts]."""
     others: tuple[tuple[Half, Half], ...] = ()
-    """A and B of the other ranks, whose whole ones are those of the first."""
+    """A and B of rank 1 and further ranks. One that is not divided is the first rank's object."""
 
     def of_rank(self, rank: int) -> tuple[Half, Half]:
         """A and B of a rank."""

@@ -39,7 +39,25 @@ def load_drafted(
             param="draft_dir",
         )
     head = load_draft_head(draft_dir, loaded.model)
+    check_width(head, loaded.model, draft_dir)
     return DraftedModel(loaded.model, head, max_requests, max_step_tokens, draft_dir)
+
+
+def check_width(head: DraftHead, target: DecoderOnlyLM, draft_dir: Path) -> None:
+    """Refuses a head whose hidden states ranks on GPUs cannot add up.
+
+    Raises:
+        ModelError: There are such ranks, and the head is of another width than the model.
+    """
+    stack, width = target.model, target.config.hidden_size
+    if stack.peers is None or not stack.embed_tokens.is_cuda or head.hidden_size == width:
+        return
+    raise ModelError(
+        f"draft_dir = {draft_dir}: the head's hidden_size is {head.hidden_size}, the model's "
+        f"{width}, and ranks on GPUs add up rows of the model's size alone; take a head of that "
+        "size, or tp = 1",
+        param="draft_dir",
+    )
 
 
 class DraftedModel:
@@ -120,6 +138,10 @@ class DraftedModel:
     def logits(self, hidden: torch.Tensor, lora: LoraStep | None = None) -> torch.Tensor:
         """Like `Model.logits`."""
         return self._target.logits(hidden, lora)
+
+    def logits_part(self, hidden: torch.Tensor, tokens: slice) -> torch.Tensor | None:
+        """See `LogitsInParts.logits_part`."""
+        return self._target.logits_part(hidden, tokens)
 
     def keep_accepted(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Records, after a verification, which row of the step is each request's last.
