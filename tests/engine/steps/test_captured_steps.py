@@ -128,7 +128,8 @@ def test_prompts_with_nothing_before_them_have_graphs_of_their_own(
         assert {"decode", "ragged", "prompts"} <= set(steps.num_replays)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_requests_with_penalties_and_min_tokens_are_drafted_for(
     temperature: float, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,6 +245,7 @@ def weft(mesh: TinyMesh, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("face", ["rest", "grpc"])
 def test_texts_are_pefts_in_one_batch(mesh: TinyMesh, peft: Peft, face: str) -> None:
     """With prompts that a prefill worker has filled, of two adapters and of none, all at once."""

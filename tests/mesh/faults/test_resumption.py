@@ -194,7 +194,7 @@ def tell(capsys: pytest.CaptureFixture[str], what: str, lost: list[Any]) -> None
         print(f"\n{what}: {len(lost)} attempts lost, pause up to {longest_s:.2f} s")
 
 
-@pytest.mark.full_after(2)
+@pytest.mark.full_after(1)
 @pytest.mark.parametrize("kind", ["worker", "engine", "server"])
 async def test_every_stream_survives_a_kill(
     mesh: TinyMesh,
