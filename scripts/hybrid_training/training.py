@@ -181,6 +181,7 @@ class Trainer:
         os.replace(part, self._path)
 
     def _resume(self) -> None:
+        # Written by `_save`: with `weights_only` torch builds tensors and plain containers alone.
         state = torch.load(self._path, map_location=self._device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

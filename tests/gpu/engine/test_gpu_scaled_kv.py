@@ -77,7 +77,7 @@ def test_attention(lengths: list[tuple[int, int]], way: str, kept: torch.dtype) 
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square error over root mean square."""
+    """The root mean square of the error, relative to that of the exact values."""
     return float((found - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
 
 

@@ -1,4 +1,4 @@
-"""What KV in 8 bits is refused with at start."""
+"""Settings with which KV in 8 bits is refused at start."""
 
 from __future__ import annotations
 

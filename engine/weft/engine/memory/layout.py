@@ -26,7 +26,7 @@ from weft.engine.base.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "int8": 1}
 FP8, INT8 = "fp8_e4m3", "int8"
-"""Vectors in numbers of 8 bits, each with a scale (`weft.kernels.scaled_kv`)."""
+"""Formats that keep a vector as 8-bit numbers with a scale (`weft.kernels.scaled_kv`)."""
 _SCALE_BYTES = 4
 
 

@@ -32,8 +32,8 @@ POLLED_SHARE = 1 / 8
 """Time between two polls, as a share of the time waited so far."""
 STOPPED = "the lease was stopped"
 MAX_EARLY = MAX_WAITING
-"""Most chunks that are read early at once. Their page numbers lie in pinned buffers until the step
-before them has ended, and this thread must not wait for one.
+"""How many chunks may be read early at once. Each keeps a pinned buffer of page numbers until the
+step before it has ended; with more chunks this thread would have to wait for a free buffer.
 """
 
 

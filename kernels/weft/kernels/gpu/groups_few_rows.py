@@ -174,9 +174,11 @@ def _few_kernel(
     STEP: tl.constexpr,
     IS_AHEAD: tl.constexpr,
 ) -> None:
-    """Some columns of all rows; of experts those of one pair.
+    """Each program computes COLUMNS columns of all rows; of experts, of one row and one of its
+    experts.
 
-    Settled: all that is read of the weight is known before the last kernel has ended.
+    IS_SETTLED: the ids that choose the weights were written before the preceding kernel began, so
+    weights can be loaded while it still runs.
     """
     if not IS_SETTLED:
         wait_for_last(IS_DEPENDENT)

@@ -98,7 +98,7 @@ class Copies(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The argument of the method `what` of `Executor`, for ranks with a pool of their own."""
+    """Calls one method of `Executor` on ranks that have a pool of their own: its name and pages."""
 
     what: Work
     pages: list[int]

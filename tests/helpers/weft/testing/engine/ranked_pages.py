@@ -71,7 +71,7 @@ def ship(folder: Path, settings: dict[str, Any], of_filler: dict[str, Any]) -> d
 
 
 def push_to_tiers(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """A prompt whose pages went to host memory and disk and came back: its texts."""
+    """Texts of a prompt whose pages went to host memory and disk and came back."""
     with tempfile.TemporaryDirectory() as disk:
         tiers = {"host_cache_bytes": 1 << 20, "disk_cache_dir": Path(disk)}
         sizes = SIZES | {"num_pages": 64, "load_back_threshold": 0}
