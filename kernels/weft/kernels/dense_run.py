@@ -23,7 +23,7 @@ from weft.kernels.attention import (
 from weft.kernels.linear import LinearWeight
 from weft.kernels.lora import Group, LoraStep, NativeLora, check_addition, describe_lora
 from weft.kernels.norm import Norm
-from weft.kernels.peers import Peers
+from weft.kernels.peers import CpuPeers
 from weft.kernels.rope import check_rope
 from weft.kernels.stream import Taps
 
@@ -115,7 +115,7 @@ class DenseRun:
         lora: LoraStep | None = None,
         taps: Taps | None = None,
         further: Sequence[GroupStep] = (),
-        peers: Peers | None = None,
+        peers: CpuPeers | None = None,
     ) -> torch.Tensor:
         """Runs a step through all layers; stores K and V of every row in each.
 

@@ -56,7 +56,8 @@ class LoraWeights:
     the native operations these rows are packed (`pack_b`)."""
     table: torch.Tensor
     """[layers, num_slots, max_rows] int32: the rows of the slot's adapter in each layer. Entries
-    from the count on are undefined. For experts a slot is slot * num_experts + expert."""
+    from the count on are undefined. For experts a slot is slot * num_places + place
+    (`ExpertWeights.num_places`)."""
     counts: torch.Tensor
     """[layers, num_slots] int32: number of rows; with 0, as in slot 0, the adapter does not change
     the projection.
@@ -293,7 +294,7 @@ class ExpertAddition:
     """The additions of a step's adapters to the experts of one layer."""
 
     w13: tuple[LoraWeights, ...]
-    """Gate and up, before the activation; their slots are slot * num_experts + expert."""
+    """Gate and up, before the activation; their slots are slot * num_places + place."""
     w2: tuple[LoraWeights, ...]
     """Down, before the sum over experts."""
     layer: int

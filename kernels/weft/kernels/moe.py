@@ -126,6 +126,13 @@ class ExpertWeights:
         """Number of experts E."""
         return len(self.w13) if self.stacked is None else self.stacked[0].shape[0]
 
+    @property
+    def num_places(self) -> int:
+        """Number of places that routings name: those of the experts and, of a share, one for all
+        that other ranks have.
+        """
+        return self.num_experts + (self.placement is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class SparseMlpWeight:
@@ -388,7 +395,7 @@ def moe_reference(
         if w.placement is not None and expert == w.num_experts:
             continue  # Another rank's.
         rows, places = torch.where(routing.ids == expert)
-        to_w13, to_w2 = _of_expert(lora, rows, expert, w.num_experts)
+        to_w13, to_w2 = _of_expert(lora, rows, expert, w.num_places)
         inner = gate_up_silu(x.index_select(0, rows), w.w13[expert], to_w13)
         product = linear(inner, w.w2[expert], out_dtype=torch.float32, lora=to_w2)
         total.index_add_(0, rows, product * routing.weights[rows, places, None])
@@ -398,13 +405,13 @@ def moe_reference(
 
 
 def _of_expert(
-    lora: ExpertAddition | None, rows: torch.Tensor, expert: int, num_experts: int
+    lora: ExpertAddition | None, rows: torch.Tensor, expert: int, num_places: int
 ) -> tuple[LoraAddition | None, LoraAddition | None]:
     """The additions to the two products of an expert, for some of the rows."""
     if lora is None:
         return None, None
     slots = lora.token_slots.index_select(0, rows)
-    slots = torch.where(slots == 0, 0, slots * num_experts + expert)
+    slots = torch.where(slots == 0, 0, slots * num_places + expert)
     segments = LoraSegments.of(sort_tokens(slots.numpy()))
 
     def of(parts: tuple[LoraWeights, ...]) -> LoraAddition | None:

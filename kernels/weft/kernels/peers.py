@@ -1,8 +1,8 @@
-"""The interface of layers to the ranks that hold shares of one model."""
+"""The interfaces of layers to the ranks that hold shares of one model."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from weft.kernels import cpu
@@ -32,6 +32,24 @@ class Peers(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class CpuPeers(Peers, Protocol):
+    """Ranks that native operations meet in shared memory."""
+
+    def native(self) -> cpu.PeersStruct:
+        """The group in the form for native operations, valid while this object lives."""
+        ...
+
+    def check(self, lost: int) -> None:
+        """Raises what a status other than 0 of `meet` (csrc/peers.h) stands for."""
+        ...
+
+
+@runtime_checkable
+class GpuPeers(Peers, Protocol):
+    """Ranks whose sum and the norm behind it are one launch."""
+
     def add_norm(
         self,
         partial: torch.Tensor,
@@ -39,7 +57,7 @@ class Peers(Protocol):
         norm: Norm | None,
         tap: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Adds the sum of `partial` over all ranks to the stream; on GPUs alone.
+        """Adds the sum of `partial` over all ranks to the stream.
 
         Args:
             partial: [T, H], dtype of `stream`, contiguous.
@@ -50,12 +68,4 @@ class Peers(Protocol):
         Returns:
             [T, H]: the stream, normalised; None without a norm.
         """
-        ...
-
-    def native(self) -> cpu.PeersStruct:
-        """The group in the form for native operations on a CPU, valid while this object lives."""
-        ...
-
-    def check(self, lost: int) -> None:
-        """Raises what a status other than 0 of `meet` (csrc/peers.h) stands for."""
         ...

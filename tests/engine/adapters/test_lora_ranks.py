@@ -25,10 +25,12 @@ SETTINGS: dict[str, Any] = {
     "num_threads": 1,
 }
 CASES = [
-    ("qwen3", 2),
-    pytest.param("llama", 2, marks=pytest.mark.full),
-    pytest.param("llama", 4, marks=pytest.mark.full),
-    pytest.param("qwen3_moe", 2, marks=pytest.mark.full),
+    ("qwen3", 2, 1),
+    pytest.param("llama", 2, 1, marks=pytest.mark.full),
+    pytest.param("llama", 4, 1, marks=pytest.mark.full),
+    pytest.param("qwen3_moe", 2, 1, marks=pytest.mark.full),
+    pytest.param("qwen3_moe", 2, 2, marks=pytest.mark.full),
+    pytest.param("qwen3_moe", 4, 4, marks=pytest.mark.full),
 ]
 
 
@@ -42,12 +44,15 @@ def run(llm: LLM, prompts: list[list[int]], adapters: list[bytes]) -> list[Gener
     return llm.generate(prompts, stop=stop, top_logprobs=20, adapters=adapters)
 
 
-@pytest.mark.parametrize(("kind", "size"), CASES)
-def test_adapters_and_none_in_one_batch(kind: str, size: int, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("kind", "size", "ep"), CASES)
+def test_adapters_and_none_in_one_batch(
+    kind: str, size: int, ep: int, tmp_path: Path, seed: int
+) -> None:
     """More adapters than fit, so that some are written over others; with fewer KV heads than ranks
-    if there are four.
+    if there are four, and one whole expert on each with `ep`.
     """
-    folder = make_tiny(kind, tmp_path / "model", seed, vocab_size=VOCAB, num_attention_heads=8)
+    sizes = {"num_attention_heads": 8} | ({} if ep == 1 else {"num_experts": max(4, ep)})
+    folder = make_tiny(kind, tmp_path / "model", seed, vocab_size=VOCAB, **sizes)
     models = PeftModels(folder, tmp_path)
     names: tuple[str, ...] = ()
     adapters = settings_of(tiny_config(kind)["num_hidden_layers"])
@@ -64,7 +69,7 @@ def test_adapters_and_none_in_one_batch(kind: str, size: int, tmp_path: Path, se
     for index, settings in enumerate(adapters):
         models.add(seed + index, **settings)
     of_loras = {"max_loras": max(2, len(adapters) - 4), "lora_projections": names}
-    with LLM(folder, **SETTINGS, tp=size, **of_loras) as llm:
+    with LLM(folder, **SETTINGS, tp=size, ep=ep, **of_loras) as llm:
         for directory in models.directories.values():
             llm.load_adapter(directory)
         digests = [*models.digests, BASE, *models.digests[:2]]

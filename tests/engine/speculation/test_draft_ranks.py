@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 PAGE, VOCAB = 8, 250
 PARAMS = SamplingParams(temperature=1.0, seed=5)
+EXPERTS = {"glm": "n_routed_experts", "deepseek": "n_routed_experts", "ernie": "moe_num_experts"}
+"""The field that counts a model's experts, of which its MTP head has as many."""
 STOP = StopCriteria(max_tokens=3 * PAGE, ignore_eos=True)
 
 
@@ -36,30 +38,37 @@ def random_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"),
+    ("kind", "size", "ep"),
     [
-        ("eagle3", 2),
-        pytest.param("eagle3", 4, marks=pytest.mark.full),
-        pytest.param("eagle", 2, marks=pytest.mark.full),
-        *(pytest.param(kind, 2, marks=pytest.mark.full) for kind in KINDS),
+        ("eagle3", 2, 1),
+        pytest.param("eagle3", 4, 1, marks=pytest.mark.full),
+        pytest.param("eagle3", 2, 2, marks=pytest.mark.full),
+        pytest.param("eagle", 2, 1, marks=pytest.mark.full),
+        pytest.param("eagle", 4, 4, marks=pytest.mark.full),
+        *(pytest.param(kind, 2, 1, marks=pytest.mark.full) for kind in KINDS),
+        *(pytest.param(kind, 2, 2, marks=pytest.mark.full) for kind in EXPERTS),
     ],
 )
 def test_texts_are_the_models_and_drafts_the_heads(
-    kind: str, size: int, tmp_path: Path, seed: int
+    kind: str, size: int, ep: int, tmp_path: Path, seed: int
 ) -> None:
     """With prefix hits and too few pages, so that requests are resumed."""
     folder, draft_dir, naive = tmp_path / "model", None, None
     if kind in ("eagle3", "eagle"):
-        make_tiny("llama", folder, seed, num_attention_heads=8, num_hidden_layers=4)
+        sizes = {"num_attention_heads": 8, "num_hidden_layers": 4}
+        if ep > 1:
+            sizes |= {"num_experts": 8, "head_dim": 32}
+        make_tiny("llama" if ep == 1 else "qwen3_moe", folder, seed, **sizes)
         make = make_tiny_draft if kind == "eagle3" else make_tiny_eagle
         draft_dir = make(tmp_path / "head", folder, seed + 1)
     else:
-        naive = make_tiny_mtp(kind, folder, seed)
+        experts = {} if ep == 1 else {EXPERTS[kind]: 12}
+        naive = make_tiny_mtp(kind, folder, seed, **experts)
     prompts, drafter = random_prompts(), "mtp" if naive else kind
     with llm(folder) as plain:
         expected = plain.generate_all(prompts, PARAMS, STOP)
     settings = {"draft_dir": draft_dir, "num_pages": 24, "poison_free_pages": True}
-    with llm(folder, drafter=drafter, tp=size, **settings) as drafting:
+    with llm(folder, drafter=drafter, tp=size, ep=ep, **settings) as drafting:
         known = KnownDrafter(texts_of(prompts, expected, 5), VOCAB, 0.6)
         watched = WatchedHead(drafting.engine, known)
         for _ in range(2):  # The second time on a warm cache.

@@ -118,12 +118,12 @@ def greedy_texts(folder: Path, prompts: list[list[int]], **settings: Any) -> lis
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "ep"), [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 2)])
 def test_deterministic_results_are_the_same_bits_in_any_company(
-    kind: str, dtype: str, tmp_path: Path, seed: int
+    kind: str, ep: int, dtype: str, tmp_path: Path, seed: int
 ) -> None:
     """Together, alone, and with prompts in other pieces; with and without adapters."""
-    folder = make_model(kind, tmp_path / "model", seed)
+    folder = make_model(kind, tmp_path / "model", seed, **({} if ep == 1 else {"num_experts": 8}))
     config = json.loads((folder / "config.json").read_text())
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     adapter = make_adapter(tmp_path / "adapter", config, seed, rank=9, targets=attention)
@@ -140,10 +140,11 @@ def test_deterministic_results_are_the_same_bits_in_any_company(
         return [[(t.token_id, t.logprob, t.top) for t in one.logprobs] for one in found]
 
     everyone = list(range(len(prompts)))
-    with make_llm(folder, tp=2, **settings) as llm:
+    settings |= {"tp": 2, "ep": ep}
+    with make_llm(folder, **settings) as llm:
         together = bits(llm, everyone)
     settings |= {"prefill_chunk_tokens": 8, "max_step_tokens": 16, "prefix_cache": False}
-    with make_llm(folder, tp=2, **settings) as llm:
+    with make_llm(folder, **settings) as llm:
         assert bits(llm, everyone) == together
         assert [bits(llm, [number])[0] for number in everyone] == together
 

@@ -414,9 +414,11 @@ class EngineConfig:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
         of_experts = [
             ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
-            ("ep", self.ep == 1 or not self.enable_lora, "1 with LoRA adapters"),
-            ("ep", self.ep == 1 or not self.deterministic, "1 with deterministic"),
-            ("ep", self.ep == 1 or not self.has_head, "1 with a draft head"),
+            (
+                "ep",
+                self.ep == 1 or not (self.enable_lora and self.is_on_gpu),
+                "1 with LoRA adapters on GPUs",
+            ),
         ]
         if self.tp == 1:
             return of_experts

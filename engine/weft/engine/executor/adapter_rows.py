@@ -283,7 +283,7 @@ class LoraPool:
     def _new(self, part: Projection, zeros: _NewZeros) -> LoraWeights:
         counts, own_b = self.limits.num_rows, part.name + B_SUFFIX
         max_rows = -(-self._max_rank // ROW_RANK)
-        slots = (part.num_layers, self.max_slots * part.num_experts)
+        slots = (part.num_layers, self.max_slots * part.num_places)
         num_b = counts[own_b if part.is_expert else part.name]
         width = part.out_features
         sizes_of_b = (ROW_RANK, width) if self._is_cuda else packed_sizes(width)
@@ -433,8 +433,8 @@ class LoraPool:
 
     def _write(self, rank: int, tables: _Tables, place: DevicePlace, weights: HostWeights) -> None:
         for name, target in tables.weights.items():
-            num_experts = self._projections[name].num_experts
-            slots = slice(place.slot * num_experts, (place.slot + 1) * num_experts)
+            count = self._projections[name].num_places
+            slots = slice(place.slot * count, (place.slot + 1) * count)
             given = weights.kinds.get(name)
             if given is None:
                 target.counts[:, slots].zero_()
@@ -501,7 +501,7 @@ def make_lora_pool(
             param="enable_lora",
         )
     dtype: torch.dtype = getattr(torch, loaded.dtype)
-    projections = projections_of(model, config.lora_projections, config.tp)
+    projections = projections_of(model, config.lora_projections, config.tp, config.ep)
     projections += () if drafts is None else drafts.projections
     limits, rank = plan_lora(config, projections, dtype), config.max_lora_rank
     return LoraPool(

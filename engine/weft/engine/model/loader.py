@@ -114,6 +114,7 @@ def load_model(
     config = _for_task(config, pooling.task, model_dir)
     # Sums of ranks are added up in their order, another one than that of one rank.
     of_ranks = f"-tp{peers.size}" if is_fixed and peers is not None else ""
+    of_ranks += "-ep" if of_ranks and ep > 1 else ""
     # Native operations of a CPU take one order in any case; encoders have others too.
     is_fixed = is_fixed and (config.is_encoder or torch.device(device).type == "cuda")
     build = class_of(config)

@@ -15,7 +15,7 @@ from weft.engine.model.step import Step
 from weft.kernels.dense_run import DenseLayer, DenseRun
 from weft.kernels.lora import add_embedding_lora, addition_to
 from weft.kernels.norm import AnyNorm, Norm
-from weft.kernels.peers import Peers
+from weft.kernels.peers import CpuPeers, Peers
 from weft.kernels.replaced import replace_embeddings
 from weft.kernels.stream import Stream, Taps, stream_of
 
@@ -33,11 +33,16 @@ class Run:
 
     def __call__(self, stream: Stream, step: Step, pool: torch.Tensor) -> Step:
         """Runs the layers; returns the step as they have prepared it for further runs."""
-        if self._dense is None or not self._dense.fits(pool):
+        peers = stream.peers
+        if (
+            self._dense is None
+            or not self._dense.fits(pool)
+            or not isinstance(peers, CpuPeers | None)
+        ):
             return self.by_operation(stream, step, pool)
         first, hidden = self.layers[0], stream.settle()
         group, *further = step.groups
-        parts = step.lora, stream.taps, further, stream.peers
+        parts = step.lora, stream.taps, further, peers
         self._dense(hidden, step.positions, group, pool, first.number, *parts)
         return step
 

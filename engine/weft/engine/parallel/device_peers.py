@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed import _symmetric_memory as symmetric
 from weft.engine.base.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
-from weft.kernels import cpu
 from weft.kernels.gpu.peer_logits import LogitsMemory, gather_logits, memory_bytes
 from weft.kernels.gpu.peer_sum import (
     PeerMemory,
@@ -34,7 +33,7 @@ _PORTABLE_AND_MAPPED = 3
 
 
 class DevicePeers:
-    """Implements `weft.kernels.peers.Peers` through memory that all ranks map.
+    """Implements `weft.kernels.peers.GpuPeers` through memory that all ranks map.
 
     Args:
         group: The ranks' processes.
@@ -144,13 +143,6 @@ class DevicePeers:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(self._group.words[0])
 
-    def native(self) -> cpu.PeersStruct:
-        """See `Peers.native`: there is no native form."""
-        raise NotImplementedError("native operations run on CPUs")
-
-    def check(self, lost: int) -> None:
-        """See `Peers.check`: kernels report by the group's stop word."""
-
     def add_sum(self, partial: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """See `Peers.add_sum`."""
         total = torch.empty_like(residual)
@@ -164,7 +156,7 @@ class DevicePeers:
         norm: Norm | None,
         tap: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Adds the sum over all ranks to the stream, [T, H], in place; see `sum_rows`."""
+        """See `GpuPeers.add_norm`."""
         return sum_rows(self._memory, partial, stream, stream, norm, tap)
 
     def meet(self) -> None:

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels import cpu
-from weft.kernels.norm import Norm
 
 _COUNTER_BYTES = 64
 _RING_SLOTS = 8
@@ -53,7 +52,7 @@ def _sums_at(size: int) -> int:
 
 
 class SharedGroup:
-    """One rank's view of the group; implements `weft.kernels.peers.Peers`.
+    """One rank's view of the group; implements `weft.kernels.peers.CpuPeers`.
 
     One thread uses it; any thread may call `stop`.
     """
@@ -154,22 +153,12 @@ class SharedGroup:
         self.check(status)
         return out
 
-    def add_norm(
-        self,
-        partial: torch.Tensor,
-        stream: torch.Tensor,
-        norm: Norm | None,
-        tap: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """See `Peers.add_norm`."""
-        raise NotImplementedError("sums with a norm are of GPUs")
-
     def native(self) -> cpu.PeersStruct:
-        """See `Peers.native`."""
+        """See `CpuPeers.native`."""
         return self._struct
 
     def check(self, lost: int) -> None:
-        """See `Peers.check`.
+        """See `CpuPeers.check`.
 
         Raises:
             RanksLost: A rank is gone, or has not come in time.

@@ -26,7 +26,7 @@ typedef struct {
   void *inner;            /* [rows * top_k, inner] */
   float *products;        /* [rows * top_k, hidden] */
   const Lora *lora;       /* or null; its groups add to w13 and to w2, token_slots are [rows] */
-  int32_t *place_slots;   /* [rows * top_k]: of each place, slot * experts + expert */
+  int32_t *place_slots;   /* [rows * top_k]: of each place, the adapter's slot for its expert */
   int64_t layer;          /* of the adapters */
   int64_t is_share;       /* other ranks have the experts numbered `experts`: no place, no work */
 } Experts;
@@ -57,10 +57,11 @@ static Status place_pairs(const Experts *m) {
 /* Sets each place's slot among all adapters' experts, and checks that its rows exist. */
 static Status place_slots(const Experts *m) {
   if (m->lora == NULL) return FINE;
+  const long each = m->experts + (m->is_share != 0); /* slots of an adapter */
   for (long p = 0; p < m->rows * m->top_k; p++) {
     if (m->place[p] < 0) continue;
     const long slot = m->lora->token_slots[p / m->top_k];
-    const long of_expert = slot * m->experts + m->ids[p];
+    const long of_expert = slot * each + m->ids[p];
     for (Group group = TO_W13; slot != 0 && group <= TO_W2; group++)
       for (long i = 0; i < m->lora->groups[group].count; i++)
         if (slot < 0 || !part_fits(&m->lora->groups[group].parts[i], of_expert, m->layer, 1))

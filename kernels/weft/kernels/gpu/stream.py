@@ -22,7 +22,7 @@ from weft.kernels.gpu.norm import add_rms_norm
 from weft.kernels.linear import LinearWeight, PlainForm, linear
 from weft.kernels.lora import LoraAddition, check_addition, experts_addition
 from weft.kernels.norm import AnyNorm, Norm
-from weft.kernels.peers import Peers
+from weft.kernels.peers import GpuPeers
 from weft.kernels.stream import (
     Combine,
     Computed,
@@ -144,9 +144,9 @@ class RankedStream(GpuStream):
         peers: The ranks.
     """
 
-    def __init__(self, value: torch.Tensor, taps: Taps | None, peers: Peers) -> None:
+    def __init__(self, value: torch.Tensor, taps: Taps | None, peers: GpuPeers) -> None:
         super().__init__(value, taps)
-        self.peers: Peers = peers
+        self.peers: GpuPeers = peers
 
     def begin_run(self, folds: bool) -> None:
         """See `Stream.begin_run`: products cannot add to the stream."""

@@ -49,7 +49,9 @@ class Projection:
     """First column of its results in the fused product."""
     num_layers: int
     num_experts: int = 1
-    """Number of experts in each layer; 1: no experts."""
+    """Number of experts in each layer, on one rank; 1: no experts."""
+    is_share: bool = False
+    """Whether other ranks have further experts."""
     is_a_shared: bool = False
     """Whether all experts of a layer share one A."""
     is_b_shared: bool = False
@@ -60,7 +62,14 @@ class Projection:
     @property
     def is_expert(self) -> bool:
         """Whether A and B have separate rows: adapters may share one of them among experts."""
-        return self.num_experts > 1
+        return self.num_experts > 1 or self.is_share
+
+    @property
+    def num_places(self) -> int:
+        """Entries of an adapter in each layer's table: one for each expert and, of a share, an
+        empty one for all experts of other ranks.
+        """
+        return self.num_experts + self.is_share
 
     def rows(self, item_bytes: int) -> Mapping[str, tuple[int, int]]:
         """Rows that a change of rank `ROW_RANK` in all layers takes, and bytes of each.
@@ -81,7 +90,7 @@ class Projection:
 
 
 def projections_of(
-    model: ModelConfig, names: Sequence[str], num_ranks: int = 1
+    model: ModelConfig, names: Sequence[str], num_ranks: int = 1, ep: int = 1
 ) -> tuple[Projection, ...]:
     """The projections of a model that adapters may change, as each rank has them.
 
@@ -89,13 +98,14 @@ def projections_of(
         model: Its configuration.
         names: `EngineConfig.lora_projections`.
         num_ranks: Ranks among which the model can be divided.
+        ep: Number of ranks among which whole experts are divided; 1: each expert is divided.
 
     Raises:
         ConfigError: The model has nothing of such a name, or it is not divided among ranks.
     """
     known = _dense(model, num_ranks)
     if not isinstance(model, EncoderConfig):
-        known |= {**_router(model), **_vocabulary(model), **_experts(model, num_ranks)}
+        known |= {**_router(model), **_vocabulary(model), **_experts(model, num_ranks, ep)}
     chosen = tuple(names) or tuple(_dense(model))
     recurrent = recurrent_shapes(model)
     if num_ranks > 1 and not recurrent.keys().isdisjoint(chosen):
@@ -227,11 +237,13 @@ def _vocabulary(model: ModelConfig) -> dict[str, tuple[Projection, ...]]:
     }
 
 
-def _experts(model: ModelConfig, num_ranks: int) -> dict[str, tuple[Projection, ...]]:
+def _experts(model: ModelConfig, num_ranks: int, ep: int) -> dict[str, tuple[Projection, ...]]:
     moe = model.moe
     if moe is None or moe.gating is not None or moe.has_expert_bias or moe.router.scales_input:
         return {}
-    hidden, inner = model.hidden_size, moe.intermediate_size // num_ranks
+    hidden, inner = model.hidden_size, moe.intermediate_size
+    if ep == 1:
+        inner //= num_ranks
     shapes = {
         "gate": ("w13", hidden, inner, 0),
         "up": ("w13", hidden, inner, inner),
@@ -247,7 +259,8 @@ def _experts(model: ModelConfig, num_ranks: int) -> dict[str, tuple[Projection, 
                 out_features=out_features,
                 column=column,
                 num_layers=model.num_layers,
-                num_experts=moe.num_experts,
+                num_experts=moe.num_experts // ep,
+                is_share=ep > 1,
                 is_a_shared=name == SHARED_EXPERTS and kind != "down",
                 is_b_shared=name == SHARED_EXPERTS and kind == "down",
             )

@@ -1,7 +1,8 @@
 """An adapter in host memory, laid out as rows of the device's adapter memory.
 
 Among ranks a change B A of a projection is divided as the projection is: B by its output, or A by
-its input, whose parts of the result add up. The other half is whole on every rank.
+its input, whose parts of the result add up. The other half is whole on every rank. Where ranks have
+whole experts, each has A and B of its own ones.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Half:
     rows: torch.Tensor
     """The rows, [n, ROW_RANK, features]; of B for a CPU, packed (`weft.kernels.lora.pack_b`)."""
     index: Int32Array
-    """Row numbers of each layer and expert, [layers, experts, max_rows], in order of rank; 0 beyond
-    its count.
+    """Row numbers of each layer and place (`Projection.num_places`), [layers, places, max_rows], in
+    order of rank; 0 beyond its count.
     """
 
     @property
@@ -54,7 +55,7 @@ class KindRows:
     a: Half
     b: Half
     counts: Int32Array
-    """Number of rows, [layers, experts]."""
+    """Number of rows, [layers, places]."""
     others: tuple[tuple[Half, Half], ...] = ()
     """A and B of rank 1 and further ranks. One that is not divided is the first rank's object."""
 
@@ -173,10 +174,10 @@ def host_weights(
         size_a, size_b = part.in_features, part.out_features
         all_a, all_b = list[Half](), list[Half]()
         for rank in range(num_ranks):
-            sizes = (rank, num_ranks, part.num_experts, max_rows)
-            if not all_a or _width(given_a) > size_a:
+            sizes = (rank, num_ranks, part, max_rows)
+            if not all_a or _is_divided(given_a, size_a, part):
                 all_a.append(_half(given_a, size_a, *sizes, is_pinned=for_gpu))
-            if not all_b or _width(given_b) > size_b:
+            if not all_b or _is_divided(given_b, size_b, part):
                 b = _half(given_b, size_b, *sizes, is_pinned=for_gpu)
                 all_b.append(b if for_gpu else Half(pack_b(b.rows), b.index))
         a, b = all_a[0], all_b[0]
@@ -185,7 +186,8 @@ def host_weights(
         )
         ranks = np.array([change.rank if change else 0 for change in changes], np.int32)
         most.append(int(ranks.max()))
-        counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_experts, axis=1)
+        counts = np.repeat(-(-ranks // ROW_RANK)[:, None], part.num_places, axis=1)
+        counts[:, part.num_experts :] = 0
         kinds[part.name] = KindRows(a, b, counts.astype(np.int32), others)
     head = None if adapter.lm_head is None else adapter.lm_head.weight
     return HostWeights(
@@ -351,22 +353,31 @@ def _width(layers: Sequence[torch.Tensor | None]) -> int:
     return next(values.shape[2] for values in layers if values is not None)
 
 
+def _is_divided(layers: Sequence[torch.Tensor | None], width: int, part: Projection) -> bool:
+    """Whether ranks have different rows, for features or for experts of their own."""
+    num_experts = next(len(values) for values in layers if values is not None)
+    return _width(layers) > width or num_experts > part.num_experts
+
+
 def _half(
     layers: Sequence[torch.Tensor | None],
     width: int,
     rank: int,
     num_ranks: int,
-    num_experts: int,
+    part: Projection,
     max_rows: int,
     *,
     is_pinned: bool,
 ) -> Half:
     """Lays out a rank's rows of each layer from [experts or 1, ranks of the change, features], of
-    which each rank has `width`; several have the same ones if there are too few.
+    which each rank has `width`; several have the same ones if there are too few. Of experts each
+    rank has as many as the projection says.
     """
-    index = np.zeros((len(layers), num_experts, max_rows), np.int32)
+    count = part.num_experts
+    index = np.zeros((len(layers), part.num_places, max_rows), np.int32)
     begin = rank * (_width(layers) // width) // num_ranks * width
     there = [values[..., begin : begin + width] for values in layers if values is not None]
+    there = [values[rank * count :][:count] if len(values) > count else values for values in there]
     total = sum(len(values) * -(-values.shape[1] // ROW_RANK) for values in there)
     size = (total, ROW_RANK, width)
     rows = torch.empty(size, dtype=there[0].dtype, pin_memory=is_pinned)
@@ -375,14 +386,14 @@ def _half(
     for layer, values in zip(numbers_of, there, strict=True):
         give_way()
         given, ranks, features = values.shape
-        count = -(-ranks // ROW_RANK)
-        own = rows[used : used + given * count].view(given, count * ROW_RANK, features)
+        each = -(-ranks // ROW_RANK)
+        own = rows[used : used + given * each].view(given, each * ROW_RANK, features)
         # numpy copies a transposed B faster, and does not use torch's threads, for which steps
         # on a CPU would have to wait.
         words = words_of(own)
         words[:, :ranks] = words_of(values)
         words[:, ranks:] = 0
-        numbers = used + np.arange(given * count).reshape(given, count)
-        index[layer, :, :count] = numbers  # One for all is broadcast.
-        used += given * count
+        numbers = used + np.arange(given * each).reshape(given, each)
+        index[layer, :count, :each] = numbers  # One for all is broadcast.
+        used += given * each
     return Half(rows, index)

@@ -144,7 +144,9 @@ class NaiveMtp:
         return rms_norm(x, weight.shape, weight, self._target.config.rms_norm_eps)
 
 
-def make_tiny_mtp(name: str, path: Path, seed: int, *, has_own: bool = False) -> NaiveMtp:
+def make_tiny_mtp(
+    name: str, path: Path, seed: int, *, has_own: bool = False, **overrides: Any
+) -> NaiveMtp:
     """Writes a checkpoint with a head.
 
     Args:
@@ -152,8 +154,10 @@ def make_tiny_mtp(name: str, path: Path, seed: int, *, has_own: bool = False) ->
         path: Directory to create.
         seed: Of the weights.
         has_own: Whether the head's embedding and LM head differ from the target's.
+        **overrides: Fields of config.json.
     """
     kind = KINDS[name]
+    kind = kind._replace(fields={**kind.fields, **overrides})
     target = make_reference(kind.model_type, path, seed, **kind.fields)
     alone = path / "head"
     fields = {**kind.fields, "num_hidden_layers": 1, **kind.of_head}
