@@ -20,7 +20,13 @@ from weft.kernels.side_stream import rehearsal
 from weft.testing.kernels.gpu_kernels import kernel_module
 from weft.testing.kernels.kernel_checks import assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
-from weft.testing.kernels.moe_cases import Adapters, MoECase, make_adapters, moe_case
+from weft.testing.kernels.moe_cases import (
+    Adapters,
+    MoECase,
+    make_adapters,
+    moe_case,
+    share_of_adapters,
+)
 
 pytestmark = pytest.mark.needs("cuda")
 
@@ -144,6 +150,31 @@ def test_additions_to_experts(rows: int, is_shared: bool, dtype: torch.dtype) ->
     out = gpu_moe.moe(case.x, *routing, case.w13, case.w2, case.residual, adapters.addition(CUDA))
     peer, exact = (compute_adapted(case, adapters, kind) for kind in (dtype, torch.float64))
     assert_as_exact(out, peer, exact)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("rows", [5, 40, 1500])
+def test_additions_to_shares_of_the_experts(
+    rows: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    case = moe_case(rows, 520, 264, 6, 3)
+    case.residual.zero_()
+    adapters = make_adapters(case, is_shared, (0, 8, 16, 64, 3))
+    routing = Routing(*(t.to(CUDA) for t in case.routing))
+    moved = {name: getattr(case, name).to(CUDA) for name in ("x", "residual", "w13", "w2")}
+    case = MoECase(routing=routing, **moved)
+    total = torch.zeros_like(case.x)
+    for own in torch.randperm(6, device=CUDA).split((2, 4)):
+        placement = torch.full((6,), len(own), dtype=torch.int32, device=CUDA)
+        placement[own] = torch.arange(len(own), dtype=torch.int32, device=CUDA)
+        added = share_of_adapters(adapters.addition(CUDA), own, 6)
+        ids, weights = placement[routing.ids], (case.w13[own], case.w2[own])
+        more = ExpertParts(placement=placement)
+        total += gpu_moe.moe(case.x, ids, routing.weights, *weights, None, added, more)
+    peer, exact = (compute_adapted(case, adapters, kind) for kind in (torch.float32, torch.float64))
+    assert_as_exact(total, peer, exact, 4)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -18,7 +18,7 @@ from weft.testing.kernels.fp8_cases import draw_matrix
 from weft.testing.kernels.group_cases import draw_groups
 from weft.testing.kernels.kernel_checks import DTYPES, assert_as_exact, fresh_seed
 from weft.testing.kernels.lora_cases import poison_new_memory
-from weft.testing.kernels.moe_cases import MoECase, moe_case
+from weft.testing.kernels.moe_cases import MoECase, make_adapters, moe_case, share_of_adapters
 
 SHARES = 2
 
@@ -44,21 +44,26 @@ def routed_case(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MoECas
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize(("rows", "adapted"), [(1, False), (30, True)])
 def test_the_sum_of_shares_on_a_cpu(
-    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int, adapted: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh_seed()
     poison_new_memory(monkeypatch)
     case, logits = routed_case(rows, 40, 24, 6, 3, dtype=dtype)
+    adapters = make_adapters(case, random.random() < 0.5) if adapted else None
     for compute in (moe, moe_reference):
         total = torch.zeros(case.x.shape)
         for own, placement in random_placements(6):
             experts = [(case.w13[at], case.w2[at]) for at in own.tolist()]
             packed = pack_experts(experts, len(own), placement=placement)
             routing = route(logits, 3, renormalise=True, placement=placement)
-            total += compute(case.x, routing, packed).float()
-        assert_as_exact(total.to(dtype), case.compute(dtype), case.compute(torch.float64), 4)
+            lora = None
+            if adapters is not None:
+                lora = share_of_adapters(adapters.packed().addition(), own, 6)
+            total += compute(case.x, routing, packed, None, lora).float()
+        eager, exact = (case.compute(into, adapters) for into in (dtype, torch.float64))
+        assert_as_exact(total.to(dtype), eager, exact, 4)
 
 
 def test_a_share_refuses_numbers_beyond_its_experts() -> None:
@@ -135,6 +140,39 @@ def test_the_sum_of_shares_on_a_gpu(
     added = (biases[1].to(dtype).double()[ids] * shares.unsqueeze(2)).sum(1)
     exact = case.compute(torch.float64) + added
     assert_as_exact(total.to(dtype), (case.compute(dtype) + added).to(dtype), exact, 4)
+
+
+@pytest.mark.needs("triton-interpreter")
+@pytest.mark.full_after(2)
+@pytest.mark.parametrize("way", ["direct", "paired", "tiles", "rows"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_sum_of_adapted_shares_on_a_gpu(
+    way: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pair by pair in and beside the products, and in tiles; also with adapters whose experts share
+    a side.
+    """
+    fresh_seed()
+    poison_new_memory(monkeypatch)
+    case, logits = routed_case(5 if way == "direct" else 20, 40, 24, 6, 3)
+    adapters = make_adapters(case, is_shared, (0, 8, 3, 0, 20))
+    if way != "paired":
+        monkeypatch.setattr(gpu, "MAX_PAIRED_ROWS", 0)
+    total = torch.zeros(case.x.shape)
+    for own, placement in random_placements(6):
+        more, lora = (
+            ExpertParts(placement=placement),
+            share_of_adapters(adapters.addition(), own, 6),
+        )
+        sizes, is_fixed = (len(own) + 1, 24), way == "rows"
+        ranks = gpu.begin_ranks(case.x, lora, *sizes, is_fixed=is_fixed)
+        assert (ranks is not None) == (way == "paired" and is_shared)
+        total += gpu.routed_moe(
+            case.x, logits, 3, share_of(case.w13, own), share_of(case.w2, own), None, lora, ranks,
+            renormalise=True, more=more, is_fixed=is_fixed,
+        )  # fmt: skip
+    eager, exact = (case.compute(into, adapters) for into in (torch.float32, torch.float64))
+    assert_as_exact(total, eager, exact, 4, slack=1e-5)
 
 
 def share_of(weight: Any, own: torch.Tensor) -> Any:

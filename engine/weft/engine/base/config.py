@@ -412,18 +412,11 @@ class EngineConfig:
 
     def _relations_of_ranks(self) -> list[tuple[str, bool, str]]:
         """Constraints that tensor parallelism adds, in the form of `_relations`."""
-        of_experts = [
-            ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}"),
-            (
-                "ep",
-                self.ep == 1 or not (self.enable_lora and self.is_on_gpu),
-                "1 with LoRA adapters on GPUs",
-            ),
-        ]
+        of_experts = ("ep", self.ep in (1, self.tp), f"1 or tp = {self.tp}")
         if self.tp == 1:
-            return of_experts
+            return [of_experts]
         return [
-            *of_experts,
+            of_experts,
             (
                 "tp",
                 not (self.enable_lora and self.lora_whole_matrices),

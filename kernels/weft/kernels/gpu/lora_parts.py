@@ -67,10 +67,12 @@ def column_alignment(parts: Parts, width: int) -> int:
     return alignment_of(width, *(size for p in parts for size in (p.out_features, p.column)))
 
 
-def new_ranks(rows: int, parts: Parts, splits: int, device: torch.device) -> torch.Tensor:
+def new_ranks(
+    rows: int, parts: Parts, splits: int, device: torch.device, *, are_zero: bool = False
+) -> torch.Tensor:
     """[splits, R, ranks of all parts] float32: each row's ranks, in as many sums."""
-    width = sum(part.max_rank for part in parts)
-    return torch.empty((splits, rows, width), dtype=torch.float32, device=device)
+    width, make = sum(part.max_rank for part in parts), torch.zeros if are_zero else torch.empty
+    return make((splits, rows, width), dtype=torch.float32, device=device)
 
 
 def new_entries(rows: int, parts: Parts, device: torch.device) -> torch.Tensor:

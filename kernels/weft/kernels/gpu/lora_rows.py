@@ -47,7 +47,9 @@ class RowSlots(NamedTuple):
     ids: torch.Tensor
     """[T * k] int32: each pair's expert; not read where there are no experts."""
     experts: int = 0
-    """Number of experts E; 0: none."""
+    """Numbers that `ids` may have (`weft.kernels.moe.ExpertWeights.num_places`); 0: there are no
+    experts.
+    """
     top_k: int = 1
     """Rows a token: pair p is one of token p // k."""
     are_equal: bool = False
@@ -81,6 +83,7 @@ def shrink_rows(
     norm: NormOfRows | None = None,
     is_early: bool = False,
     is_fixed: bool = False,
+    are_zero: bool = False,
 ) -> torch.Tensor:
     """The ranks of each row by itself.
 
@@ -96,6 +99,7 @@ def shrink_rows(
         is_early: The rows are tokens, and what names their slots was written before a launch that
             was not dependent: A is fetched while the kernel ahead still computes x.
         is_fixed: Whether a row's sums must not depend on the number of rows; then K is not split.
+        are_zero: Whether ranks that a row does not have are 0 in place of undefined.
 
     Returns:
         [splits, R, ranks of all parts] float32, to be added up.
@@ -108,7 +112,7 @@ def shrink_rows(
         places, splits = 1, 1
     if norm is not None:
         splits = 1
-    ranks = new_ranks(rows, parts, splits, x.device)
+    ranks = new_ranks(rows, parts, splits, x.device, are_zero=are_zero)
     _shrink_kernel[(rows, len(parts) * places, splits)](
         ranks, entries, x, slots.token_slots, slots.ids, *three([p.a for p in parts]),
         *tables(parts, [p.table for p in parts]), layer, parts[0].table.shape[1], ranks.shape[2],

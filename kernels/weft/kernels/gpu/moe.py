@@ -66,14 +66,14 @@ class _Sorted(NamedTuple):
 
 
 def begin_ranks(
-    x: torch.Tensor, lora: ExpertAddition | None, experts: int, inner: int, *, is_fixed: bool
+    x: torch.Tensor, lora: ExpertAddition | None, places: int, inner: int, *, is_fixed: bool
 ) -> TokenRanks | None:
     """Starts the ranks that do not depend on the router; they are complete when the router is.
 
     Args:
         x: [T, H], contiguous, the experts' input.
         lora: The tokens' adapters, or None.
-        experts: E.
+        places: `weft.kernels.moe.ExpertWeights.num_places`.
         inner: I.
         is_fixed: As in `moe`.
 
@@ -84,7 +84,7 @@ def begin_ranks(
         return None
     if not all(part.is_a_shared for part in lora.w13):
         return None
-    parts, layer, tokens = lora.w13, lora.layer, tokens_of(lora.token_slots, experts)
+    parts, layer, tokens = lora.w13, lora.layer, tokens_of(lora.token_slots, places)
     options = launch_options(x.device, is_alone=is_forking(x.device))
     return SideStreamWork(x.device, lambda: shrink_items(x, parts, layer, tokens, options))
 
@@ -185,7 +185,7 @@ def moe(
     if lora is None and not is_fixed and _is_few_packed(x, w13, w2):
         return _few_packed(x, ids, shares, w13, w2, residual, None, more)
     experts, _, inner = w2.shape
-    ranks = begin_ranks(x, lora, experts, inner, is_fixed=is_fixed)
+    ranks = begin_ranks(x, lora, experts + more.is_share, inner, is_fixed=is_fixed)
     tiles = _tiles(ids.shape[0], ids.shape[1], w2, lora, more)
     return sorted_moe(
         x, ids, shares, w13, w2, residual, tiles, lora, ranks, is_fixed=is_fixed, more=more
@@ -280,7 +280,7 @@ def sorted_moe(
     if lora is not None and _is_paired(lora, rows, inner, is_fixed=is_fixed):
         if more.biases is not None or more.gating != SILU:
             raise ValueError("adapters of experts with biases or another gating are not supported")
-        found = _paired(*given, lora, ranks)
+        found = _paired(*given, lora, ranks, is_share=more.is_share)
     else:
         found = _in_turn(*given, lora, more, is_fixed=is_fixed)
     share = None if more.placement is None else (ids, experts)
@@ -310,10 +310,13 @@ def _in_turn(
         given, is_few = (experts, lora, forked), rows <= MAX_FORKED_ROWS
         items = None
         if not is_fixed and can_tile((*lora.w13, *lora.w2)):
-            items = pairs_of(lora.token_slots, ids, experts, blocks, tiles.rows)
+            numbers = experts, experts + more.is_share
+            items = pairs_of(lora.token_slots, ids, *numbers, blocks, tiles.rows)
         to_gate_up = SideStreamWork(
             device,
-            lambda: gate_up_additions(x, ids, width, *given, items, is_fixed=is_fixed),
+            lambda: gate_up_additions(
+                x, ids, width, *given, items, is_fixed=is_fixed, is_share=more.is_share
+            ),
             is_forked=is_few,
         )
     inner = torch.empty((pairs, width), dtype=x.dtype, device=device)
@@ -329,7 +332,14 @@ def _in_turn(
         to_down = SideStreamWork(
             device,
             lambda: down_additions(
-                inner, ids, shares, hidden, *given, items=items, is_fixed=is_fixed
+                inner,
+                ids,
+                shares,
+                hidden,
+                *given,
+                items=items,
+                is_fixed=is_fixed,
+                is_share=more.is_share,
             ),
             is_forked=is_few,
         )
@@ -352,6 +362,8 @@ def _paired(
     blocks: Blocks,
     lora: ExpertAddition,
     ranks: TokenRanks | None,
+    *,
+    is_share: bool,
 ) -> _Sorted:
     """Computes both products, with additions pair by pair between them.
 
@@ -362,7 +374,8 @@ def _paired(
     pairs, device = ids.numel(), x.device
     options, alone = launch_options(device), launch_options(device, is_alone=True)
     forked = launch_options(device, is_alone=is_forking(device))
-    items = pairs_of(lora.token_slots, ids, experts, blocks, tiles.rows)
+    places = experts + is_share
+    items = pairs_of(lora.token_slots, ids, experts, places, blocks, tiles.rows)
     both = torch.empty((pairs, 2 * width), dtype=torch.float32, device=device)
     products = torch.empty((pairs, hidden), dtype=x.dtype, device=device)
     # The activation reads slots, experts and ranks before it waits: all of them are complete before
@@ -379,14 +392,16 @@ def _paired(
             both, x, w13, shares, blocks, None, tiles, top_k, options, is_gated=True, is_raw=True
         )
         activation, given = alone, work.join()
-    inner, to_down = activate_pairs(both, given, ids, shares, lora, experts, activation)
+    inner, to_down = activate_pairs(
+        both, given, ids, shares, lora, experts, activation, is_share=is_share
+    )
     if to_down is None or lora.w2[0].is_b_shared:
         multiply_sorted(
             products, inner, w2, shares, blocks, None, tiles, 1, options, is_gated=False
         )
         folded = None
         if to_down is not None:
-            folded = Folded(to_down, lora.w2[0], lora.token_slots, experts, lora.layer)
+            folded = Folded(to_down, lora.w2[0], lora.token_slots, places, lora.layer)
         return _Sorted(products, None, folded, options)
 
     def expand() -> torch.Tensor:

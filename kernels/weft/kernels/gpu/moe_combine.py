@@ -99,7 +99,7 @@ def _combine_kernel(
     layer: int,
     slots: int,
     rank_width: int,
-    num_experts: int,
+    places: int,
     IS_DEPENDENT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -121,7 +121,7 @@ def _combine_kernel(
     if ranks is not None:
         # Complete before the launch ahead began.
         slot = tl.load(token_slots + row)
-        group = layer * slots + slot * num_experts
+        group = layer * slots + slot * places
         count = rows_of(counts, group, slot)
         table += group * most
         tile = unit_of(b, table, count, 0, most, hidden, column, mask, UNIT)
@@ -135,7 +135,7 @@ def _combine_kernel(
             has_product = column < tl.where(is_here, hidden, 0)
         total += tl.load(products + at, mask=has_product, other=0.0).to(tl.float32)
         if IS_ADDED_BY_PAIR:
-            total += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(added + at, mask=has_product, other=0.0).to(tl.float32)
     if added is not None and not IS_ADDED_BY_PAIR:
         total += tl.load(added + row * hidden + column, mask=mask, other=0.0)
     if ranks is not None:

@@ -60,7 +60,7 @@ def direct_moe(
     experts, is_share = w2.shape[0], more.placement is not None
     options, added = launch_options(x.device), None
     if lora is not None:
-        added = gate_up_additions(x, ids, width, w2.shape[0], lora, options)
+        added = gate_up_additions(x, ids, width, experts, lora, options, is_share=is_share)
     tile, parts, warps = _PART, width, 4
     if hidden <= _MAX_TILE:
         tile = triton.next_power_of_2(hidden)
@@ -84,7 +84,7 @@ def direct_moe(
         TILE=tile if is_whole else min(_OUT_TILE, tile), num_warps=4, **scaling, **options,
     )  # fmt: skip
     if lora is not None:
-        down_additions(inner, ids, shares, hidden, w2.shape[0], lora, options, out)
+        down_additions(inner, ids, shares, hidden, experts, lora, options, out, is_share=is_share)
     return out
 
 

@@ -31,38 +31,41 @@ def gate_up_additions(
     items: Items | None = None,
     *,
     is_fixed: bool = False,
+    is_share: bool = False,
 ) -> torch.Tensor | None:
     """Computes the additions to each pair's gate and up.
 
     Args:
         x: [T, H], contiguous.
-        ids: [T, k] int32.
+        ids: [T, k] int32, each below E; of a share also E, for those that are not here.
         inner: I.
         experts: E.
         lora: Additions of these T tokens.
         options: Options of the launches.
         items: The pairs in tiles; None: pair by pair.
         is_fixed: As in `shrink_rows`; pair by pair.
+        is_share: Whether the experts are a share.
 
     Returns:
-        [T * k, 2 * I], dtype of `x`; None for nothing.
+        [T * k, 2 * I], dtype of `x`; None for nothing. In tiles it is undefined for experts that
+        are not here.
     """
     if not lora.w13:
         return None
-    pairs, top_k = ids.numel(), ids.shape[1]
+    pairs, top_k, places = ids.numel(), ids.shape[1], experts + is_share
     is_shared = all(part.is_a_shared for part in lora.w13)
     is_whole = sum(part.out_features for part in lora.w13) == 2 * inner
     make = torch.empty if is_whole else torch.zeros
     added = make((pairs, 2 * inner), dtype=x.dtype, device=x.device)
     parts, layer, ranks_top_k = lora.w13, lora.layer, top_k if is_shared else 1
     if items is not None:
-        rows = tokens_of(lora.token_slots, experts) if is_shared else items
+        rows = tokens_of(lora.token_slots, places) if is_shared else items
         ranks = shrink_items(x, parts, layer, rows, options, 1 if is_shared else top_k)
         expand_items(added, ranks, parts, layer, items, options, ranks_top_k=ranks_top_k)
         return added
-    slots = RowSlots(lora.token_slots, ids, experts, top_k)
+    slots = RowSlots(lora.token_slots, ids, places, top_k)
     if is_shared:
-        of_tokens = RowSlots(lora.token_slots, ids, experts, are_equal=True)
+        of_tokens = RowSlots(lora.token_slots, ids, places, are_equal=True)
         ranks = shrink_rows(x, parts, layer, of_tokens, options, is_fixed=is_fixed)
     else:
         ranks = shrink_rows(x, parts, layer, slots, options, top_k, is_fixed=is_fixed)
@@ -84,6 +87,7 @@ def down_additions(
     items: Items | None = None,
     *,
     is_fixed: bool = False,
+    is_share: bool = False,
 ) -> torch.Tensor | None:
     """The additions to down times the pairs' shares, summed over each row's pairs.
 
@@ -98,18 +102,21 @@ def down_additions(
         onto: [T, H], contiguous: it is added to this.
         items: The pairs in tiles; None: pair by pair. Not with `onto`.
         is_fixed: As in `shrink_rows`; pair by pair.
+        is_share: As in `gate_up_additions`.
 
     Returns:
         [T, H], float32 unless `onto` is given; of pairs in tiles, whose experts have a B each,
-        [T * k, H] before the sum, dtype of `inner`. None for nothing.
+        [T * k, H] before the sum, dtype of `inner`, undefined for experts that are not here. None
+        for nothing.
     """
     if not lora.w2:
         return None
     (rows, top_k), (part,), out = ids.shape, lora.w2, onto
+    places, are_zero = experts + is_share, is_share and part.is_b_shared
     if items is not None:
-        ranks = shrink_items(inner, lora.w2, lora.layer, items, options)
+        ranks = shrink_items(inner, lora.w2, lora.layer, items, options, are_zero=are_zero)
         if part.is_b_shared:
-            sums, dtype = tokens_of(lora.token_slots, experts), torch.float32
+            sums, dtype = tokens_of(lora.token_slots, places), torch.float32
         else:
             sums, dtype, shares = items, inner.dtype, shares.view(-1, 1)
         out = torch.empty((sums.num_items, hidden), dtype=dtype, device=inner.device)
@@ -117,12 +124,14 @@ def down_additions(
         return out
     if out is None:
         out = torch.empty((rows, hidden), dtype=torch.float32, device=inner.device)
-    slots = RowSlots(lora.token_slots, ids, experts, top_k)
-    ranks = shrink_rows(inner, lora.w2, lora.layer, slots, options, is_fixed=is_fixed)
+    slots = RowSlots(lora.token_slots, ids, places, top_k)
+    ranks = shrink_rows(
+        inner, lora.w2, lora.layer, slots, options, is_fixed=is_fixed, are_zero=are_zero
+    )
     _weigh_kernel[(rows, triton.cdiv(hidden, _COLUMNS))](
         out, ranks, lora.token_slots, ids, shares, part.b, part.rows_of_b, part.counts,
         part.table.shape[2], lora.layer, part.table.shape[1], *ranks.shape[1:], hidden,
-        EXPERTS=experts, TOP_K=top_k, IS_SHARED=part.is_b_shared, IS_NEW=onto is None,
+        EXPERTS=places, TOP_K=top_k, IS_SHARED=part.is_b_shared, IS_NEW=onto is None,
         SPLITS=ranks.shape[0], COLUMNS=_COLUMNS, ALIGNMENT=alignment_of(hidden),
         num_warps=4, **options,
     )  # fmt: skip
@@ -169,7 +178,7 @@ def _weigh_kernel(
         STEP: tl.constexpr = TOP_K if IS_SHARED else 1
         for number in range(0, TOP_K, STEP):
             pair = row * TOP_K + number
-            slot = layer * slots + slot_of(pair, token_slots, ids, EXPERTS, TOP_K, False)
+            slot = layer * slots + slot_of(pair, token_slots, ids, EXPERTS, TOP_K, IS_SHARED)
             for index in range(tl.load(counts + slot)):
                 given = tl.zeros([8], tl.float32)
                 for one in tl.static_range(STEP):

@@ -54,7 +54,8 @@ class Folded(NamedTuple):
     down: DownRanks
     part: LoraWeights
     token_slots: torch.Tensor
-    experts: int
+    places: int
+    """Entries of an adapter in a layer's table (`weft.kernels.moe.ExpertWeights.num_places`)."""
     layer: int
 
     def arguments(self) -> tuple[Any, ...]:
@@ -62,13 +63,13 @@ class Folded(NamedTuple):
         part = self.part
         return (
             self.down.ranks, self.token_slots, part.b, part.rows_of_b, part.counts, max_rows(part),
-            self.layer, part.table.shape[1], self.down.ranks.shape[2], self.experts,
+            self.layer, part.table.shape[1], self.down.ranks.shape[2], self.places,
         )  # fmt: skip
 
 
 NOTHING = (None, None, None, None, None, 0, 0, 0, 0, 0)
 """The arguments where nothing is added."""
-FOLDED = ["most", "layer", "slots", "rank_width", "num_experts"]
+FOLDED = ["most", "layer", "slots", "rank_width", "places"]
 """Numbers that kernels are not compiled anew for."""
 
 
@@ -86,6 +87,8 @@ def activate_pairs(
     lora: ExpertAddition,
     experts: int,
     options: LaunchOptions,
+    *,
+    is_share: bool = False,
 ) -> tuple[torch.Tensor, DownRanks | None]:
     """silu(gate) * up of each pair with what adapters add to both, and its ranks for down.
 
@@ -95,14 +98,16 @@ def activate_pairs(
     Args:
         both: [T * k, 2 * I] float32: gate and up of each pair, without adapters.
         ranks: [1, T, ranks of gate and up] float32 where experts share A, or [1, T * k, ...].
-        ids: [T, k] int32.
+        ids: [T, k] int32, each below E; of a share also E, for those that are not here.
         shares: [T, k] float32.
         lora: Additions of these T tokens, which `can_pair`.
         experts: E.
         options: Options of the launch.
+        is_share: Whether the experts are a share.
 
     Returns:
-        [T * k, I], dtype of the parameters; and the ranks, None where nothing is added to down.
+        [T * k, I], dtype of the parameters, undefined for experts that are not here; and the ranks,
+        None where nothing is added to down.
     """
     (pairs, width), (gate, up) = both.shape, lora.w13
     width //= 2
@@ -114,15 +119,16 @@ def activate_pairs(
     of_down: tuple[Any, ...] = (None, None, None, 0)
     if down is not None:
         size = (1, pairs * sums, down.max_rank)
-        to_down = DownRanks(torch.empty(size, dtype=torch.float32, device=both.device), sums)
+        make = torch.zeros if is_share and down.is_b_shared else torch.empty
+        to_down = DownRanks(make(size, dtype=torch.float32, device=both.device), sums)
         of_down = (down.a, down.table, down.counts, max_rows(down))
     _activate_kernel[(pairs, sums)](
         inner, None if to_down is None else to_down.ranks, both, ranks, lora.token_slots, ids,
         shares, gate.b, gate.rows_of_b, gate.counts, max_rows(gate),
         up.b, up.rows_of_b, up.counts, max_rows(up), *of_down,
-        ranks.shape[2], lora.layer, gate.table.shape[1], experts, WIDTH=width, TOP_K=ids.shape[1],
-        RANKS_TOP_K=pairs // ranks.shape[1], COLUMNS=columns, UNIT=_UNIT, num_warps=SHAPE.warps,
-        **options,
+        ranks.shape[2], lora.layer, gate.table.shape[1], experts + is_share, WIDTH=width,
+        TOP_K=ids.shape[1], RANKS_TOP_K=pairs // ranks.shape[1], COLUMNS=columns, UNIT=_UNIT,
+        num_warps=SHAPE.warps, **options,
     )  # fmt: skip
     return inner, to_down
 
@@ -209,9 +215,7 @@ def _given_to(ranks: tl.tensor, count: tl.tensor, start: int, UNIT: tl.constexpr
     return tl.load(ranks + rank, mask=rank < 8 * count, other=0.0)
 
 
-@triton.jit(
-    do_not_specialize=["most0", "most1", "most2", "rank_width", "layer", "slots", "num_experts"]
-)
+@triton.jit(do_not_specialize=["most0", "most1", "most2", "rank_width", "layer", "slots", "places"])
 def _activate_kernel(
     inner: tl.tensor,
     to_down: tl.tensor,
@@ -235,7 +239,7 @@ def _activate_kernel(
     rank_width: int,
     layer: int,
     slots: int,
-    num_experts: int,
+    places: int,
     IS_DEPENDENT: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -251,7 +255,7 @@ def _activate_kernel(
     slot = tl.load(token_slots + pair // TOP_K)
     expert = tl.load(ids + pair)
     share = tl.load(shares + pair)
-    group = layer * slots + slot * num_experts + expert
+    group = layer * slots + slot * places + expert
     count0, count1 = rows_of(counts0, group, slot), rows_of(counts1, group, slot)
     table0 += group * most0
     table1 += group * most1

@@ -53,6 +53,8 @@ class Items(NamedTuple):
     """[T] int32: each token's adapter slot."""
     experts: int
     """E."""
+    places: int
+    """Entries of an adapter in a layer's table (`weft.kernels.moe.ExpertWeights.num_places`)."""
     top_k: int
     """Items of a token: item i is one of token i // k."""
     num_items: int
@@ -83,17 +85,24 @@ def can_tile(parts: Parts) -> bool:
 
 
 def pairs_of(
-    token_slots: torch.Tensor, ids: torch.Tensor, experts: int, blocks: Blocks, rows: int
+    token_slots: torch.Tensor,
+    ids: torch.Tensor,
+    experts: int,
+    places: int,
+    blocks: Blocks,
+    rows: int,
 ) -> Items:
     """The pairs of `ids` [T, k], in blocks of so many rows."""
     tile = min(rows, _MAX_ROWS)
-    return Items(token_slots, experts, ids.shape[1], ids.numel(), tile, rows // tile, blocks)
+    counts = (ids.shape[1], ids.numel(), tile, rows // tile)
+    return Items(token_slots, experts, places, *counts, blocks)
 
 
-def tokens_of(token_slots: torch.Tensor, experts: int) -> Items:
+def tokens_of(token_slots: torch.Tensor, places: int) -> Items:
     """Tokens by themselves, for a side that all experts of an adapter share."""
     tokens = token_slots.shape[0]
-    return Items(token_slots, experts, 1, tokens, 16 if tokens <= _FEW_TOKENS else _MAX_ROWS)
+    rows = 16 if tokens <= _FEW_TOKENS else _MAX_ROWS
+    return Items(token_slots, 1, places, 1, tokens, rows)
 
 
 def shrink_items(
@@ -103,6 +112,8 @@ def shrink_items(
     items: Items,
     options: LaunchOptions,
     x_top_k: int = 1,
+    *,
+    are_zero: bool = False,
 ) -> torch.Tensor:
     """The ranks of each item: x times its adapter's A.
 
@@ -113,17 +124,19 @@ def shrink_items(
         items: The tiles.
         options: Options of the launch.
         x_top_k: Items that have one input.
+        are_zero: Whether ranks that an item does not have are 0.
 
     Returns:
-        [1, items, ranks of all parts] float32; undefined where an item has no ranks.
+        [1, items, ranks of all parts] float32; else undefined where an item has no ranks.
     """
-    ranks = new_ranks(items.num_items, parts, 1, x.device)
+    ranks = new_ranks(items.num_items, parts, 1, x.device, are_zero=are_zero)
     _shrink_kernel[(items.num_tiles, len(parts), items.sharers)](
         ranks, x, items.token_slots, *(items.blocks or (None,) * 4),
         *three([p.a for p in parts]), *tables(parts, [p.table for p in parts]),
         layer, parts[0].table.shape[1], items.num_items, ranks.shape[2],
-        K=x.shape[1], EXPERTS=items.experts, TOP_K=items.top_k, X_TOP_K=x_top_k, ROWS=items.rows,
-        TILES_EACH=items.tiles_each, SHARERS=items.sharers, UNIT=min(_UNIT, _most_ranks(parts)),
+        K=x.shape[1], EXPERTS=items.experts, EACH=items.places, TOP_K=items.top_k, X_TOP_K=x_top_k,
+        ROWS=items.rows, TILES_EACH=items.tiles_each, SHARERS=items.sharers,
+        UNIT=min(_UNIT, _most_ranks(parts)),
         TILE=min(_DEPTH, max(16, triton.next_power_of_2(x.shape[1]))),
         IS_EXACT=x.dtype == torch.float32, num_warps=4, num_stages=3, **options,
     )  # fmt: skip
@@ -163,10 +176,11 @@ def expand_items(
         out, ranks, shares, items.token_slots, *(items.blocks or (None,) * 4),
         *three([p.b for p in parts]), *tables(parts, [p.rows_of_b for p in parts]),
         layer, parts[0].table.shape[1], *columns(parts), items.num_items, ranks.shape[2],
-        out.shape[1], EXPERTS=items.experts, TOP_K=items.top_k, RANKS_TOP_K=ranks_top_k,
-        SUMMED=summed if shares is None else shares.shape[1], ROWS=items.rows,
-        TILES_EACH=items.tiles_each, SHARERS=items.sharers, RANKS=_most_ranks(parts),
-        COLUMNS=_COLUMNS, SPAN=span, ALIGNMENT=column_alignment(parts, out.shape[1]),
+        out.shape[1], EXPERTS=items.experts, EACH=items.places, TOP_K=items.top_k,
+        RANKS_TOP_K=ranks_top_k, SUMMED=summed if shares is None else shares.shape[1],
+        ROWS=items.rows, TILES_EACH=items.tiles_each, SHARERS=items.sharers,
+        RANKS=_most_ranks(parts), COLUMNS=_COLUMNS, SPAN=span,
+        ALIGNMENT=column_alignment(parts, out.shape[1]),
         IS_EXACT=parts[0].b.dtype == torch.float32, num_warps=4, num_stages=3, **options,
     )  # fmt: skip
 
@@ -244,6 +258,7 @@ def _shrink_kernel(
     IS_DEPENDENT: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
+    EACH: tl.constexpr,
     TOP_K: tl.constexpr,
     X_TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -274,7 +289,7 @@ def _shrink_kernel(
     current = _slot_after(slot, sharer * 0, sharer + 1)
     while current < _LAST:
         is_its = (slot == current)[:, None]
-        group = layer * slots + current * EXPERTS + expert
+        group = layer * slots + current * EACH + expert
         limit = 8 * tl.load(pick(part, counts0, counts1, counts2) + group)
         for first in range(0, limit, UNIT):
             rank = first + tl.arange(0, UNIT)
@@ -328,6 +343,7 @@ def _expand_kernel(
     out_width: int,
     IS_DEPENDENT: tl.constexpr,
     EXPERTS: tl.constexpr,
+    EACH: tl.constexpr,
     TOP_K: tl.constexpr,
     RANKS_TOP_K: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -367,7 +383,7 @@ def _expand_kernel(
     current = _slot_after(slot, sharer * 0 - 1, sharer + 1)
     while current < _LAST:
         is_its = slot == current
-        group = layer * slots + current * EXPERTS + expert
+        group = layer * slots + current * EACH + expert
         limit = 8 * tl.load(
             pick(part, counts0, counts1, counts2) + group, mask=current > 0, other=0
         )

@@ -30,6 +30,11 @@ class ExpertParts(NamedTuple):
         """[E, H]."""
         return None if self.biases is None else self.biases[1]
 
+    @property
+    def is_share(self) -> bool:
+        """Whether other ranks have further experts."""
+        return self.placement is not None
+
     def num_routed(self, experts: int) -> int:
         """The number of experts that rows are routed to, of which `experts` are here."""
         return experts if self.placement is None else self.placement.numel()

@@ -288,7 +288,7 @@ def _combine(pending: Combine, after: NormAfter | None) -> torch.Tensor:
     x, w, to_experts = pending.x.value, pending.w, experts_addition(pending.lora, pending.layer)
     experts = w.experts
     assert experts.stacked is not None
-    sizes, is_fixed = (experts.num_experts, experts.inner_size), experts.is_fixed
+    sizes, is_fixed = (experts.num_places, experts.inner_size), experts.is_fixed
     ranks = begin_ranks(x, to_experts, *sizes, is_fixed=is_fixed)
     return routed_moe(
         x,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from weft.kernels.lora import ExpertAddition
+from weft.kernels.lora import ExpertAddition, LoraWeights
 from weft.kernels.moe import Routing
 from weft.testing.kernels.lora_cases import LoraCase, Shared, draw_slots, make_expert_lora
 
@@ -54,6 +54,21 @@ def make_adapters(
         (make(hidden, inner, "a"), make(hidden, inner, "a", inner)),
         (make(inner, hidden, "b"),),
     )
+
+
+def share_of_adapters(whole: ExpertAddition, own: torch.Tensor, experts: int) -> ExpertAddition:
+    """The additions to some experts, with a place for all others."""
+
+    def of(table: torch.Tensor) -> torch.Tensor:
+        by_expert = table.unflatten(1, (-1, experts))
+        return torch.cat([by_expert[:, :, own], by_expert[:, :, :1] * 0], 2).flatten(1, 2)
+
+    def part_of(part: LoraWeights) -> LoraWeights:
+        b_table = None if part.b_table is None else of(part.b_table)
+        return replace(part, table=of(part.table), counts=of(part.counts), b_table=b_table)
+
+    w13, w2 = (tuple(map(part_of, parts)) for parts in (whole.w13, whole.w2))
+    return replace(whole, w13=w13, w2=w2)
 
 
 @dataclass(frozen=True)
