@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C import _distributed_c10d
 from weft.engine.base.request import StopCriteria
 from weft.testing.engine.ranked_texts import GREEDY, VOCAB, adapted_texts, make_llm, ranked
 from weft.testing.models.tiny_adapters import make_expert_adapter
@@ -44,6 +45,19 @@ def texts_of_one(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     stop = StopCriteria(max_tokens=40, ignore_eos=True)
     with make_llm(folder, drafter="none") as llm:
         return [one.token_ids for one in llm.generate(prompts, GREEDY, stop)]
+
+
+def test_the_link_of_gpus_is_named() -> None:
+    from weft.engine.parallel.device_peers import link_of
+
+    count = torch.cuda.device_count()
+    assert link_of([0, 0]) == "which is one GPU's"
+    if count > 1:
+        assert link_of(range(count)) in ("over NVLink", "over PCIe")
+    # What it is told by is there on a machine with one GPU too.
+    assert _distributed_c10d._detect_dma_connectivity(  # type: ignore[attr-defined]
+        torch._C._autograd.DeviceType.CUDA, "nvlink"
+    ).matrix
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -1,4 +1,6 @@
-"""`weft up --quantization FORMAT`: all workers are told, and make it their engine's."""
+"""`weft up --quantization FORMAT --kv-dtype FORMAT`: workers that have such numbers are told, and
+make it their engine's.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,14 @@ def test_all_workers_are_told(tmp_path: Path) -> None:
     told = {
         spec.name for spec in plan.services if ("--quantization", "int8") in pairwise(spec.command)
     }
+    assert told == {"prefill-0", "decode-0"}
+
+
+def test_encoders_are_told_no_format_of_kv(tmp_path: Path) -> None:
+    settings = load_settings(UpSettings, ["--kv-dtype", "int8"], {})
+    models = [ModelFolder("tiny", tmp_path), ModelFolder("bert", tmp_path, "embed", keeps_kv=False)]
+    plan = plan_mesh(settings, StateFolder(tmp_path / "state"), models, None)
+    told = {spec.name for spec in plan.services if ("--kv-dtype", "int8") in pairwise(spec.command)}
     assert told == {"prefill-0", "decode-0"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -56,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
 def _run(settings: UpSettings, state: StateFolder, console: Console) -> int:
     reporter = ConsoleReporter(console, is_plain=settings.plain)
     rest_binary = _rest_binary(settings, reporter)
-    plan = plan_mesh(settings, state, _models(settings, console), rest_binary)
+    models = _models(settings, console)
+    _tell_kv_dtype(settings, models, reporter)
+    plan = plan_mesh(settings, state, models, rest_binary)
     try:
         with reporter.live():
             asyncio.run(_serve(settings, state, plan, reporter))
@@ -147,8 +150,8 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     """Names and directories of the models. Converts or downloads them first if necessary.
 
     Raises:
-        WeftError: The workers would refuse a model, its dtype or its quantisation. No service has
-            been started.
+        WeftError: The workers would refuse a model, its dtype, its quantisation or the number of
+            ranks. No service has been started.
     """
     # Imported here, so that `weft up --help` is quick.
     from weft.cli.model import progress_bar
@@ -157,6 +160,7 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
     from weft.engine.checkpoint.pooling import load_pooling
     from weft.engine.checkpoint.quantization import resolve_quantization
     from weft.engine.checkpoint.resolve import default_name, resolve_model
+    from weft.engine.parallel.shards import check_ranks
 
     for device in settings.device:
         resolve_dtype(settings.dtype, device)
@@ -166,9 +170,12 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
             path = resolve_model(model, progress)
         config = ModelConfig.load(path)
         resolve_quantization(settings.quantization, config.quantization)
+        asked = settings.task, settings.quantization, settings.tp, settings.ep
+        check_ranks(path, config, *asked)
         given = settings.model_name[number] if number < len(settings.model_name) else ""
         task = load_pooling(path, settings.task).task
-        models.append(ModelFolder(given or default_name(model, path), path, task))
+        name = given or default_name(model, path)
+        models.append(ModelFolder(name, path, task, keeps_kv=not config.is_encoder))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -176,6 +183,24 @@ def _models(settings: UpSettings, console: Console) -> list[ModelFolder]:
             "--model-name for each"
         )
     return models
+
+
+def _tell_kv_dtype(
+    settings: UpSettings, models: Sequence[ModelFolder], reporter: ConsoleReporter
+) -> None:
+    """Says for which models --kv-dtype has no meaning.
+
+    Raises:
+        ConfigError: For none it has.
+    """
+    without = ", ".join(model.name for model in models if not model.keeps_kv)
+    if settings.kv_dtype == "auto" or not without:
+        return
+    if not any(model.keeps_kv for model in models):
+        raise ConfigError(
+            f"--kv-dtype {settings.kv_dtype}: {without}: encoders keep no KV; leave the flag out"
+        )
+    reporter.notice(f"--kv-dtype {settings.kv_dtype} is not for {without}: encoders keep no KV")
 
 
 def _show_failure(console: Console, error: ExitedEarly, log: Path) -> None:
@@ -186,4 +211,14 @@ def _show_failure(console: Console, error: ExitedEarly, log: Path) -> None:
     head = f"[bold red]{escape(str(error))}[/]; the end of {escape(str(log))}:"
     console.print(head, highlight=False, soft_wrap=True)
     for line in tail:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {_readable(line)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _readable(line: str) -> str:
+    """A line of a service's log for a person: of JSON the time, level, message and traceback."""
+    try:
+        entry = json.loads(line)
+        told = f"{entry['time']} {entry['level']} {entry['message']}"
+    except (ValueError, KeyError, TypeError):
+        return line
+    return "\n".join([told, *str(entry.get("exception", "")).splitlines()])

@@ -84,6 +84,8 @@ class ModelFolder(NamedTuple):
     """Name in requests."""
     folder: Path
     task: Task = "generate"
+    keeps_kv: bool = True
+    """Whether its workers have pages of K and V, unlike those of encoders."""
 
 
 def plan_mesh(
@@ -176,7 +178,7 @@ def _model_services(
     ]
     for role in ("prefill", "decode"):
         for name in names[role]:
-            command = _worker(settings, state, role, name, at[name], places[name])
+            command = _worker(settings, state, model, role, name, at[name], places[name])
             if stores:
                 ways = [dial("worker", store, at[store]) for store in stores]
                 command += _flags({"kvstore": ",".join(ways)})
@@ -222,11 +224,13 @@ def _places(settings: UpSettings, num_models: int) -> dict[str, list[str]]:
 def _worker(
     settings: UpSettings,
     state: StateFolder,
+    model: ModelFolder,
     role: str,
     name: str,
     address: str,
     place: Sequence[str],
 ) -> list[str]:
+    has_kv_dtype = settings.kv_dtype != "auto" and model.keeps_kv
     command = [
         *_serve(role),
         *_flags(
@@ -238,7 +242,7 @@ def _worker(
                 "tp": settings.tp if settings.tp > 1 else None,
                 "ep": settings.ep if settings.ep > 1 else None,
                 "quantization": settings.quantization,
-                "kv-dtype": settings.kv_dtype if settings.kv_dtype != "auto" else None,
+                "kv-dtype": settings.kv_dtype if has_kv_dtype else None,
                 "task": settings.task,
                 "transport": settings.transport,
                 "kv-memory-bytes": settings.kv_memory_bytes,

@@ -296,6 +296,12 @@ class UpSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.ep not in (1, self.tp):
+            raise ValueError(f"--ep {self.ep}: give 1, or as many as --tp, {self.tp}")
+        return self
+
+    @model_validator(mode="after")
     def _check_names(self) -> Self:
         if len(self.model_name) > len(self.model):
             surplus = ", ".join(self.model_name[len(self.model) :])

@@ -18,8 +18,6 @@ from weft.engine.base.errors import ConfigError
 from weft.engine.base.give_way import HostPriority
 from weft.engine.base.machine_lock import machine_lock
 from weft.engine.checkpoint.config import ModelConfig
-from weft.engine.checkpoint.pooling import load_pooling
-from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.executor.adapter_rows import LoraPool, make_lora_pool
 from weft.engine.executor.device import (
@@ -75,7 +73,7 @@ from weft.engine.memory.tree import PrefixTree
 from weft.engine.memory.window_index import WindowIndex
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel, load_model
-from weft.engine.parallel.shards import check_divides, describe_shards, layout_of_rank
+from weft.engine.parallel.shards import check_ranks, describe_shards, layout_of_rank
 from weft.engine.parallel.shared import SharedGroup
 from weft.engine.protocol.reports import EngineInfo
 from weft.engine.protocol.store import StoreLookup, StorePut
@@ -196,21 +194,9 @@ def load_parts(
     if model.decoder is not None and model.decoder.recurrent_layers:
         check_recurrent(config)  # Before its weights are loaded.
     if config.tp > 1:
-        check_divides(model, config.tp, config.ep)
+        asked = config.task, config.quantization, config.tp, config.ep
+        check_ranks(config.model_dir, model, *asked)
         own = replace(config, device=device_of_rank(config, 0))
-        task = load_pooling(config.model_dir, config.task).task
-        if task != "generate":
-            raise ConfigError(
-                f"tp = {config.tp}: the model serves the task {task}, whose vectors ranks do not "
-                "make yet; take tp = 1, or --task generate",
-                param="tp",
-            )
-        chosen = resolve_quantization(config.quantization, model.quantization)
-        if chosen is not None and chosen.format == "gguf":
-            raise ConfigError(
-                f"tp = {config.tp}: weights of GGUF files are not divided among ranks; take tp = 1",
-                param="tp",
-            )
         ranks = Ranks(config, wake)
         config = own
     device = find_device(config)
@@ -259,7 +245,8 @@ def _load_parts(
     shared = None if ranks is None or peers is None else SharedMemory(ranks, peers)
     lora = make_lora_pool(config, loaded, device, drafts, shared)
     progress(0, 0, "measuring memory")
-    pools = _size_pools(config, models, device, lora, ranks)
+    way = "" if peers is None else peers.way
+    pools = _size_pools(config, models, device, lora, ranks, way)
     max_tokens = min(models.max_context_tokens, (pools.num_pages - 1) * config.page_size)
     progress(0, 0, "allocating the KV pool")
     executor = _make_executor(
@@ -417,9 +404,10 @@ def _size_pools(
     device: torch.device,
     lora: LoraPool | None,
     ranks: Ranks | None,
+    way: str,
 ) -> _Pools:
     """Computes the sizes of the pools: as configured, or on a GPU what the rest leaves free, on the
-    rank that has the least.
+    rank that has the least. `way`: how ranks add up their sums, in words.
     """
     if models.loaded.config.is_encoder:
         pages = -(-models.max_context_tokens // config.page_size)
@@ -486,7 +474,7 @@ def _size_pools(
         plan.append(draft.describe(num_draft_pages))
     if ranks is not None:
         num_pages = ranks.agree("pages", num_pages)
-        plan.append(describe_shards(models.loaded.config, ranks.pids, config.ep, device))
+        plan.append(describe_shards(models.loaded.config, ranks.pids, config.ep, way))
     plan += describe_windows(layout, (num_pages, *of_windows))
     if len(layout.groups) == 1 and models.loaded.config.has_mixed_windows:
         why = config.keeps_windows or f"{models.loaded.config.architecture} has one page group"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory as symmetric
 from weft.engine.base.errors import ConfigError
 from weft.engine.parallel.shared import SharedGroup
@@ -59,6 +60,8 @@ class DevicePeers:
         agree: Callable[[str], object],
     ) -> None:
         self.rank, self.size = group.rank, group.size
+        self.way = f"in the GPUs' memory, {link_of(_devices_of(device, ranks))}"
+        """How partial sums are added up, in words."""
         self._agree = agree
         self._group, self._device, self._ranks = group, device, ranks
         self._kept: list[object] = []
@@ -196,11 +199,36 @@ def join(rank: int, size: int, store_path: str) -> dist.ProcessGroup:
     # Not to be used by symmetric memory: a program that multicasts can stop a whole host.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    store = FileStore(store_path, size)
+    store = c10d.FileStore(store_path, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _devices_of(device: torch.device, ranks: dist.ProcessGroup) -> list[int]:
+    """The numbers of all ranks' GPUs."""
+    own = torch.tensor([device.index or 0])
+    found = [torch.empty_like(own) for _ in range(ranks.size())]
+    dist.all_gather(found, own, group=ranks)
+    return [int(number) for number in found]
+
+
+def link_of(devices: Sequence[int]) -> str:
+    """How GPUs of this host reach one another's memory, in words.
+
+    Args:
+        devices: Their numbers, as torch counts them.
+    """
+    pairs = list(permutations(set(devices), 2))
+    if not pairs:
+        return "which is one GPU's"
+    detect: Any = c10d._detect_dma_connectivity  # type: ignore[attr-defined]
+    try:
+        links = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
+    except RuntimeError:  # NVML does not tell.
+        return "over a link that is not known"
+    return "over NVLink" if all(links[one][other] for one, other in pairs) else "over PCIe"
 
 
 def rows_of(size: int, row_bytes: int) -> tuple[int, int]:

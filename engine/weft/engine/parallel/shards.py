@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-import torch
 from weft.engine.base.errors import ConfigError
 from weft.engine.checkpoint.config import ModelConfig
+from weft.engine.checkpoint.pooling import load_pooling
+from weft.engine.checkpoint.quantization import resolve_quantization
 from weft.engine.checkpoint.recurrent_config import (
     GatedDeltaConfig,
     Mamba2Config,
@@ -82,6 +84,40 @@ DIVIDED = frozenset(
     }
 )
 """Architectures that can be divided among ranks; tests compare them with one rank."""
+
+
+def check_ranks(
+    model_dir: Path, config: ModelConfig, task: str, quantization: str, size: int, ep: int
+) -> None:
+    """Checks that ranks can serve a model.
+
+    Args:
+        model_dir: The model's directory.
+        config: Its configuration.
+        task: As in `load_pooling`.
+        quantization: As in `resolve_quantization`.
+        size: Number of ranks.
+        ep: As in `check_divides`.
+
+    Raises:
+        ModelError, ConfigError: They cannot; the message says what to take instead.
+    """
+    if size == 1:
+        return
+    check_divides(config, size, ep)
+    task = load_pooling(model_dir, task).task
+    if task != "generate":
+        raise ConfigError(
+            f"tp = {size}: the model serves the task {task}, whose vectors ranks do not make yet; "
+            "take tp = 1, or --task generate",
+            param="tp",
+        )
+    chosen = resolve_quantization(quantization, config.quantization)
+    if chosen is not None and chosen.format == "gguf":
+        raise ConfigError(
+            f"tp = {size}: weights of GGUF files are not divided among ranks; take tp = 1",
+            param="tp",
+        )
 
 
 def check_divides(config: ModelConfig, size: int, ep: int = 1) -> None:
@@ -185,11 +221,17 @@ def layout_of_rank(layout: CacheLayout, size: int) -> CacheLayout:
     return replace(layout, groups=tuple(map(of_rank, layout.groups)), states=states)
 
 
-def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, device: torch.device) -> str:
-    """The ranks and their shares in one line, for logs and status."""
+def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, sums: str) -> str:
+    """The ranks and their shares in one line, for logs and status.
+
+    Args:
+        config: The model's.
+        pids: Process ids of the ranks.
+        ep: As in `check_divides`.
+        sums: By which way partial sums are added up.
+    """
     size, heads = len(pids), config.num_kv_heads
     shared = f", each on {size // heads} ranks" if size > heads else ""
-    by = "shared memory" if device.type == "cpu" else "the memory of the GPUs"
     mlps = f"1/{size} of the MLPs"
     if ep > 1 and config.moe is not None:
         mlps += f", {config.moe.num_experts // ep} of {config.moe.num_experts} experts"
@@ -197,5 +239,5 @@ def describe_shards(config: ModelConfig, pids: Sequence[int], ep: int, device: t
         f"tensor parallel: {size} ranks (processes {', '.join(map(str, pids))}), each with "
         f"{config.num_heads // size} of {config.num_heads} query heads, {max(1, heads // size)} of "
         f"{heads} KV heads{shared} and {mlps}; embedding and LM head are whole on "
-        f"each; sums by {by}"
+        f"each; sums {sums}"
     )

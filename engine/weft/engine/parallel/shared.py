@@ -57,6 +57,9 @@ class SharedGroup:
     One thread uses it; any thread may call `stop`.
     """
 
+    way = "in shared memory"
+    """How partial sums are added up, in words."""
+
     def __init__(self, segment: Segment, rank: int, size: int, limit_s: float) -> None:
         """Joins a group.
 
