@@ -3,7 +3,9 @@
 A launch convolves rows. Then a program has some values of one head of one request, whose part of
 the state it keeps in registers. A row adds the product of its key and an
 update to the state; both are kept in the ring, so that later steps add them without computing them
-again (arXiv 2412.06464, equation 10 unrolled).
+again (arXiv 2412.06464, equation 10 unrolled). Where a request brings one row and writes no block,
+not even that: a vector finds in the state what it finds in the block, and its products with the
+ring's keys times their updates. These products a launch before finds for all values of a head.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ _TILES = {1: (32, 4), 16: (16, 1)}
 without waiting for others (bench/gpu_hybrid.py: of 256 requests on an H100 636 us against 823 at
 the end of a page).
 """
+_MIN_SHARED = 1
+"""Requests from which on a launch of its own has what all programs of a head need."""
+_ROWS = 16
+"""Most rows of a ring through which a row finds its state without making it."""
 _CHANNELS = 256
 """Channels of a program."""
 
@@ -59,11 +65,25 @@ def step_heads(
     out = new.new_zeros((new.shape[0], form.heads, form.value_dim))
     values, warps = _TILES[max(count for count in _TILES if count <= max(1, requests))]
     values = min(values, triton.next_power_of_2(form.value_dim))
+    sizes = requests, form.heads
+    asked = shares = None
+    if requests >= _MIN_SHARED:
+        block_keys = triton.next_power_of_2(form.key_dim)
+        asked = new.new_empty((*sizes, 2, block_keys), dtype=torch.float32)
+        shares = new.new_empty((*sizes, 3, _ROWS), dtype=torch.float32)
+        _shares_kernel[(requests * form.heads,)](
+            *(plan, mixed, gate, ring_gate, keys, form.rates, asked, shares),
+            *(channels, gate.stride(0), ring_gate.stride(0), ring_gate.stride(1)),
+            *(keys.stride(0), keys.stride(1), form.scale, *form.queries, *form.keys),
+            RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
+            BLOCK_KEYS=block_keys, ROWS=_ROWS, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
+            num_warps=1,
+        )  # fmt: skip
     grid = (requests * form.heads, triton.cdiv(form.value_dim, values))
     _heads_kernel[grid](
         *(plan, mixed, gate, beta[0] if beta else None),
         *(ring_gate, ring_beta[0] if ring_beta else None),
-        *(keys, updates, states, form.rates, form.skips, out),
+        *(keys, updates, states, form.rates, form.skips, asked, shares, out),
         *(channels, gate.stride(0), beta[0].stride(0) if beta else 0),
         *(ring_gate.stride(0), ring_gate.stride(1)),
         *((ring_beta[0].stride(0), ring_beta[0].stride(1)) if ring_beta else (0, 0)),
@@ -71,7 +91,8 @@ def step_heads(
         *(states.stride(0), form.scale, *form.queries, *form.keys, *form.values),
         RING_ROWS=ring.shape[1], HEADS=form.heads, SHARED=form.shared, KEYS=form.key_dim,
         VALUES=form.value_dim, BLOCK_KEYS=triton.next_power_of_2(form.key_dim),
-        BLOCK_VALUES=values, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3, num_warps=warps,
+        BLOCK_VALUES=values, ROWS=_ROWS, IS_UNIT=form.is_unit, BY_KEY=gate.dim() == 3,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -225,6 +246,125 @@ def _added(
 
 
 @triton.jit
+def _below(index: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Whether indices are below `SIZE`; a constant where blocks fill it, so that loads need no
+    masks.
+    """
+    found = index < SIZE
+    if SIZE % BLOCK == 0:
+        found = tl.full((BLOCK,), 1, tl.int1)
+    return found
+
+
+@triton.jit
+def _is_short(
+    count: tl.tensor,
+    start: tl.tensor,
+    border: tl.tensor,
+    border_to: tl.tensor,
+    known: tl.tensor,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Whether a request brings one row and needs no state but for it, as most do: what the row
+    finds in the state is then the sum of what it finds in the block and in the ring's products.
+    """
+    return (count == 1) & (known == start) & (border_to < 0) & (start - border <= ROWS)
+
+
+@triton.jit
+def _shares_kernel(
+    plan: tl.tensor,
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    ring_gates: tl.tensor,
+    ring_keys: tl.tensor,
+    rates: tl.tensor,
+    asked: tl.tensor,
+    shares: tl.tensor,
+    channels: int,
+    gate_row: int,
+    gate_slot: int,
+    ring_gate_row: int,
+    keys_slot: int,
+    keys_row: int,
+    scale: float,
+    q_first: int,
+    q_step: int,
+    k_first: int,
+    k_step: int,
+    RING_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_UNIT: tl.constexpr,
+    BY_KEY: tl.constexpr,
+) -> None:
+    """For requests that are short: by which vectors a head's key and query read the block, their
+    products with the ring's keys, decayed, and their product with one another (in an element of
+    `ROWS`). Puts the row's key and its decays by key into the ring.
+    """
+    request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    given, of_keys = plan + request * 9, head // SHARED
+    slot, first, count = tl.load(given), tl.load(given + 1), tl.load(given + 2)
+    start, border, known = tl.load(given + 3), tl.load(given + 4), tl.load(given + 8)
+    if not _is_short(count, start, border, tl.load(given + 6), known, ROWS):
+        return
+    element, rows = tl.arange(0, BLOCK_KEYS), tl.arange(0, ROWS)
+    is_key = _below(element, KEYS, BLOCK_KEYS)
+    own, at = start % RING_ROWS, border + rows
+    row = mixed + (request * RING_ROWS + own) * channels
+    key = tl.load(row + k_first + of_keys * k_step + element, mask=is_key, other=0.0)
+    key = key.to(tl.float32)
+    query = tl.load(row + q_first + of_keys * q_step + element, mask=is_key, other=0.0)
+    query = query.to(tl.float32)
+    ring_keys += slot * keys_slot + of_keys * KEYS + element
+    ring_at, is_row = (at % RING_ROWS)[:, None], (at < start)[:, None] & is_key[None]
+    old = tl.load(ring_keys[None] + ring_at * keys_row, mask=is_row, other=0.0).to(tl.float32)
+    gates += first * gate_row
+    ring_gates += slot * gate_slot
+    if IS_UNIT:
+        key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
+        query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
+    query *= scale
+    alike = tl.sum(query * key, axis=0)
+    is_all = is_key & (element * 0 + head % SHARED == 0)
+    to = ring_keys + own * keys_row
+    tl.store(to, key.to(ring_keys.dtype.element_ty), mask=is_all)
+    # A product has decayed by all rows behind its own, up to the new one.
+    if BY_KEY:
+        gates += head * KEYS + element
+        ring_gates += head * KEYS + element
+        gate = tl.load(gates, mask=is_key, other=0.0)
+        tl.store(ring_gates + own * ring_gate_row, gate, mask=is_key)
+        decays = ring_gates[None] + ring_at * ring_gate_row
+        total = gate + tl.sum(tl.load(decays, mask=is_row, other=0.0), axis=0)
+        is_next = (at + 1 < start)[:, None] & is_key[None]
+        decays = ring_gates[None] + ((at + 1) % RING_ROWS)[:, None] * ring_gate_row
+        behind = tl.load(decays, mask=is_next, other=0.0)
+        left = tl.exp(tl.cumsum(behind, axis=0, reverse=True) + gate[None])
+    else:
+        rate = 1.0
+        if rates is not None:
+            rate = tl.load(rates + head)
+        gate = tl.load(gates + head) * rate
+        decays = ring_gates + head + at % RING_ROWS * ring_gate_row
+        behind = tl.load(decays, mask=at < start, other=0.0) * rate
+        total = gate + tl.sum(behind, axis=0)
+        is_behind = rows[None] > rows[:, None]
+        left = tl.exp(tl.sum(tl.where(is_behind, behind[None], 0.0), axis=1) + gate)[:, None]
+    old *= left
+    asked += tl.program_id(0) * 2 * BLOCK_KEYS + element
+    tl.store(asked, key * tl.exp(total))
+    tl.store(asked + BLOCK_KEYS, query * tl.exp(total))
+    shares += tl.program_id(0) * 3 * ROWS + rows
+    tl.store(shares, tl.sum(old * key[None], axis=1))
+    tl.store(shares + ROWS, tl.sum(old * query[None], axis=1))
+    tl.store(shares + 2 * ROWS, tl.where(rows == 0, alike, 0.0))
+
+
+@triton.jit
 def _heads_kernel(
     plan: tl.tensor,
     mixed: tl.tensor,
@@ -237,6 +377,8 @@ def _heads_kernel(
     states: tl.tensor,
     rates: tl.tensor,
     skips: tl.tensor,
+    asked: tl.tensor,
+    shares: tl.tensor,
     out: tl.tensor,
     channels: int,
     gate_row: int,
@@ -264,6 +406,7 @@ def _heads_kernel(
     VALUES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
     IS_UNIT: tl.constexpr,
     BY_KEY: tl.constexpr,
 ) -> None:
@@ -276,7 +419,7 @@ def _heads_kernel(
     end = tl.where(count > 0, start + count, border)
     element = tl.arange(0, BLOCK_KEYS)
     value = tile * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
-    is_key, is_value = element < KEYS, value < VALUES
+    is_key, is_value = _below(element, KEYS, BLOCK_KEYS), _below(value, VALUES, BLOCK_VALUES)
     both = is_key[:, None] & is_value[None]
     place = head * KEYS * VALUES + element[:, None] * VALUES + value[None]
     state = tl.load(states + block * state_block + place, mask=both, other=0.0)
@@ -290,6 +433,41 @@ def _heads_kernel(
     rate = 1.0
     if rates is not None:
         rate = tl.load(rates + head)
+    if shares is not None:  # noqa: SIM102 - the second one is not known to the compiler
+        if _is_short(count, start, border, border_to, known, ROWS):
+            of_head, row_of_ring = request * HEADS + head, start % RING_ROWS
+            vectors = asked + of_head * 2 * BLOCK_KEYS + element
+            rows = tl.arange(0, ROWS)
+            parts, at = shares + of_head * 3 * ROWS + rows, border + rows
+            ring_at = ring_updates + (at % RING_ROWS)[:, None] * updates_row + value[None]
+            is_row = (at < start)[:, None] & is_value[None]
+            added = tl.load(ring_at, mask=is_row, other=0.0).to(tl.float32)
+            of_value = v_first + of_keys * v_step + head % SHARED * VALUES + value
+            taken = tl.load(mixed + row_of_ring * channels + of_value, mask=is_value, other=0.0)
+            taken = taken.to(tl.float32)
+            update = taken
+            if betas is not None:
+                beta = tl.load(betas + first * beta_row + head)
+                to = ring_betas + slot * beta_slot + row_of_ring * ring_beta_row + head
+                tl.store(to, beta, mask=tile == 0)
+                found = tl.sum(state * tl.load(vectors)[:, None], axis=0)
+                found += tl.sum(tl.load(parts)[:, None] * added, axis=0)
+                update = (taken - found) * beta
+            if BY_KEY == 0:
+                gate = tl.load(gates + head)
+                tl.store(ring_gates + row_of_ring * ring_gate_row + head, gate, mask=tile == 0)
+                if rates is not None:
+                    update *= gate
+            made = tl.sum(state * tl.load(vectors + BLOCK_KEYS)[:, None], axis=0)
+            made += tl.sum(tl.load(parts + ROWS)[:, None] * added, axis=0)
+            made += tl.sum(tl.load(parts + 2 * ROWS), axis=0) * update
+            if skips is not None:
+                made += taken * tl.load(skips + head)
+            to = ring_updates + row_of_ring * updates_row + value
+            tl.store(to, update.to(ring_updates.dtype.element_ty), mask=is_value)
+            to = out + (first * HEADS + head) * VALUES + value
+            tl.store(to, made.to(out.dtype.element_ty), mask=is_value)
+            return
     of_gate = head
     if BY_KEY:
         of_gate = head * KEYS + element
