@@ -40,8 +40,12 @@ MODELS = ("qwen3.5-9b", "qwen3-next-80b-a3b-12-layers")
 PAGE, PROMPT_ROWS = 16, 8192
 MANY, MANY_IN, MANY_OUT = 384, 1024, 128
 """Requests sent at once, and their tokens."""
-STEP_TILES = ((32, 4), (16, 1), (8, 1), (32, 1))
-"""Values of a program of decode steps, and its warps."""
+MANY_STEP = 2304
+"""Rows of a step in which 256 decodes and the prompts that follow them take as many steps."""
+STEP_TILES = (((16, 1), True), ((32, 4), False), ((32, 4), True), ((32, 2), True), ((16, 1), False))
+"""Values of a program of decode steps, its warps, and whether a launch before finds what all
+programs of a head need.
+"""
 BF16 = torch.bfloat16
 SETTINGS: dict[str, Any] = {
     "device": "cuda",
@@ -70,6 +74,16 @@ def seconds(call: Callable[[], object], count: int = 10) -> float:
     return statistics.median(times)
 
 
+def graph_seconds(call: Callable[[], object], count: int = 10) -> float:
+    """The same of a call in a CUDA graph, as steps have it, without the host's time."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return seconds(graph.replay) / count
+
+
 def delta_form() -> HeadForm:
     """A layer of Qwen3.5-9B and Qwen3-Next."""
     step = 2 * 128 + 2 * 128
@@ -80,7 +94,8 @@ def delta_form() -> HeadForm:
 
 def bench_steps(rates: Rates) -> list[dict[str, Any]]:
     """Decode steps of one layer of gated delta net, in the middle of a page."""
-    found, form, chosen = [], delta_form(), slot_states._TILES
+    found, form = [], delta_form()
+    chosen = slot_states._TILES, slot_states._MIN_SHARED
     channels = form.conv.shape[1]
     for batch in (1, 64, 256):
         blocks = (
@@ -104,22 +119,23 @@ def bench_steps(rates: Rates) -> list[dict[str, Any]]:
         slots = torch.arange(batch, device="cuda")
         bounds = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         table = (slots + 1)[:, None].expand(-1, 3).contiguous()
-        for tile, behind in itertools.product(STEP_TILES, (0, 14)):
+        for (tile, shared), behind in itertools.product(STEP_TILES, (0, 14)):
             slot_states._TILES = dict.fromkeys(slot_states._TILES, tile)
+            slot_states._MIN_SHARED = 1 if shared else batch + 1
             borders = torch.full((batch + 1,), 4 * PAGE, device="cuda")
             positions = torch.full((batch,), 4 * PAGE + behind, device="cuda")
             ends = torch.full_like(borders, 4 * PAGE + behind)
             rows = plan_slots(slots, bounds, positions, borders, ends, table, PAGE)
-            took = seconds(lambda: step_heads(form, rows, memory, inputs))  # noqa: B023
+            took = graph_seconds(lambda: step_heads(form, rows, memory, inputs))  # noqa: B023
             roof = batch * 32 * 128 * 128 * 4 / rates.bytes_per_s
-            row = {"tile": tile, "batch": batch, "behind": behind}
+            row = {"tile": tile, "shared": shared, "batch": batch, "behind": behind}
             found.append(row | {"us": 1e6 * took, "share": roof / took})
             print(
-                f"step of {batch:3}, {tile}, {behind:2} rows behind: {1e6 * took:7.1f} us, "
+                f"step of {batch:3}, {tile} {shared:1}, {behind:2} behind: {1e6 * took:7.1f} us, "
                 f"{roof / took:6.1%} of the bytes' roof",
                 flush=True,
             )
-    slot_states._TILES = chosen
+    slot_states._TILES, slot_states._MIN_SHARED = chosen
     return found
 
 
@@ -268,7 +284,7 @@ def told_kernels(call: Callable[[], object], what: str, steps: int) -> None:
     rows.sort(key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows)
     print(f"{what}: device {total / steps / 1e3:.2f} ms a step")
-    for row in rows[:9]:
+    for row in rows[:14]:
         share = row.self_device_time_total / total
         print(
             f"  {share:6.1%} {row.self_device_time_total / row.count:8.1f} us x {row.count:5} "
@@ -315,23 +331,36 @@ def bench_engine(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
                     f"{run.num_steps} steps",
                     flush=True,
                 )
-            if time.perf_counter() - began < budget_s:
-                times = [run_batch(llm, 8, 4096, 2).first_token_s for _ in range(2)]
-                least = costs.prompt_seconds(rates, 8 * 4096)
-                rate = 8 * 4096 / min(times)
-                found["prefill"] = {"tokens_per_s": rate, "share": least / min(times)}
+                if batch >= 64:
+                    told_kernels(partial(run_batch, llm, batch, 32, 20), f"decode {batch}", 20)
+            for length in (1024, 4096):
+                if time.perf_counter() - began > budget_s:
+                    return found
+                times = [run_batch(llm, 8, length, 2).first_token_s for _ in range(3)]
+                least = costs.prompt_seconds(rates, 8 * length)
+                rate = 8 * length / min(times)
+                found[f"prefill 8 x {length}"] = {"tokens_per_s": rate, "share": least / min(times)}
                 print(
-                    f"prefill 8 x 4,096: {rate:,.0f} tok/s, {least / min(times):.1%} of the roof",
+                    f"prefill 8 x {length:,}: {rate:,.0f} tok/s, {least / min(times):.1%} of the "
+                    "roof",
                     flush=True,
                 )
-            if time.perf_counter() - began < budget_s:
+            limits = llm.engine.scheduler._limits
+            for rows in (MANY_STEP, limits.max_step_tokens):
+                if time.perf_counter() - began > budget_s:
+                    return found
+                llm.engine.scheduler._limits = limits._replace(max_step_tokens=rows)
                 run = run_batch(llm, MANY, MANY_IN, MANY_OUT)
                 rate = MANY * (MANY_IN + MANY_OUT) / run.all_seconds
-                found["total"] = {"tokens_per_s": rate}
-                print(f"{MANY} of {MANY_IN}/{MANY_OUT}: {rate:,.0f} total tok/s", flush=True)
+                found[f"total, steps of {rows}"] = {"tokens_per_s": rate}
+                print(
+                    f"{MANY} of {MANY_IN}/{MANY_OUT}, steps of up to {rows:,}: {rate:,.0f} total "
+                    "tok/s",
+                    flush=True,
+                )
+            llm.engine.scheduler._limits = limits
             if time.perf_counter() - began < budget_s:
-                told_kernels(lambda: run_batch(llm, 64, 32, 20), "decode 64", 20)
-                told_kernels(lambda: run_batch(llm, 1, 4096, 2), "prefill 4,096", 1)
+                told_kernels(partial(run_batch, llm, 8, 1024, 2), "prefill 8 x 1,024", 1)
     return found
 
 
@@ -364,10 +393,10 @@ class ForcedChains:
         return found
 
 
-def bench_mtp(name: str, rates: Rates, budget_s: float) -> dict[str, Any]:
+def bench_mtp(name: str, depths: list[int], budget_s: float) -> dict[str, Any]:
     """Decode with the checkpoint's MTP head, at forced acceptance lengths, and without."""
     found, began = dict[str, Any](), time.perf_counter()
-    for depth in (2, 1, 3, 0):
+    for depth in depths:
         if time.perf_counter() - began > budget_s:
             break
         release()
@@ -417,6 +446,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of each model")
+    parser.add_argument("--depths", nargs="+", type=int, default=[2, 0, 1, 3], help="of drafts")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
     setup, rates = describe_gpu(), measure_rates()
@@ -437,7 +467,7 @@ def main() -> None:
         if "engine" in arguments.parts:
             parts[name] = partial(bench_engine, name, rates, arguments.budget)
         if "mtp" in arguments.parts:
-            parts[f"{name} mtp"] = partial(bench_mtp, name, rates, arguments.budget)
+            parts[f"{name} mtp"] = partial(bench_mtp, name, arguments.depths, arguments.budget)
     for name, measure in parts.items():
         release()
         try:
@@ -446,7 +476,7 @@ def main() -> None:
             print(f"{name}: {error!r}"[:1500], flush=True)
         if arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "rec_hybrid.json").write_text(json.dumps(found, indent=1))
+            (arguments.out / "hybrid.json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,30 +15,50 @@ class PlainExperts(NamedTuple):
     """The MLPs of all experts of a layer."""
 
     up: tuple[LinearWeight, ...]
-    """[I, H] each."""
+    """[I, H] each; none on a GPU."""
     down: tuple[LinearWeight, ...]
-    """[H, I] each."""
+    """[H, I] each; none on a GPU."""
     activation: Activation
     placement: torch.Tensor | None = None
     """See `weft.kernels.moe.ExpertWeights`."""
+    stacked: tuple[torch.Tensor, torch.Tensor] | None = None
+    """On a GPU, [E, I, H] and [E, H, I]."""
+
+
+def stack_experts(
+    experts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Puts experts into `PlainExperts.stacked`; each may be dropped as soon as the next is asked
+    for.
+
+    Args:
+        experts: For each expert [I, H] and [H, I].
+        count: How many there are.
+    """
+    stacks: tuple[torch.Tensor, torch.Tensor] | None = None
+    for number, (up, down) in enumerate(experts):
+        if stacks is None:
+            stacks = up.new_empty((count, *up.shape)), down.new_empty((count, *down.shape))
+        stacks[0][number], stacks[1][number] = up, down
+    assert stacks is not None, "a layer has experts"
+    return stacks
 
 
 def plain_experts(x: torch.Tensor, routing: Routing, w: PlainExperts) -> torch.Tensor:
-    """The sum over a row's experts of share * down(activation(up(x))), expert by expert.
+    """The sum over a row's experts of share * down(activation(up(x))).
 
     Args:
-        x: [T, H], contiguous, dtype of the weights, on a CPU.
+        x: [T, H], contiguous, dtype and device of the weights.
         routing: From `weft.kernels.moe.route`.
         w: The experts.
 
     Returns:
-        [T, H], dtype of `x`; summed in float32, in ascending order of experts.
-
-    Raises:
-        ValueError: `x` is on another device.
+        [T, H], dtype of `x`; summed in float32, on a CPU in ascending order of experts.
     """
-    if x.device.type != "cpu":
-        raise ValueError(f"experts without gates are not supported on {x.device}")
+    if w.stacked is not None:
+        from weft.kernels.gpu.plain_moe import plain_moe
+
+        return plain_moe(x, *routing, *w.stacked, w.activation, w.placement)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(routing.ids.flatten().tolist())):
         if w.placement is not None and expert == len(w.up):

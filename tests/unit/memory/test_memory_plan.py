@@ -88,7 +88,7 @@ def test_sampling_has_room_for_all_requests() -> None:
     assert sampling_bytes(128_256, 256, 0) >= 256 * 128_256 * (4 + 4)
 
 
-def test_blocks_get_what_requests_need_and_at_most_half() -> None:
+def test_blocks_get_what_requests_need_and_at_most_two_thirds() -> None:
     plane = PagedPlane(layers=2, heads=2, dim=64, dtype="float32")
     part = (StatePart("state", (64, 64), "float32"),)
     states = StatePlane(name="delta", layers=6, parts=part, ring=part)
@@ -99,7 +99,7 @@ def test_blocks_get_what_requests_need_and_at_most_half() -> None:
         num_blocks, left = divide_states(layout, size, most, 5)
         spent = rings + num_blocks * states.block_bytes
         assert spent + left == size
-        assert spent <= size // 2
+        assert spent <= 2 * size // 3
         assert num_blocks > 3 * most
     num_tokens = GIB // layout.page_bytes * 16
     assert divide_states(layout, GIB, 64, 0, is_fixed=True) == (193 + num_tokens // 256, GIB)

@@ -14,7 +14,7 @@ from weft.kernels.activation import activate
 from weft.kernels.linear import LinearWeight, linear
 from weft.kernels.lora import LoraStep
 from weft.kernels.moe import RouterForm, route
-from weft.kernels.plain_experts import PlainExperts, plain_experts
+from weft.kernels.plain_experts import PlainExperts, plain_experts, stack_experts
 from weft.kernels.stream import Computed, Normed, Sum
 
 _LATENT = ("fc1_latent_proj", "fc2_latent_proj")
@@ -88,16 +88,19 @@ class PlainSparseMLP:
                 product(down_spec(hidden, config.shared_size), names.shared),
             )
         router = LinearSpec(names=(names.router,), in_features=hidden, rows=(config.num_experts,))
+        numbers, stacked, place = spec.numbers, None, weights.placement(spec)
+        if weights.device.type == "cuda":
+            each = (weights.at(names.experts).at(number) for number in numbers)
+            both = ((expert.matrix(up), expert.matrix(down)) for expert in each)
+            stacked, numbers = stack_experts(both, spec.count), range(0)
+        all_up, all_down = (
+            tuple(product(part, names.experts, number) for number in numbers) for part in (up, down)
+        )
         return cls(
             config,
             router=product(router),
             form=router_form(config, weights, names),
-            experts=PlainExperts(
-                tuple(product(up, names.experts, number) for number in spec.numbers),
-                tuple(product(down, names.experts, number) for number in spec.numbers),
-                "relu2",
-                weights.placement(spec),
-            ),
+            experts=PlainExperts(all_up, all_down, "relu2", place, stacked),
             latent=latent,
             shared=shared,
         )
@@ -128,4 +131,6 @@ class PlainSparseMLP:
 
     def shape_key(self) -> object:
         """See `Mixer.shape_key`."""
-        return PlainSparseMLP, shape_of(self.router), shape_of(self.experts.up[0])
+        experts = self.experts
+        inner = shape_of(experts.up[0]) if experts.stacked is None else experts.stacked[0].shape
+        return PlainSparseMLP, shape_of(self.router), inner
