@@ -127,7 +127,9 @@ def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
 def pages_of(case: Case) -> int:
     """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
     prompts = 8 * 4_096 // 16 if case.has_prompts else 0
-    return 300 + max(prompts, max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16)
+    rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
+    pages = 640 + max(prompts, rows) // 16 * 16
+    return min(pages, 2_048) if case.is_quick else pages
 
 
 def engine_case(case: Case) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def decode(
     """Steady decode at one batch size, the better of two runs."""
     run_batch(llm, batch, 32, 8)
     if is_quick:
-        run_batch(llm, batch, PROMPT_TOKENS, 4)
+        run_batch(llm, min(batch, 64), PROMPT_TOKENS, 4)
         return {}
     tries = 2 if batch < 256 else 1
     runs = [run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS) for _ in range(tries)]
