@@ -184,7 +184,7 @@ class SharedGroup:
         Raises:
             RanksLost: A rank no longer reads frames.
         """
-        frame = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+        frame = b"".join(parts)
         room, left = _SLOT_BYTES - _SLOT_HEADER.size, len(frame)
         while True:
             number = self._num_slots + 1
@@ -193,8 +193,9 @@ class SharedGroup:
             count = min(room, left)
             left -= count
             slot, begin = self._ring[self._num_slots % _RING_SLOTS], len(frame) - left - count
-            slot[: _SLOT_HEADER.size] = np.frombuffer(_SLOT_HEADER.pack(count, left), np.uint8)
-            slot[_SLOT_HEADER.size :][:count] = frame[begin : begin + count]
+            _SLOT_HEADER.pack_into(slot, 0, count, left)
+            end = _SLOT_HEADER.size + count
+            slot[_SLOT_HEADER.size : end] = np.frombuffer(frame, np.uint8, count, begin)
             self._num_slots = number
             self._native.announce(self._posted, number & 0xFFFFFFFF)
             if not left:
