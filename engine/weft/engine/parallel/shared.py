@@ -178,7 +178,7 @@ class SharedGroup:
             number = self._struct.round - self._first_round + 1
             self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
-    def post(self, parts: Sequence[NDArray[np.uint8] | bytes]) -> None:
+    def post(self, parts: Sequence[bytes]) -> None:
         """Sends a frame, the concatenation of its parts, to all other ranks.
 
         Raises:
@@ -193,7 +193,7 @@ class SharedGroup:
             count = min(room, left)
             left -= count
             slot, begin = self._ring[self._num_slots % _RING_SLOTS], len(frame) - left - count
-            _SLOT_HEADER.pack_into(slot, 0, count, left)
+            _SLOT_HEADER.pack_into(slot.data, 0, count, left)
             end = _SLOT_HEADER.size + count
             slot[_SLOT_HEADER.size : end] = np.frombuffer(frame, np.uint8, count, begin)
             self._num_slots = number
