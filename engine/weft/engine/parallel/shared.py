@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels import cpu
