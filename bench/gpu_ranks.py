@@ -9,6 +9,9 @@ prompt the time to multiply at the nominal 989 TFLOP/s a card. Every call writes
 calls may load beside each other: with `--gate DIR --calls N` each measures once all N are loaded
 and those of lower `--turn` have measured.
 
+`--quick` runs every kind of step but a few times, which fills caches of compiled kernels; ranks may
+then share a card, as in `--device cuda:0,cuda:0 --layers 2`.
+
 `sums` measures captured sums of bfloat16 rows of 4,096 numbers over ranks, 64 in a graph: this
 project's (with residual and norm, in one and in two exchanges), torch's symmetric memory and NCCL
 (the sum alone); all ranks must get the same bits.
@@ -24,7 +27,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,6 +104,8 @@ class Case(NamedTuple):
     has_parts: bool
     quantization: str
     has_prompts: bool
+    is_quick: bool
+    device: str
     gate: Gate | None
     changed: dict[str, Any]
     """Fields of the model's configuration."""
@@ -119,6 +124,14 @@ def weight_bytes(config: ModelConfig, quantization: str) -> WeightBytes:
     return IN_BFLOAT16
 
 
+def pages_of(case: Case) -> int:
+    """Pages of 16 tokens that the largest batch and the prompts take, and some more."""
+    prompts = 8 * 4_096 // 16 if case.has_prompts else 0
+    rows = max(case.batches, default=0) * (PROMPT_TOKENS + NEW_TOKENS) // 16
+    pages = 640 + max(prompts, rows) // 16 * 16
+    return min(pages, 2_048) if case.is_quick else pages
+
+
 def engine_case(case: Case) -> dict[str, Any]:
     """Measures one model on some GPUs."""
     name, tp, ep = case.name, case.tp, case.ep
@@ -129,12 +142,12 @@ def engine_case(case: Case) -> dict[str, Any]:
         model_dir = write_config(Path(folder), name, **case.changed)
         config = ModelConfig.load(model_dir)
         settings: dict[str, Any] = {
-            "device": "cuda",
+            "device": case.device,
             "dtype": "bfloat16",
             "dummy_weights": True,
-            "num_pages": 6_500,
+            "num_pages": pages_of(case),
             "max_context_tokens": 8_448,
-            "max_running_requests": 256,
+            "max_running_requests": max(64, *case.batches),
             "max_step_tokens": 8192,
             "prefill_chunk_tokens": 4096,
             "prefix_cache": False,
@@ -153,20 +166,23 @@ def engine_case(case: Case) -> dict[str, Any]:
             measuring = time.perf_counter()
             rates = Rates(CARD.bytes_per_s * tp, CARD.flop_per_s * tp)
             for batch in case.batches:
-                found["decode"][batch] = decode(llm, config, batch, rates, sizes)
-                if case.has_parts and batch <= 64:
+                found["decode"][batch] = decode(llm, config, batch, rates, sizes, case.is_quick)
+                if case.has_parts and batch <= 64 and not case.is_quick:
                     found["parts"][batch] = parts_of_step(llm, batch)
             if case.has_prompts:
-                prompts(llm, config, rates, found)
+                prompts(llm, config, rates, found, case.is_quick)
             print(f"  measured in {time.perf_counter() - measuring:.0f} s", flush=True)
     return found
 
 
 def decode(
-    llm: LLM, config: ModelConfig, batch: int, rates: Rates, sizes: WeightBytes
+    llm: LLM, config: ModelConfig, batch: int, rates: Rates, sizes: WeightBytes, is_quick: bool
 ) -> dict[str, float]:
     """Steady decode at one batch size, the better of two runs."""
     run_batch(llm, batch, 32, 8)
+    if is_quick:
+        run_batch(llm, min(batch, 64), PROMPT_TOKENS, 4)
+        return {}
     tries = 2 if batch < 256 else 1
     runs = [run_batch(llm, batch, PROMPT_TOKENS, NEW_TOKENS) for _ in range(tries)]
     run = min(runs, key=lambda run: run.seconds / run.num_steps)
@@ -184,8 +200,14 @@ def decode(
     return row
 
 
-def prompts(llm: LLM, config: ModelConfig, rates: Rates, found: dict[str, Any]) -> None:
+def prompts(
+    llm: LLM, config: ModelConfig, rates: Rates, found: dict[str, Any], is_quick: bool
+) -> None:
     """First tokens of lone prompts, and the rate of prompts beside each other."""
+    if is_quick:
+        for batch, length in ((1, 2048), (1, 8192), (2, 4096)):
+            run_batch(llm, batch, length, 2)
+        return
     for length in (2048, 8192):
         times = [run_batch(llm, 1, length, 2).first_token_s for _ in range(4)]
         ms, roof = 1e3 * statistics.median(times[1:]), prompt_work(config, [length]).seconds(rates)
@@ -211,31 +233,41 @@ def parts_of_step(llm: LLM, batch: int) -> dict[str, float]:
             torch.cuda.synchronize()
             traces[0].stop()
 
-    given = random_prompts(llm.engine.info.vocab_size, batch, 64)
+    given = random_prompts(llm.engine.info.vocab_size, batch, PROMPT_TOKENS)
     run_requests(llm, given, [40] * batch, SamplingParams(temperature=0.0), watch)
-    spans: list[tuple[float, float]] = []
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in traces[0].events() or ()
+        if event.device_type == DeviceType.CUDA and event.time_range.end > 0
+    )
+    count = len(spans) // TRACED_STEPS
+    steps = [parts_of(spans[at : at + count]) for at in range(0, count * TRACED_STEPS, count)]
+    names = {name for step in steps for name in step}
+    # Where the trace begins and ends, ranks wait for this one.
+    times = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+    found = {name: us for name, us in times.items() if not name.startswith("_: ")}
+    launches = Counter(name[:34] for *_, name in spans)
+    single = {
+        f"{launches[name] / TRACED_STEPS:.0f} {name}": times[f"_: {name}"] for name in launches
+    }
+    print(f"  us of a step at batch {batch}: {listed(found, 9)}, kernels {count}")
+    print(f"    {listed(single, 14)}", flush=True)
+    return {**found, "kernels": count}
+
+
+def parts_of(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
+    """Microseconds of one step by kind of kernel, in none, and, behind `_: `, by kernel."""
     times: defaultdict[str, float] = defaultdict(float)
-    others: defaultdict[str, float] = defaultdict(float)
-    for event in traces[0].events() or ():
-        if event.device_type != DeviceType.CUDA or event.time_range.end <= 0:
-            continue
-        start, end = event.time_range.start, event.time_range.end
-        spans.append((start, end))
-        lowered = event.name.lower()
-        fits = (kind for kind, names in KINDS.items() if any(part in lowered for part in names))
-        kind = next(fits, "others")
-        times[kind] += (end - start) / TRACED_STEPS
-        if kind == "others":
-            others[event.name[:40]] += (end - start) / TRACED_STEPS
-    spans.sort()
     busy, until = 0.0, 0.0
-    for start, end in spans:
+    for start, end, name in spans:
+        lowered = name.lower()
+        fits = (kind for kind, names in KINDS.items() if any(part in lowered for part in names))
+        times[next(fits, "others")] += end - start
+        times[f"_: {name[:34]}"] += end - start
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    times["gaps"] = (spans[-1][1] - spans[0][0] - busy) / TRACED_STEPS
-    times["kernels"] = len(spans) / TRACED_STEPS
-    print(f"  us of a step at batch {batch}: {listed(times, 9)} (others: {listed(others, 4)})")
-    return dict(times)
+    times["gaps"] = until - spans[0][0] - busy
+    return times
 
 
 def listed(times: dict[str, float], count: int) -> str:
@@ -383,6 +415,8 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="also times by kind of kernel")
     parser.add_argument("--layers", type=int, help="of a shorter model, to fill caches of kernels")
     parser.add_argument("--decode-only", action="store_true", help="no prompts")
+    parser.add_argument("--quick", action="store_true", help="no figures, to fill those caches")
+    parser.add_argument("--device", default="cuda", help="as of an engine, cuda:0,cuda:1")
     parser.add_argument("--quantization", default="auto", help="auto or fp8")
     parser.add_argument("--gate", type=Path, help="folder by which calls take turns")
     parser.add_argument("--calls", type=int, default=1, help="that share the folder")
@@ -392,6 +426,8 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the sources, for the JSON")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     arguments = parser.parse_args()
+    if len(set(devices := arguments.device.split(","))) < len(devices):
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if arguments.what == "sums":
         found, name = sums(arguments.ranks), "sums"
     else:
@@ -413,6 +449,8 @@ def main() -> None:
             arguments.parts,
             asked,
             not arguments.decode_only,
+            arguments.quick,
+            arguments.device,
             gate,
             changed,
         )
@@ -423,7 +461,7 @@ def main() -> None:
                 gate.leave()
     if arguments.out:
         content = {**describe_gpu(arguments.commit), "results": found}
-        (arguments.out / f"ep-{name}.json").write_text(json.dumps(content, indent=1))
+        (arguments.out / f"ranks-{name}.json").write_text(json.dumps(content, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A worker whose ranks have a GPU each takes pages from one of one GPU. Under load it loses ranks,
+"""A worker with ranks on GPUs takes pages from one of one GPU. Under load it loses ranks,
 and is back each time.
 """
 
@@ -15,18 +15,17 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import torch
+from weft.testing.engine.ranked_texts import gpus_of_ranks
 from weft.testing.meshes.local_mesh import wait_until
 from weft.testing.meshes.mesh_calls import Ask, Caller, check_way
 from weft.testing.meshes.mesh_kinds import PATIENT
 from weft.testing.meshes.tiny_mesh import MODEL, VOCAB, Greedy, TinyMesh
 from weft.v1 import worker_pb2
 
-pytestmark = [pytest.mark.needs("cuda", "go", "nixl"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("cuda", "go"), pytest.mark.timeout(600)]
 
 NUM_KILLS, NUM_NEW = 5, 24
 LIMIT_S = 3.0
-FLAGS = ("--tp", "2", "--device", "cuda:0,cuda:1")
 SMALL = "--num-pages 200 --max-running-requests 4 --max-step-tokens 128 --prefill-chunk-tokens 64"
 
 
@@ -100,16 +99,19 @@ def lose_a_rank(mesh: TinyMesh, load: Load) -> str:
     return f"rank {number} by {how.name}: ended after {ended_s:.1f} s, back after {back_s:.1f} s"
 
 
+NIXL = pytest.param("nixl", marks=pytest.mark.needs("nixl"))
+
+
+@pytest.mark.parametrize("transport", ["data", NIXL])
 @pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("filler", [1, 2])
 async def test_prompts_are_filled_by_workers_of_any_number_of_ranks(
-    filler: int, has_head: bool, tmp_path: Path
+    filler: int, has_head: bool, transport: str, tmp_path: Path
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("cuda: this needs two GPUs")
-    owner = 3 - filler
-    devices = {1: "--tp 1 --device cuda:1", 2: "--tp 2 --device cuda:0,cuda:1"}
-    flags = (*FLAGS, "--local-prefill-max-tokens", "0", "--transport", "nixl")
+    owner, both = 3 - filler, gpus_of_ranks(2)
+    devices = {1: f"--tp 1 --device {both.rpartition(',')[2]}", 2: f"--tp 2 --device {both}"}
+    flags = ("--tp", "2", "--device", both)
+    flags += ("--local-prefill-max-tokens", "0", "--transport", transport)
     flags += ("--prefill-args", f"{SMALL} {devices[filler]}")
     drafts = " --drafter eagle3 --draft-gate fixed" if has_head else ""
     flags += ("--decode-args", f"{SMALL} {devices[owner]} {PATIENT}{drafts}")
@@ -122,7 +124,7 @@ async def test_prompts_are_filled_by_workers_of_any_number_of_ranks(
                 prompt = [random.randrange(3, VOCAB) for _ in range(length)]
                 ask = Ask(prompt=prompt, max_tokens=NUM_NEW, ignore_eos=True)
                 answer = await caller.ask("grpc", ask)
-                check_way("nixl", answer)
+                check_way(transport, answer)
                 greedy.check(prompt, answer.token_ids or [], NUM_NEW)
     finally:
         mesh.stop()
@@ -133,10 +135,9 @@ async def test_prompts_are_filled_by_workers_of_any_number_of_ranks(
 def test_ranks_that_are_lost_under_load_come_back_without_a_wrong_text(
     part: int, tmp_path: Path
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("cuda: this needs two GPUs")
+    flags = ("--tp", "2", "--device", gpus_of_ranks(2), "--prefill", "0")
     args = f"{SMALL} --rank-timeout-s {LIMIT_S:g}"
-    mesh = TinyMesh(tmp_path, *FLAGS, "--prefill", "0", "--decode-args", args)
+    mesh = TinyMesh(tmp_path, *flags, "--decode-args", args)
     load: Load | None = None
     try:
         mesh.wait_ready()

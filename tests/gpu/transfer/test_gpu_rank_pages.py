@@ -1,4 +1,4 @@
-"""Pages of ranks with a GPU each travel between workers, and come back from tiers to all ranks."""
+"""Pages of ranks on GPUs travel between workers, and come back from tiers to all ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from weft.testing.engine.ranked_pages import PAGE, ranked_pages
+from weft.testing.engine.ranked_texts import gpus_of_ranks
 from weft.testing.models.tiny_drafts import make_tiny_draft
 from weft.testing.models.tiny_models import make_tiny
 
@@ -17,8 +18,6 @@ pytestmark = [pytest.mark.needs("cuda"), pytest.mark.whole_device]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("cuda: this needs two GPUs")
     sizes = {"num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 64}
     seed = random.randrange(1 << 30)
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed, **sizes)
@@ -49,8 +48,10 @@ def test_a_shipped_prompt_has_the_text_of_one_that_stays(
     settings: dict[str, Any] = {"transport": transport, "staging_memory": staging}
     if has_head:
         settings["draft_dir"] = make_tiny_draft(tmp_path, model_dir, random.randrange(1 << 30))
-    of_owner = {**settings, "tp": owner, "device": "cuda:0" if owner == 2 else "cuda:1"}
-    of_filler = {**settings, "tp": filler, "device": "cuda:0" if filler == 2 else "cuda:1"}
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    devices = {1: last, 2: gpus_of_ranks(2)}
+    of_owner = {**settings, "tp": owner, "device": devices[owner]}
+    of_filler = {**settings, "tp": filler, "device": devices[filler]}
     if has_head:
         of_owner["drafter"] = "eagle3"
     found = ranked_pages("shipped", model_dir, of_owner, of_filler)
@@ -60,7 +61,7 @@ def test_a_shipped_prompt_has_the_text_of_one_that_stays(
 
 
 def test_pages_of_all_ranks_come_back_from_host_memory_and_disk(model_dir: Path) -> None:
-    found = ranked_pages("tiers", model_dir, {"tp": 2, "device": "cuda:0"})
+    found = ranked_pages("tiers", model_dir, {"tp": 2, "device": gpus_of_ranks(2)})
     assert found["again"] == found["alone"]
     assert found["corrupt"] == 0
     assert sum(found["loaded"]) > 0

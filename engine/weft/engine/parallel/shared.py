@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from weft.engine.base.errors import ConfigError, RanksLost
 from weft.engine.parallel.segment import Segment
 from weft.kernels import cpu
@@ -170,13 +169,13 @@ class SharedGroup:
             number = self._struct.round - self._first_round + 1
             self._lose(lost, lost - _LATE, f"sum {number} of step {self.num_frames}")
 
-    def post(self, parts: Sequence[NDArray[np.uint8] | bytes]) -> None:
+    def post(self, parts: Sequence[bytes]) -> None:
         """Sends a frame, the concatenation of its parts, to all other ranks.
 
         Raises:
             RanksLost: A rank no longer reads frames.
         """
-        frame = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+        frame = b"".join(parts)
         room, left = _SLOT_BYTES - _SLOT_HEADER.size, len(frame)
         while True:
             number = self._num_slots + 1
@@ -185,8 +184,9 @@ class SharedGroup:
             count = min(room, left)
             left -= count
             slot, begin = self._ring[self._num_slots % _RING_SLOTS], len(frame) - left - count
-            slot[: _SLOT_HEADER.size] = np.frombuffer(_SLOT_HEADER.pack(count, left), np.uint8)
-            slot[_SLOT_HEADER.size :][:count] = frame[begin : begin + count]
+            _SLOT_HEADER.pack_into(slot.data, 0, count, left)
+            end = _SLOT_HEADER.size + count
+            slot[_SLOT_HEADER.size : end] = np.frombuffer(frame, np.uint8, count, begin)
             self._num_slots = number
             self._native.announce(self._posted, number & 0xFFFFFFFF)
             if not left:

@@ -53,7 +53,7 @@ _BLOCK_MEMBERS = 128
 MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 4
 """Target number of programs per multiprocessor, whose loads keep the memory busy."""
-_PAIRS_PER_SM = 2
+_PAIRS_PER_SM = 1.9
 """Pairs of request and head per multiprocessor from which splitting costs more than it gains."""
 
 

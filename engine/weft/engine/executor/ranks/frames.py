@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from weft.engine.base.arrays import Int32Array, Int64Array
+from weft.engine.base.arrays import NO_NUMBERS, Int32Array, Int64Array
 from weft.engine.base.pages import PageCopy
 from weft.engine.base.state_rows import StateRows
 from weft.engine.executor.device_sampling import WAYS, Way
@@ -48,6 +48,9 @@ class NewPages(NamedTuple):
         for slot, first, end in zip(*(a.tolist() for a in self[:3]), strict=True):
             table.enter(slot, first, self.pages[begin : begin + end - first])
             begin += end - first
+
+
+NO_PAGES = NewPages(*[NO_NUMBERS] * 4)
 
 
 class Step(NamedTuple):
@@ -135,7 +138,7 @@ def encode_step(step: StepInput, pages: NewPages) -> list[bytes]:
     num_few = 0 if rows is None else rows.num_few
     header = (_STEP, step.num_decodes, step.num_verified, int(step.has_trees), num_few, *lengths)
     found = [array for array in arrays if array is not None]
-    return [np.array(header, np.int64).tobytes(), *(a.astype(np.int64).tobytes() for a in found)]
+    return [np.concatenate((np.array(header, np.int64), *found), dtype=np.int64).tobytes()]
 
 
 def encode_tokens(tokens: Int64Array) -> list[bytes]:

@@ -16,6 +16,7 @@ from weft.engine.executor.drafts.eager_chains import Chains, LastTokens
 from weft.engine.executor.local import LocalExecutor
 from weft.engine.executor.port import Launched
 from weft.engine.executor.ranks.frames import (
+    NO_PAGES,
     NewPages,
     encode_chains,
     encode_copies,
@@ -191,6 +192,8 @@ class RankedExecutor(LocalExecutor):
         ends = self.page_table.lengths(slots)
         firsts = self._num_sent[slots]
         new = np.flatnonzero(ends > firsts)
+        if not len(new):
+            return NO_PAGES
         slots, firsts, ends = slots[new], firsts[new], ends[new]
         rows = zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)
         parts = [self.page_table.pages[slot, first:end] for slot, first, end in rows]

@@ -34,7 +34,7 @@ def new_prompt(num_pages: int) -> list[int]:
 
 def engine_there(folder: Path, role: str, clock: ManualClock, **settings: Any) -> Engine:
     """An engine whose turns are made on its device, beside others."""
-    device = settings["device"]
+    device = settings["device"].partition(",")[0]
     engine = make_engine(folder, role, clock, **(SIZES | settings))
     if device != "cpu":
         turn = engine.turn

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from weft.engine.base.errors import RanksLost
 from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.loop.llm import LLM, GeneratedSample
@@ -118,6 +119,16 @@ def lose_a_rank(llm: LLM, how: str) -> dict[str, Any]:
         return {"error": str(error), "seconds": time.monotonic() - lost_at}
 
 
+def gpus_of_ranks(size: int) -> str:
+    """The GPU of each rank: its own, or one that it uses in turns with others where there are
+    fewer.
+    """
+    count = torch.cuda.device_count()
+    if size > count:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return ",".join(f"cuda:{rank % count}" for rank in range(size))
+
+
 def ranked(
     what: str,
     folder: Path,
@@ -126,6 +137,7 @@ def ranked(
     **settings: Any,
 ) -> dict[str, Any]:
     """Starts the process; its results."""
+    settings.setdefault("device", gpus_of_ranks(settings.get("tp", 1)))
     command = [sys.executable, "-m", __name__, what, str(folder)]
     command += [json.dumps(settings, default=str), json.dumps(prompts)]
     command += [json.dumps([str(path) for path in adapters])]
