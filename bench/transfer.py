@@ -75,7 +75,7 @@ class RawWriter:
 
     def __init__(self, pool: NDArray[np.uint8], target: NixlTargetInfo) -> None:
         num_pages, page_bytes = pool.shape
-        self._agent = load_binding().create_agent("bench-raw")
+        self._agent = load_binding().create_agent("bench-raw", has_device=False)
         self._agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, "")], "DRAM")
         peer = self._agent.add_remote_agent(target.agent_metadata).decode()
         self._local = self._agent.prep_xfer_dlist(

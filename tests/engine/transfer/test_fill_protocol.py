@@ -93,6 +93,22 @@ def test_shipped_text_equals_local_text(pair: EnginePair) -> None:
     pair.settle()
 
 
+@few_ways()
+def test_the_owner_runs_one_token_of_a_prompt_of_whole_pages(pair: EnginePair) -> None:
+    num_pages = random.randint(2, 6)
+    prompt = new_prompt(num_pages)[: num_pages * PAGE]
+    expected = alone(pair, prompt)
+    request = pair.submit(prompt)
+    assert pair.finish(request) == [expected]
+    timeline = pair.answers[request].finished[0].timeline
+    assert [fill.accepted_tokens for fill in timeline.fills] == [num_pages * PAGE]
+    assert timeline.local_prefill_tokens == 1
+    again = pair.submit(prompt)  # Its last page was published behind the last token.
+    assert pair.finish(again) == [expected]
+    assert not pair.answers[again].finished[0].timeline.fills
+    pair.settle()
+
+
 def test_bytes_may_arrive_before_word_of_the_lease(pair: EnginePair) -> None:
     """NIXL's notifications and the filler's events take different ways: any order counts."""
     prompt = new_prompt()

@@ -393,7 +393,7 @@ def test_pages_are_read_behind_steps_that_are_under_way(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU whose staging pages are its own memory reads them."""
-    monkeypatch.setattr(PageMover, "reads_early", True)
+    monkeypatch.setattr(PageMover, "is_direct", True)
     pair = start(overlap="on")
     filler = pair.fillers["p0"]
     join_planes(pair.owner, [filler])

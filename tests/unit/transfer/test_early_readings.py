@@ -60,7 +60,7 @@ class Mover:
     pool: np.ndarray
     area: StagingArea
     moves: list[Move] = field(default_factory=list)
-    reads_early = True
+    is_direct = True
 
     def move_out(
         self, pages: Sequence[int], staged: Sequence[int], *, with_digests: bool, after: Any = None

@@ -64,8 +64,10 @@ ARRIVAL_POLL_S = 2e-4
 """Interval between two looks for notifications of NIXL, which do not wake this process, while one
 is due; on a worker whose device computes beside this process, while any may come.
 """
+MOVE_POLL_S = 5e-5
+"""Interval between two looks whether pages have moved into the pool, a matter of microseconds."""
 DISTANT_POLL_S = 1e-3
-"""The same while one may come at any time, where looking takes time from computing."""
+"""As `ARRIVAL_POLL_S` while one may come at any time, where looking takes time from computing."""
 
 
 class Engine:
@@ -297,6 +299,8 @@ class Engine:
 
     def arrival_poll_s(self) -> float | None:
         """Interval in seconds at which a resting caller asks `has_arrived`; None: not at all."""
+        if self.parts.transport.port.is_moving:
+            return MOVE_POLL_S
         if not self.fills.may_be_notified:
             return None
         is_near = self._executor.is_asynchronous or self.fills.awaits_arrival

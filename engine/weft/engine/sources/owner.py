@@ -338,11 +338,17 @@ class OwnerFills:
     # -- internals -------------------------------------------------------------------------------
 
     def _end_token(self, request: Request) -> int:
-        """End of the range for the first candidate; the owner runs a prompt's last token."""
+        """End of the range for the first candidate; the owner runs a prompt's last token.
+
+        If a prefill worker computes most of a prompt of whole pages, it ships the last page too,
+        and the owner runs one token instead of a page.
+        """
         size = self._config.page_size
         end = request.num_reusable_tokens // size * size
         if request.candidates and request.candidates[0].kind == "kvstore":
             return min(end, request.candidates[0].match_tokens)
+        if end > self._next_token(request) and self.block_pages is None:
+            return len(request.tokens) // size * size
         return end
 
     def _next_token(self, request: Request) -> int:
@@ -556,7 +562,9 @@ class OwnerFills:
         is_whole = end_token == fill.last_token(self._config.page_size)
         if self.block_pages is None or is_whole:
             # Without a block, nothing can go on behind the pages that come before it.
-            begin, request.num_computed = request.num_computed, min(end_token, fill.end_token)
+            # A page with a token that is still to be run is published behind that.
+            num_known = min(end_token, fill.end_token, request.num_reusable_tokens)
+            begin, request.num_computed = request.num_computed, num_known
             if fill.candidate.kind == "kvstore":
                 request.num_cached_tokens += request.num_computed - begin
             assert self.listener is not None

@@ -42,6 +42,7 @@ class DigestThread:
 
     max_put_pages = MAX_PUT_PAGES
     max_queued_pages = MAX_QUEUED_PAGES
+    is_moving = False
 
     def __init__(
         self,
@@ -81,6 +82,10 @@ class DigestThread:
 
     def conceal(self, exposed: Sequence[int]) -> None:
         """See `PagePort.conceal`."""
+
+    def has_moved(self) -> bool:
+        """See `ExchangePort.has_moved`."""
+        return False
 
     def take(self) -> list[Digested]:
         """Results since the last call."""

@@ -29,6 +29,15 @@ class ExchangePort(PagePort, Protocol):
     before_digest: Callable[[StagingPages, Sequence[int]], None] | None
     """Test hook, called with the exchange and the landed pages before they are read."""
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether `has_moved` is to be asked: nobody wakes the engine."""
+        ...
+
+    def has_moved(self) -> bool:
+        """Whether `take` has something of which nobody has woken the engine. Takes microseconds."""
+        ...
+
     def take(self) -> list[Digested]:
         """Results since the last call."""
         ...

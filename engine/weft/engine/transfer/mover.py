@@ -132,8 +132,8 @@ class PageMover:
         return self._mark()
 
     @property
-    def reads_early(self) -> bool:
-        """See `StagingMover.reads_early`: pages of one device that do not pass through a buffer."""
+    def is_direct(self) -> bool:
+        """See `StagingMover.is_direct`: pages of one device that do not pass through a buffer."""
         is_whole = len(self._pages.parts) == 1
         return self._is_direct and is_whole and self._pages.device.type == "cuda"
 

@@ -147,7 +147,7 @@ class ReceiveAgent:
         region = self._region
         name = new_agent_name(self._name)
         with self._binding.calls("registering the pool"):
-            agent = self._binding.create_agent(name)
+            agent = self._binding.create_agent(name, has_device=region.has_device)
             agent.register_memory(
                 [(region.address, region.num_bytes, region.device_id, "")], region.memory_type
             )

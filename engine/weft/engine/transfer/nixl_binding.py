@@ -21,9 +21,13 @@ from weft.engine.transfer.nixl_wire import TransferError, TransportMismatch
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_THREAD_DELAY_US = 1000
+PROGRESS_DELAY_US = 10_000
 """Longest sleep of an agent's progress thread; events wake it at once. With 0, the wrapper's
-choice, the thread spins and takes a core."""
+choice, the thread spins and takes a core. Each time it wakes, it takes a core from a thread of a
+step for which the step's other threads wait.
+"""
+DEVICE_PROGRESS_DELAY_US = 1000
+"""The same where a device computes beside this process, and cores are free."""
 
 _LANE_LINE = re.compile(r"UCX\s+INFO\s+(\S+) (intra-node|inter-node) cfg#\d+ (.*)$")
 _TRANSPORT = re.compile(r"[\w.]+/[\w.:]+")
@@ -83,12 +87,18 @@ class Binding:
         self._lock = threading.Lock()
         self._log = _UcxLog()
 
-    def create_agent(self, name: str) -> Any:
-        """A UCX agent whose progress thread sleeps; `name` must be unique and without spaces."""
+    def create_agent(self, name: str, *, has_device: bool) -> Any:
+        """A UCX agent whose progress thread sleeps.
+
+        Args:
+            name: Unique, without spaces.
+            has_device: Whether a device of this process computes and copies.
+        """
         config = self._api.nixl_agent_config(
             sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        with self._lock, self._log.capturing(), self._sleeping_progress_threads():
+        delay_us = DEVICE_PROGRESS_DELAY_US if has_device else PROGRESS_DELAY_US
+        with self._lock, self._log.capturing(), self._sleeping_progress_threads(delay_us):
             agent = self._api.nixl_agent(name, config)
         if "UCX" not in agent.backends:
             raise TransferError("NIXL has no UCX back end here")
@@ -112,13 +122,13 @@ class Binding:
         return self._log.lanes(agent_name[:_WORKER_NAME_CHARS])
 
     @contextlib.contextmanager
-    def _sleeping_progress_threads(self) -> Iterator[None]:
+    def _sleeping_progress_threads(self, delay_us: int) -> Iterator[None]:
         """Makes the progress threads of agents created inside sleep: nixl_agent_config has no
         option for it.
         """
         module = self._api
         original = module.nixlBind
-        module.nixlBind = _SleepingBind(original)
+        module.nixlBind = _SleepingBind(original, delay_us)
         try:
             yield
         finally:
@@ -128,14 +138,15 @@ class Binding:
 class _SleepingBind:
     """Replaces nixl's extension module while an agent is created."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, delay_us: int) -> None:
         self._original = original
+        self._delay_us = delay_us
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def nixlAgent(self, name: str, config: Any) -> Any:
-        config.pthrDelay = PROGRESS_THREAD_DELAY_US
+        config.pthrDelay = self._delay_us
         return self._original.nixlAgent(name, config)
 
 

@@ -60,7 +60,7 @@ class _PeerAgent:
         self.reads_one_sided = False
         """Whether reads are known to be one-sided; see ONE_SIDED_READ_LANES."""
         self.name = new_agent_name(name)
-        self.agent: Any = binding.create_agent(self.name)
+        self.agent: Any = binding.create_agent(self.name, has_device=region.has_device)
         agent = self.agent
         agent.register_memory(
             [(region.address, region.num_bytes, region.device_id, "")], region.memory_type

@@ -248,6 +248,11 @@ class PoolRegion:
         )
 
     @property
+    def has_device(self) -> bool:
+        """Whether a device of this process copies from or to the pool."""
+        return self.memory_type != "DRAM" or self.settle is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
         return self.page_bytes * self.num_pages

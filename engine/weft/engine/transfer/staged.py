@@ -26,6 +26,9 @@ from weft.engine.transfer.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
+MAX_MOVING = 8
+"""Most copies that the engine thread has under way. Each takes a pinned buffer for page numbers."""
+
 
 class StagingMove(Protocol):
     """Copies enqueued on a device."""
@@ -55,8 +58,10 @@ class StagingMover(Protocol):
         ...
 
     @property
-    def reads_early(self) -> bool:
-        """Whether `move_out` takes a mark."""
+    def is_direct(self) -> bool:
+        """Whether the staging pages are memory of the pool's GPU: copies then take some tens of
+        microseconds, and `move_out` takes a mark.
+        """
         ...
 
     def move_out(
@@ -123,7 +128,7 @@ class StagedSource:
     @property
     def reads_early(self) -> bool:
         """See `PageSource.reads_early`."""
-        return self._mover.reads_early
+        return self._mover.is_direct
 
     def begin(
         self,
@@ -160,8 +165,9 @@ class _Job:
 class StagedPort:
     """Implements `PagePort`: moves landed pages into the pool, and pages for puts out of it.
 
-    A thread enqueues the copies and waits for them. The engine thread does neither, except for
-    pages that travel as `data` while staging pages are in device memory.
+    A thread enqueues the copies and waits for them. The engine thread does neither, except where a
+    copy is a matter of microseconds: it then enqueues copies into the pool itself, as long as few
+    are under way, and looks whether they have ended. The ways to a thread and back take longer.
 
     Args:
         area: The staging pages.
@@ -181,6 +187,10 @@ class StagedPort:
         """Test hook, called with the area and the landed pages before they are copied."""
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._out: deque[Digested] = deque()
+        self._num_queued = 0
+        """Jobs given to the thread whose results were not taken."""
+        self._moving: deque[tuple[_Job, StagingMove]] = deque()
+        """Copies into the pool that the engine thread has enqueued, in order."""
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weft-landing", daemon=True)
         self._thread.start()
@@ -215,14 +225,48 @@ class StagedPort:
         after: WorkMark | None,
     ) -> None:
         """See `PagePort.verify`."""
-        self._jobs.put(_Job(tag, list(pages), list(landed), after))
+        job = _Job(tag, list(pages), list(landed), after)
+        if not self._moves_at_once:
+            self._queue(job)
+            return
+        try:
+            self._moving.append((job, self._begin(job)))
+        except Exception as error:
+            self._fail(error)
+
+    @property
+    def _moves_at_once(self) -> bool:
+        """Whether the engine thread enqueues a copy itself. It must not wait for the lane, which
+        the other thread may hold, or for a pinned buffer.
+        """
+        is_disturbed = self.before_digest is not None or faults.FILL_DIGEST.is_armed
+        has_room = len(self._moving) < MAX_MOVING and not self._num_queued
+        return self._mover.is_direct and has_room and not is_disturbed
+
+    def _queue(self, job: _Job) -> None:
+        self._num_queued += 1
+        self._jobs.put(job)
+
+    @property
+    def is_moving(self) -> bool:
+        """See `ExchangePort.is_moving`."""
+        return bool(self._moving)
+
+    def has_moved(self) -> bool:
+        """See `ExchangePort.has_moved`."""
+        if not self._moving:
+            return False
+        try:
+            return self._moving[0][1].is_done()
+        except RuntimeError:
+            return True  # `take` raises it.
 
     def expose(self, number: int, pages: Sequence[int]) -> bool:
         """See `PagePort.expose`: leaves half of the sending part for shipping."""
         staged = self._area.take_sending(len(pages), keep=self._area.num_sending // 2)
         if staged is None:
             return False
-        self._jobs.put(_Job(number, list(pages), staged))
+        self._queue(_Job(number, list(pages), staged))
         return True
 
     def conceal(self, exposed: Sequence[int]) -> None:
@@ -235,16 +279,23 @@ class StagedPort:
         Raises:
             RuntimeError: A copy failed; the content of the device's memory is unknown.
         """
-        if self._failure is not None:
-            raise RuntimeError("copying pages to or from the device failed") from self._failure
         taken = []
+        try:
+            if self._failure is not None:
+                raise self._failure
+            while self._moving and self._moving[0][1].is_done():
+                job, move = self._moving.popleft()
+                taken.append(Digested(job.tag, move.digests(), job.staged))
+        except Exception as error:
+            raise RuntimeError("copying pages to or from the device failed") from error
         while self._out:
             taken.append(self._out.popleft())
+            self._num_queued -= 1
         return taken
 
     def sizes(self) -> dict[str, int]:
         """Approximate numbers of copies wanted or not taken yet."""
-        return {"digests": self._jobs.qsize() + len(self._out)}
+        return {"digests": self._jobs.qsize() + len(self._out) + len(self._moving)}
 
     def close(self) -> None:
         """Stops the thread after all work, or when a copy does not end in time."""
@@ -266,9 +317,13 @@ class StagedPort:
                 if moving:
                     self._end(*moving.popleft())
         except Exception as error:
-            logger.exception("moving pages failed")
-            self._failure = error
-            self._wake()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Makes `take` raise."""
+        logger.error("moving pages failed", exc_info=error)
+        self._failure = error
+        self._wake()
 
     def _next(self, *, wait: bool) -> _Job | object | None:
         try:

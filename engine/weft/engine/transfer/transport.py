@@ -86,10 +86,12 @@ class Transport:
         return ["nixl", "data"] if self._receiver else ["data"]
 
     def has_arrived(self) -> bool:
-        """Whether `notifications` has some; takes microseconds."""
+        """Whether `notifications` has some, or pages have moved into the pool; takes
+        microseconds.
+        """
         if self._receiver is not None:
             self._arrived += self._receiver.poll()
-        return bool(self._arrived)
+        return bool(self._arrived) or self.port.has_moved()
 
     def notifications(self) -> Sequence[Notification]:
         """The NIXL notifications that arrived since the last call."""
