@@ -240,7 +240,8 @@ class RequestPipeline:
         first_deadline = deadline if first_s is None else min(deadline, record.arrival + first_s)
         card = await self._models.card(resolved, max(0.0, first_deadline - loop.time()))
         check_request(request, card, self._settings.max_prompts)
-        request = for_model(request, card, served.task)
+        if request.wants is not None or served.task != "generate":
+            request = for_model(request, card, served.task)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
         request = replace(
