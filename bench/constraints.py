@@ -48,7 +48,7 @@ from weft.engine.base.request import Constraint, SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.demo import DEMO_NAME
 from weft.engine.checkpoint.resolve import resolve_model
-from weft.engine.drawing.draws import Drawing
+from weft.engine.drawing.draws import Drawer
 from weft.engine.drawing.sampler import Sampler, SampleRow
 from weft.engine.features.constraints.constraints import Constraints
 from weft.engine.features.constraints.grammar import GrammarSource
@@ -442,7 +442,7 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
         constraints = Constraints(config, model.vocab_size, model.eos_token_ids, lambda: None)
         constraints._maker = MaskMaker(threads)
         sampler = Sampler(model.vocab_size, batch, device=torch.device("cpu"))
-        device, drawing = sampler._device, Drawing(sampler, constraints)
+        device, drawer = sampler._device, Drawer(sampler, constraints)
         assert device is not None
         requests: list[Any] = [HostRequest(i, texts[index]) for i, index in enumerate(chosen)]
         for request, index in zip(requests, chosen, strict=True):
@@ -458,7 +458,7 @@ def time_host(args: argparse.Namespace, console: Console) -> None:
             marks = [time.perf_counter()]
             constraints.begin_masks(requests, rows=sampler.mask_memory, is_awaited=True)
             marks.append(time.perf_counter())
-            drawing._take_masks(requests)
+            drawer._take_masks(requests)
             device.send_changes()
             marks.append(time.perf_counter())
             for matcher, request in zip(alone, requests, strict=True):

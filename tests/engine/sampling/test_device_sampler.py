@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from weft.engine.base.request import SamplingParams, StopCriteria
-from weft.engine.drawing.draws import Drawing
+from weft.engine.drawing.draws import Drawer
 from weft.engine.drawing.sampler import Sampler, SampleRow
 from weft.engine.executor import device_check
 from weft.engine.executor.device_sampling import RowsOnDevice
@@ -182,17 +182,17 @@ def test_a_slot_is_free_again_where_there_was_no_memory_for_it(
 ) -> None:
     sampler = Sampler(VOCAB, NUM_SLOTS, device=torch.device("cpu"))
     nothing = SimpleNamespace(are_in_use=False, begin_masks=lambda *_, **__: None)
-    drawing = Drawing(sampler, nothing)  # type: ignore[arg-type]
+    drawer = Drawer(sampler, nothing)  # type: ignore[arg-type]
     own = SamplingParams(temperature=0.0, logit_bias={7: 5.0}, presence_penalty=0.1)
     requests = [bare_request([1], 16, bytes(32), params=own, slot=slot) for slot in range(2)]
-    drawing.prepare(Plan(), requests[:1])
+    drawer.prepare(Plan(), requests[:1])
     monkeypatch.setattr(torch, "cat", _no_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        drawing.prepare(Plan(), requests)
+        drawer.prepare(Plan(), requests)
     monkeypatch.undo()
-    drawing.free(1)
-    drawing.prepare(Plan(), requests)
-    assert drawing.num_slots == 2
+    drawer.free(1)
+    drawer.prepare(Plan(), requests)
+    assert drawer.num_slots == 2
     drawn = sampler.draw(torch.zeros(2, VOCAB), np.arange(2), np.array([3, 3]))
     assert drawn.token_ids.tolist() == [7, 7]
 

@@ -326,8 +326,8 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
     with LLM(target_dir, overlap="on", **settings) as captured:
         engine = captured.engine
         RecordedSteps(engine, 0)
-        sampler, edited = engine._drawing._sampler, set[int]()
-        add, begin, draw = sampler.add, sampler.begin, engine._drawing.begin
+        sampler, edited = engine._drawer._sampler, set[int]()
+        add, begin, draw = sampler.add, sampler.begin, engine._drawer.begin
 
         def added(slot: int, row: SampleRow, *tokens: Sequence[int]) -> None:
             add(slot, row, *tokens)
@@ -345,7 +345,7 @@ def test_steps_in_which_somebody_has_ended_are_drawn_by_graphs(
         num_eager, num_ended = [0, 0], [0]
         monkeypatch.setattr(sampler, "add", added)
         monkeypatch.setattr(sampler, "begin", begun)
-        monkeypatch.setattr(engine._drawing, "begin", drawn)
+        monkeypatch.setattr(engine._drawer, "begin", drawn)
         found = captured.generate(prompts, params, stop, max_at_once=MAX_REQUESTS)
     assert [sample.token_ids for sample in found] == [sample.token_ids for sample in expected]
     assert num_ended[0] > 2

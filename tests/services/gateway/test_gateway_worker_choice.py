@@ -14,7 +14,7 @@ from weft.common.rpc.errors import from_rpc_error
 from weft.engine.base.errors import InvalidRequest, PeerUnavailable
 from weft.testing.services.fake_decode import Script
 from weft.testing.services.gateway_harness import Harness, gateway
-from weft.v1 import decode_pb2
+from weft.v1 import decode_pb2, dialects_pb2_grpc
 
 WORKER, RANK = "x-worker-id", "x-data-parallel-rank"
 
@@ -48,6 +48,20 @@ async def test_requests_run_where_they_say(tmp_path: Path) -> None:
             await ask(mesh, WORKER, f"decode-{number}")
             await ask(mesh, RANK, str(number))
             assert len(mesh.workers[number].submits) == before + 2
+
+
+async def test_other_dialects_take_the_headers_too(tmp_path: Path) -> None:
+    body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+    async with gateway(tmp_path, script, num_decode=2, allow_worker_choice=True) as mesh:
+        await all_known(mesh)
+        messages = dialects_pb2_grpc.AnthropicServiceStub(mesh.channel)
+        given = ((RANK, "1"), ("x-first-token-timeout-ms", "2000"))
+        async for _ in messages.CreateMessage(
+            HttpBody(data=json.dumps(body).encode()), metadata=given
+        ):
+            pass
+        (submit,) = mesh.workers[1].submits
+        assert submit.first_token_timeout.ToNanoseconds() <= 2e9
 
 
 async def test_a_worker_that_is_not_there(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def _drafts_of(plan: Plan, rows: Rows) -> list[list[int]]:
     return found
 
 
-class Drawing:
+class Drawer:
     """Draws the tokens of a step; keeps a sampler row for each slot.
 
     Args:

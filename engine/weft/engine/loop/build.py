@@ -279,6 +279,7 @@ def _load_parts(
     executor.capture_draws(tables, WAYS[:ways])
     if ranks is not None:
         ranks.ready()
+        assert isinstance(executor, RankedExecutor), "it is made where there are ranks"
         executor.lead(ranks)
     progress(0, 0, "opening transports")
     exchange: PageExchange = DirectExchange(executor.pool_bytes)
@@ -508,7 +509,7 @@ def _make_executor(
     shared: SharedMemory | None,
     peers: SharedGroup | DevicePeers | None,
     progress: Progress,
-) -> RankedExecutor:
+) -> LocalExecutor:
     """Allocates the pool and captures the steps."""
     layout, pool, blocks = models.layout, None, None
     if shared is not None:
@@ -516,7 +517,8 @@ def _make_executor(
         if layout.states is not None:
             shared.others.agree("blocks", pools.num_blocks)
         blocks = blocks_of(shared.others, layout, pools.num_blocks, device)
-    executor = RankedExecutor(
+    make = RankedExecutor if config.tp > 1 else LocalExecutor
+    executor = make(
         models.loaded.model,
         layout,
         pools.num_pages,

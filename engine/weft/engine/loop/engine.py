@@ -15,7 +15,7 @@ from weft.engine.base.clock import Clock, monotonic
 from weft.engine.base.config import EngineConfig
 from weft.engine.base.errors import Draining, Internal, Overloaded, WeftError
 from weft.engine.base.tasks import TOKEN_OUTPUTS
-from weft.engine.drawing.draws import Drawing, Drawn
+from weft.engine.drawing.draws import Drawer, Drawn
 from weft.engine.drawing.sampler import Sampler
 from weft.engine.loop.adapters import EngineAdapters
 from weft.engine.loop.arrivals import take_transfers
@@ -172,14 +172,14 @@ class Engine:
         most = config.max_running_requests
         sampler = parts.sampler or Sampler(parts.info.vocab_size, most)
         self._constraints = parts.constraints
-        self._drawing = Drawing(sampler, parts.constraints)
+        self._drawer = Drawer(sampler, parts.constraints)
         self.drafting = Drafting(
             config, parts.drafter, parts.gate, draws_on_device=sampler.is_on_device
         )
         self.drafting.attach(self.scheduler.running_plans, parts.info.max_context_tokens)
         self.pipeline = StepPipeline(
             parts.executor,
-            self._drawing,
+            self._drawer,
             self.scheduler,
             self,
             clock,
@@ -700,7 +700,7 @@ class Engine:
 
     def _on_slot_free(self, slot: int) -> None:
         self._executor.reset_slot(slot)
-        self._drawing.free(slot)
+        self._drawer.free(slot)
         self.drafting.forget(slot)
 
     # -- state -----------------------------------------------------------------------------------
@@ -718,7 +718,7 @@ class Engine:
         """Sizes of everything that grows with requests, by name; see `snapshot`."""
         return {
             "groups": len(self._groups),
-            "sampling_slots": self._drawing.num_slots,
+            "sampling_slots": self._drawer.num_slots,
             "steps_under_way": self.pipeline.num_steps,
             **self.scheduler.sizes(),
             "window_requests": sum(len(window) for window in self.parts.windows),

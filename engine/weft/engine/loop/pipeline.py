@@ -26,7 +26,7 @@ from weft.engine.base import faults
 from weft.engine.base.clock import Clock
 from weft.engine.base.device_copies import Mark
 from weft.engine.base.give_way import HostPriority
-from weft.engine.drawing.draws import Draw, Drawing, Drawn
+from weft.engine.drawing.draws import Draw, Drawer, Drawn
 from weft.engine.drawing.encode import step_input
 from weft.engine.executor.port import Drawable, Executor
 from weft.engine.loop.flight import FlightRecorder
@@ -99,7 +99,7 @@ class StepPipeline:
 
     Args:
         executor: The device.
-        drawing: Draws the tokens.
+        drawer: Draws the tokens.
         scheduler: The scheduler that made the plans.
         owner: Receives the outcomes.
         clock: Monotonic seconds.
@@ -113,7 +113,7 @@ class StepPipeline:
     def __init__(
         self,
         executor: Executor,
-        drawing: Drawing,
+        drawer: Drawer,
         scheduler: Scheduler,
         owner: StepOwner,
         clock: Clock,
@@ -125,7 +125,7 @@ class StepPipeline:
     ) -> None:
         self._drafter = drafter
         self._executor = executor
-        self._drawing = drawing
+        self._drawer = drawer
         self._scheduler = scheduler
         self._owner = owner
         self._clock = clock
@@ -259,7 +259,7 @@ class StepPipeline:
             if faults.ENGINE_STEP.is_armed:
                 faults.ENGINE_STEP.fire()
             if is_ready:
-                self._drawing.prepare(plan, drawing)
+                self._drawer.prepare(plan, drawing)
             self._scheduler.pages.make_copies(self._executor.copy)
             if plan.verifies:
                 assert self._drafter is not None
@@ -291,8 +291,8 @@ class StepPipeline:
                     none_ended = self._scheduler.running_plans.has_exactly(plan.columns)
                     if none_ended and step.drawing is plan.decodes:
                         slots = plan.slots
-                    self._drawing.prepare(plan, step.drawing, slots, is_late=True)
-                step.draw = self._drawing.begin(step.plan, step.drawing, step.drawable)
+                    self._drawer.prepare(plan, step.drawing, slots, is_late=True)
+                step.draw = self._drawer.begin(step.plan, step.drawing, step.drawable)
                 step.drawable = None
                 if not step.draw.are_kept:
                     self._executor.keep(step.draw.tokens)
@@ -325,7 +325,7 @@ class StepPipeline:
             step.ended_at = self._clock()
         # The time that a slow grammar took is not part of the step's duration. It must not change
         # the forecast of later steps, or the age at which the engine counts as stalled.
-        lost_s = self._drawing.take_lost_s()
+        lost_s = self._drawer.take_lost_s()
         duration_s = max(0.0, step.ended_at - max(step.began_at, self._last_ended_at) - lost_s)
         self._last_ended_at = step.ended_at
         self._learn(step, duration_s)
@@ -334,7 +334,7 @@ class StepPipeline:
     def _fail(self, step: _Step, error: Exception) -> None:
         """Fails the step's requests; the step is kept, since the device may still work on it."""
         logger.exception("a step failed", exc_info=error)
-        self._drawing.give_up()
+        self._drawer.give_up()
         plan, step.plan = step.plan, Plan()
         step.drawable = step.draw = None
         self._owner.step_failed(plan, error)

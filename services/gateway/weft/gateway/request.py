@@ -256,8 +256,10 @@ class PreparedPrompt:
     """One prompt after templating, tokenisation and checks."""
 
     ids: list[int]
-    max_tokens: int
-    """Most tokens of each sample; prompt and output together fit the context."""
+    max_tokens: int = 0
+    """Most tokens of each sample; prompt and output together fit the context. 0: none is drawn, or
+    the limit is not settled yet.
+    """
     begins_reasoning: bool = False
     """Whether the prompt ends within the model's reasoning, or else the model begins with it."""
     segment_start: int = 0

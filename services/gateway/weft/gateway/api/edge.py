@@ -1,11 +1,11 @@
-"""Code at the gRPC border that both faces share."""
+"""What all dialects take from a call and tell it, at the gRPC border."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from weft.common.telemetry.logging import request_id as current_request_id
@@ -13,7 +13,7 @@ from weft.gateway.admission.authenticate import current_tenant
 from weft.gateway.admission.keys import Tenant
 from weft.gateway.admission.slo.targets import NO_TARGETS, Targets
 from weft.gateway.request import WorkerChoice
-from weft.gateway.validate import invalid
+from weft.gateway.validate import given_salt, invalid
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -111,6 +111,61 @@ def call_facts(context: Context, prefix: str, joint: str = "-") -> CallFacts:
         seconds.get(FIRST_TOKEN_TIMEOUT),
         workers[0] if workers else None,
     )
+
+
+class OwnFields(Protocol):
+    """Weft's own fields of a body."""
+
+    @property
+    def model(self) -> str | None:
+        """See `GenerateRequest`."""
+        ...
+
+    @property
+    def cache_salt(self) -> str | None:
+        """See `GenerateRequest`."""
+        ...
+
+    @property
+    def priority(self) -> int | None:
+        """See `GenerateRequest`."""
+        ...
+
+    @property
+    def session_id(self) -> str | None:
+        """See `GenerateRequest`."""
+        ...
+
+    @property
+    def end_session(self) -> bool | None:
+        """See `GenerateRequest.ends_session`."""
+        ...
+
+
+def call_fields(body: OwnFields, facts: CallFacts, routing_key: str = "") -> dict[str, Any]:
+    """Fields of a `GenerateRequest` that come from its call, and from Weft's fields of its body.
+
+    Args:
+        body: The body.
+        facts: Facts about the call.
+        routing_key: The body's routing key; empty: that of the call, else of the session.
+    """
+    return {
+        "request_id": facts.request_id,
+        "client_request_id": facts.client_request_id,
+        "model": body.model or "",
+        "timeout_s": facts.timeout_s,
+        "first_token_timeout_s": facts.first_token_timeout_s,
+        "cache_salt": given_salt(body.cache_salt),
+        "priority": body.priority or 0,
+        "routing_key": routing_key or facts.routing_key or body.session_id or "",
+        "session_id": body.session_id or "",
+        "ends_session": bool(body.end_session),
+        "worker": facts.worker,
+        "traceparent": facts.traceparent,
+        "targets": facts.targets,
+        "tenant": facts.tenant,
+    }
 
 
 def earliest(*limits_s: float | None) -> float | None:

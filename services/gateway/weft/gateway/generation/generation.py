@@ -120,10 +120,14 @@ class Generation:
         self.samples = [
             SampleOutput(first_index + i, SampleRenderer(plan)) for i in range(request.sampling.n)
         ]
-        self.prompt_scores = PromptScores(prompt.ids, is_wanted=request.prompt_logprobs is not None)
-        """Log-probabilities of the prompt's tokens."""
-        self.vectors = PromptVectors(_num_vectors(request, prompt))
-        """Vectors of the prompt, where they are wanted."""
+        self.prompt_scores = None if request.prompt_logprobs is None else PromptScores(prompt.ids)
+        """Log-probabilities of the prompt's tokens; None: they are not wanted."""
+        self.vectors = (
+            None
+            if request.wants is None
+            else PromptVectors(len(prompt.ids) if request.wants.output in TOKEN_OUTPUTS else 1)
+        )
+        """Vectors of the prompt; None: tokens are wanted."""
         self.attempt = 0
         self.worker_id = ""
         """Id of its owner, or of the last one; empty: it had none yet."""
@@ -161,6 +165,11 @@ class Generation:
         return self._timeline.fills
 
     @property
+    def _missing_scores(self) -> str:
+        """The log-probabilities of the prompt that have not come; empty: none is missing."""
+        return "" if self.prompt_scores is None else self.prompt_scores.missing
+
+    @property
     def _open_samples(self) -> set[int]:
         return {i for i, sample in enumerate(self.samples) if sample.finish_reason is None}
 
@@ -189,12 +198,11 @@ class Generation:
             - now,
             traceparent=trace.traceparent,
             samples=[None if s.finish_reason is not None else s.ids for s in self.samples],
-            prompt_logprobs=(
-                None if self.prompt_scores.is_complete else self._request.prompt_logprobs
-            ),
+            prompt_logprobs=self._request.prompt_logprobs if self._missing_scores else None,
         )
-        self.prompt_scores.restart()
-        self.vectors.restart()
+        for collected in (self.prompt_scores, self.vectors):
+            if collected is not None:
+                collected.restart()
         placement.session.submit(self.wire_id, self, messages)
         placement.begin()
         if self._request.ends_session:
@@ -238,13 +246,14 @@ class Generation:
 
     def on_prompt_logprobs(self, event: decode_pb2.SessionEvent.PromptLogprobs) -> None:
         """See `SessionHandler`."""
-        problem = self.prompt_scores.add(event)
+        scores = self.prompt_scores
+        problem = "log-probabilities of a prompt" if scores is None else scores.add(event)
         if problem:
             self._violated(problem)
 
     def on_vectors(self, event: decode_pb2.SessionEvent.Vectors, now: float) -> None:
         """See `SessionHandler`."""
-        problem = self.vectors.add(event)
+        problem = "vectors" if self.vectors is None else self.vectors.add(event)
         if problem:
             self._violated(problem)
         elif not self._has_proven:
@@ -258,8 +267,8 @@ class Generation:
         sample = self.samples[event.sample]
         if sample.finish_reason is not None:
             return
-        if not self.prompt_scores.is_complete:
-            self._violated(f"tokens, but {self.prompt_scores.missing}")
+        if self._missing_scores:
+            self._violated(f"tokens, but {self._missing_scores}")
             return
         ids: Sequence[int] = event.ids
         logprobs: Sequence[common_pb2.TokenLogprob] = event.logprobs
@@ -328,11 +337,12 @@ class Generation:
         if not self._has_proven:
             self._prove(asyncio.get_running_loop().time())
         if sample.finish_reason is None:
-            if not self.prompt_scores.is_complete:
-                self._violated(f"the end of a sample, but {self.prompt_scores.missing}")
+            if self._missing_scores:
+                self._violated(f"the end of a sample, but {self._missing_scores}")
                 return
-            if not self.vectors.is_complete and event.reason != CANCELLED:
-                self._violated(f"the end of a prompt with {self.vectors.num_rows} vectors")
+            vectors = self.vectors
+            if vectors is not None and not vectors.is_complete and event.reason != CANCELLED:
+                self._violated(f"the end of a prompt with {vectors.num_rows} vectors")
                 return
             if event.completion_tokens != len(sample.ids):
                 self._violated(
@@ -433,13 +443,6 @@ class Generation:
         if self._attempt_trace is not None:
             self._attempt_trace.end(error)
         return placement
-
-
-def _num_vectors(request: GenerateRequest, prompt: PreparedPrompt) -> int:
-    """Vectors that a prompt's owner sends."""
-    if request.wants is None:
-        return 0
-    return len(prompt.ids) if request.wants.output in TOKEN_OUTPUTS else 1
 
 
 def _began(timeline: common_pb2.Timeline) -> tuple[float, int]:

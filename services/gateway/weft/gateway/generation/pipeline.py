@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -26,13 +26,12 @@ from weft.engine.checkpoint.pooling import PoolingConfig
 from weft.gateway.admission.admission import Admission, shutting_down
 from weft.gateway.admission.authenticate import in_tenant_cache
 from weft.gateway.admission.keys import Tenant
-from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, Charge, RateLimits
-from weft.gateway.admission.slo import NO_TARGETS
-from weft.gateway.admission.slo.gated_request import GatedRequest
+from weft.gateway.admission.limits import ASSUMED_OUTPUT_TOKENS, RateLimits
+from weft.gateway.admission.slo import AdmissionRequest
 from weft.gateway.admission.tenants import Rates, Tenants
 from weft.gateway.catalogue import Catalogue, ResolvedModel, ServedModel
-from weft.gateway.generation.facts import RequestFacts
 from weft.gateway.generation.generation import Generation
+from weft.gateway.generation.record import RequestRecord
 from weft.gateway.generation.resume import ResumeLimits
 from weft.gateway.generation.stream import TokenStream
 from weft.gateway.request import (
@@ -64,31 +63,6 @@ _FIND_WORKER_S = 1.0
 _FIND_HOLDER_S = 2.0
 _LOOK_EVERY_S = 0.02
 
-
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """The state of one request so far."""
-
-    request: GenerateRequest
-    arrival: float
-    """Arrival, event loop time."""
-    trace: RequestTrace
-    gated: GatedRequest
-    model: str = ""
-    """Name of the model; empty: the requested model does not exist."""
-    charge: Charge | None = None
-    num_scores: int = 0
-    """Number of prompt log-probabilities for which the request has room."""
-    stream: TokenStream | None = None
-    """The request's stream; None: it was refused, or waits."""
-    waiter: asyncio.Task[object] | None = None
-    """The task that waits until the request has a stream; None: nothing waits."""
-    is_cancelled: bool = False
-    """Whether the client cancelled it by its id while it waited."""
-    outcome: str = "error"
-    failure: BaseException | None = None
-
-
 MAX_SCORES = 1 << 21
 """Most log-probabilities of prompts, alternatives included, that all requests together may wait
 for: some hundred bytes each.
@@ -107,7 +81,7 @@ class RequestPipeline:
         tracer: Tracer,
         tenants: Tenants,
         log: GatewayRequestLog | None = None,
-        on_ended: Sequence[Callable[[RequestFacts], None]] = (),
+        on_ended: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
         self._settings = settings
         self._models = models
@@ -128,7 +102,7 @@ class RequestPipeline:
         """Rates of requests and tokens."""
         self._log = log
         self._on_ended = on_ended
-        self._open: dict[str, _Account] = {}
+        self._open: dict[str, RequestRecord] = {}
         """Requests that wait or run, by their ids, oldest first."""
         self._has_ended = False
         self._num_scores = 0
@@ -161,15 +135,11 @@ class RequestPipeline:
     @property
     def running_ids(self) -> list[str]:
         """Ids of the requests that run, oldest first."""
-        return [id_ for id_, account in self._open.items() if account.stream is not None]
+        return [id_ for id_, record in self._open.items() if record.stream is not None]
 
-    def open_requests(self, limit: int) -> list[RequestFacts]:
-        """Facts about the requests that wait or run, oldest first, `limit` at most."""
-        now = asyncio.get_running_loop().time()
-        return [
-            _facts(account, now - account.arrival, "running" if account.stream else "waiting")
-            for account in islice(self._open.values(), limit)
-        ]
+    def open_requests(self, limit: int) -> list[RequestRecord]:
+        """The requests that wait or run, oldest first, `limit` at most."""
+        return list(islice(self._open.values(), limit))
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
         """Cancels a request of a tenant that waits or runs.
@@ -183,25 +153,25 @@ class RequestPipeline:
             False if the tenant has no such request here.
         """
         found = [
-            account
-            for id_, account in self._open.items()
-            if request_id in (id_, account.request.client_request_id)
-            and account.request.tenant == tenant
+            record
+            for id_, record in self._open.items()
+            if request_id in (id_, record.request.client_request_id)
+            and record.request.tenant == tenant
         ]
-        for account in found:
-            if account.stream is not None:
-                account.stream.cancel()
-            elif account.waiter is not None and not account.is_cancelled:
-                account.is_cancelled = True
-                account.waiter.cancel()
+        for record in found:
+            if record.stream is not None:
+                record.stream.cancel()
+            elif record.waiter is not None and not record.is_cancelled:
+                record.is_cancelled = True
+                record.waiter.cancel()
         return bool(found)
 
     def end_all(self) -> None:
         """Fails all running and admitted requests because the gateway ends."""
         self._has_ended = True
-        for account in list(self._open.values()):
-            if account.stream is not None:
-                account.stream.fail(shutting_down("decode"))
+        for record in list(self._open.values()):
+            if record.stream is not None:
+                record.stream.fail(shutting_down("decode"))
 
     @asynccontextmanager
     async def open(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
@@ -219,62 +189,59 @@ class RequestPipeline:
         arrival = asyncio.get_running_loop().time()
         trace = RequestTrace(self._tracer, request.request_id, request.traceparent)
         current_trace_id.set(trace.trace_id)
-        account = _Account(
-            request=request,
-            arrival=arrival,
-            trace=trace,
-            gated=GatedRequest(None, NO_TARGETS, arrival),
-            waiter=asyncio.current_task(),
+        record = RequestRecord(
+            request=request, arrival=arrival, trace=trace, waiter=asyncio.current_task()
         )
-        self._open[request.request_id] = account
+        self._open[request.request_id] = record
         try:
-            async with self._run(account) as stream:
+            async with self._run(record) as stream:
                 yield stream
-            account.outcome = "ok"
+            record.outcome = "ok"
         except WeftError as error:
-            account.outcome, account.failure = error.reason.lower(), error
+            record.outcome, record.failure = error.reason.lower(), error
             if error.param == "constraint":
                 blame_constraint(error, request.constraint_param)
             if error.http_status >= 500:
                 _warn(request, error)
             raise
         except BaseException as error:
-            account.failure = error
+            record.outcome, record.failure = "error", error
             if isinstance(error, asyncio.CancelledError):
-                account.outcome = Cancelled.reason.lower()
-                if account.is_cancelled and account.waiter is not None:
-                    account.waiter.uncancel()
+                record.outcome = Cancelled.reason.lower()
+                if record.is_cancelled and record.waiter is not None:
+                    record.waiter.uncancel()
                     raise Cancelled("the request was cancelled by its id", stage="queue") from None
             raise
         finally:
             del self._open[request.request_id]
-            self._close(account)
+            self._close(record)
 
     @asynccontextmanager
-    async def _run(self, account: _Account) -> AsyncIterator[TokenStream]:
-        """Runs the stages of a request; `account` records its progress."""
-        request = account.request
+    async def _run(self, record: RequestRecord) -> AsyncIterator[TokenStream]:
+        """Runs the stages of a request; `record` records its progress."""
+        request = record.request
         resolved = await self._models.find(request.model)
-        account.model = resolved.served.model.name
+        record.served = resolved.served
         request = replace(request, adapter=resolved.adapter)
         with self._models.adapters.using(resolved.adapter):
-            async with self._run_resolved(account, resolved, request) as stream:
+            async with self._run_resolved(record, resolved, request) as stream:
                 yield stream
 
     @asynccontextmanager
     async def _run_resolved(
-        self, account: _Account, resolved: ResolvedModel, request: GenerateRequest
+        self, record: RequestRecord, resolved: ResolvedModel, request: GenerateRequest
     ) -> AsyncIterator[TokenStream]:
         """Runs a request whose `model` is resolved."""
-        loop, trace, served = asyncio.get_running_loop(), account.trace, resolved.served
+        loop, trace, served = asyncio.get_running_loop(), record.trace, resolved.served
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(limit_s, request.timeout_s)
-        deadline = account.arrival + timeout_s
+        deadline = record.arrival + timeout_s
         first_s = request.first_token_timeout_s
-        first_deadline = deadline if first_s is None else min(deadline, account.arrival + first_s)
+        first_deadline = deadline if first_s is None else min(deadline, record.arrival + first_s)
         card = await self._models.card(resolved, max(0.0, first_deadline - loop.time()))
         check_request(request, card, self._settings.max_prompts)
-        request = for_model(request, card, served.task)
+        if request.wants is not None or served.task != "generate":
+            request = for_model(request, card, served.task)
         terms, tenant = self._tenants.of(request.tenant), _name(request.tenant)
         request = in_tenant_cache(request)
         request = replace(
@@ -282,9 +249,9 @@ class RequestPipeline:
             targets=request.targets.over(terms.targets),
             sampling=request.sampling.with_defaults(card.sampling),
         )
-        account.request = request
-        gated = account.gated = self._gated_request(served, request, account.arrival)
-        charge = account.charge = self.limits.begin(tenant, terms, account.arrival)
+        record.request = request
+        record.targets = request.targets
+        charge = record.charge = self.limits.begin(tenant, terms, record.arrival)
         with trace.stage("queue"):
             place = await self._admission.admit(
                 len(request.prompts), first_deadline, tenant, terms.weight
@@ -292,32 +259,33 @@ class RequestPipeline:
         with place:
             with trace.stage("prepare"):
                 prompts = await self._prepare(served, card, request, first_deadline)
-            request = account.request = settle_constraint(request, card, prompts)
-            account.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
+            request = record.request = settle_constraint(request, card, prompts)
+            record.num_scores = self._take_room(num_prompt_logprobs(request, prompts))
             await self._find_worker(served, request.adapter, first_deadline)
             self.limits.reserve(charge, _most_tokens(request, prompts), loop.time())
             worker_id = self._named_worker(served, request)
             routing = _routing(request, prompts, worker_id, card.pooling)
-            await self._pass_gate(gated, request, prompts, routing, first_deadline, trace)
+            await self._pass_gate(served, record, prompts, routing, first_deadline)
             if self._has_ended:
                 raise shutting_down("admit")
-            stream = account.stream = TokenStream(
+            stream = record.stream = TokenStream(
                 request.request_id, card, self._settings.max_unsent_bytes, place.release
             )
             stream.trace_id = trace.trace_id
             stream.model = resolved.name
             stream.headers = self.limits.headers(tenant, loop.time())
-            account.waiter = None
+            record.waiter = None
             timers = [loop.call_at(deadline, self._expire, stream, timeout_s)]
             if first_s is not None:
                 timers.append(loop.call_at(first_deadline, self._expire_first, stream, first_s))
             try:
                 stream.start(
                     self._generations(
-                        served, account, prompts, routing, stream, deadline, first_deadline
+                        served, record, prompts, routing, stream, deadline, first_deadline
                     )
                 )
-                gated.began()
+                if record.ask is not None:
+                    served.latency_admission.gate.began(record.ask)
                 yield stream
             finally:
                 for timer in timers:
@@ -357,28 +325,19 @@ class RequestPipeline:
             )
         return served.router.named(request.worker)
 
-    def _close(self, account: _Account) -> None:
+    def _close(self, record: RequestRecord) -> None:
         """Records the end of a request."""
-        stream = account.stream
-        duration_s = asyncio.get_running_loop().time() - account.arrival
-        self._num_scores -= account.num_scores
-        self._judge(account.gated, stream, account.failure)
-        if account.charge is not None:
-            self.limits.settle(account.charge, _num_tokens(account))
-        self._count(account.model, stream, account.outcome, duration_s)
-        if self._log is not None and stream is not None:
-            self._log.write(
-                account.request,
-                stream.generations,
-                model=stream.card,
-                trace_id=account.trace.trace_id,
-                outcome=account.outcome,
-                duration_s=duration_s,
-            )
-        account.trace.end(account.outcome, account.model, account.request, stream)
-        facts = _facts(account, duration_s, account.outcome)
+        record.ended_at = asyncio.get_running_loop().time()
+        self._num_scores -= record.num_scores
+        self._judge(record)
+        if record.charge is not None:
+            self.limits.settle(record.charge, record.num_charged_tokens)
+        self._count(record)
+        if self._log is not None:
+            self._log.write(record)
+        record.trace.end(record)
         for take in self._on_ended:
-            take(facts)
+            take(record)
 
     async def _prepare(
         self, served: ServedModel, card: ModelCard, request: GenerateRequest, deadline: float
@@ -408,14 +367,14 @@ class RequestPipeline:
     def _generations(
         self,
         served: ServedModel,
-        account: _Account,
+        record: RequestRecord,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
         stream: TokenStream,
         deadline: float,
         first_token_deadline: float,
     ) -> list[Generation]:
-        request = account.request
+        request = record.request
         limits = ResumeLimits(
             max_attempts=self._settings.max_attempts, timeout_s=self._settings.resume_timeout_s
         )
@@ -436,50 +395,46 @@ class RequestPipeline:
                 router=served.router,
                 metrics=self._metrics,
                 listener=stream,
-                arrival=account.arrival,
+                arrival=record.arrival,
                 deadline=deadline,
                 first_token_deadline=first_token_deadline,
                 limits=limits,
-                trace=account.trace,
+                trace=record.trace,
             )
             for number, (prompt, placing) in enumerate(zip(prompts, routing, strict=True))
         ]
 
-    def _gated_request(
-        self, served: ServedModel, request: GenerateRequest, arrival: float
-    ) -> GatedRequest:
-        is_needed = bool(request.targets) or self._tenants.has_targets
-        return GatedRequest(
-            served.latency_admission if is_needed else None, request.targets, arrival
-        )
-
     async def _pass_gate(
         self,
-        gated: GatedRequest,
-        request: GenerateRequest,
+        served: ServedModel,
+        record: RequestRecord,
         prompts: list[PreparedPrompt],
         routing: list[RoutingRequest],
         deadline: float,
-        trace: RequestTrace,
     ) -> None:
-        if not gated.is_needed:
+        """Waits until the request may be sent, if targets are in force: its own, or others'."""
+        if not record.targets and not self._tenants.has_targets:
             return
-        with trace.stage("admit"):
-            await gated.enter(
-                routing,
-                tenant=_name(request.tenant),
-                weight=self._tenants.of(request.tenant).weight,
-                max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
-                deadline=deadline,
-            )
+        request = record.request
+        ask = AdmissionRequest(
+            prompts=routing,
+            arrival=record.arrival,
+            targets=record.targets,
+            tenant=_name(request.tenant),
+            weight=self._tenants.of(request.tenant).weight,
+            max_tokens=sum(prompt.max_tokens for prompt in prompts) * request.sampling.n,
+        )
+        with record.trace.stage("admit"):
+            await served.latency_admission.enter(ask, deadline)
+        record.ask = ask
 
-    def _judge(
-        self, gated: GatedRequest, stream: TokenStream | None, failure: BaseException | None
-    ) -> None:
+    def _judge(self, record: RequestRecord) -> None:
         """Reports a request's outcome to the gate and the metrics."""
-        samples = [] if stream is None else [one.samples for one in stream.generations]
-        outcome = gated.outcome(samples, failure)
-        gated.ended(samples)
+        outcome = record.target_outcome
+        if record.served is not None and record.ask is not None:
+            record.served.latency_admission.ended(
+                record.ask, record.first_tokens_at, record.num_output_tokens
+            )
         if outcome is not None:
             self._metrics.observe_targets(outcome)
 
@@ -493,39 +448,21 @@ class RequestPipeline:
             message = f"the request had no token after {timeout_s:g} s"
             stream.fail(DeadlineExceeded(message, stage="decode"))
 
-    def _count(
-        self, model: str, stream: TokenStream | None, outcome: str, duration_s: float
-    ) -> None:
+    def _count(self, record: RequestRecord) -> None:
         metrics = self._metrics
-        metrics.requests.labels(outcome).inc()
-        if model:
-            metrics.model_requests.labels(model, outcome).inc()
-        if stream is not None:
-            metrics.request_duration.observe(duration_s)
-            usage = stream.usage()
-            metrics.prompt_tokens.inc(usage.prompt_tokens)
-            metrics.cached_prompt_tokens.inc(usage.cached_prompt_tokens)
-            for generation in stream.generations:
-                num_generated = sum(len(sample.ids) for sample in generation.samples)
-                metrics.observe_prompt(
-                    generation.timeline, generation.num_prompt_tokens, num_generated
-                )
-                for sample in generation.samples:
-                    metrics.observe_sample(sample)
-
-
-def _facts(account: _Account, duration_s: float, outcome: str) -> RequestFacts:
-    """Facts about a request that waits, runs or has just ended."""
-    stream = account.stream
-    return RequestFacts(
-        request_id=account.request.request_id,
-        trace_id=account.trace.trace_id,
-        model=account.request.model if stream is None else stream.model,
-        arrival=account.arrival,
-        duration_s=duration_s,
-        outcome=outcome,
-        generations=() if stream is None else tuple(stream.generations),
-    )
+        metrics.requests.labels(record.outcome).inc()
+        if record.served is not None:
+            metrics.model_requests.labels(record.served.model.name, record.outcome).inc()
+        if record.stream is None:
+            return
+        metrics.request_duration.observe(record.duration_s)
+        metrics.prompt_tokens.inc(record.num_prompt_tokens)
+        metrics.cached_prompt_tokens.inc(record.num_cached_tokens)
+        for generation in record.generations:
+            num_generated = sum(len(sample.ids) for sample in generation.samples)
+            metrics.observe_prompt(generation.timeline, generation.num_prompt_tokens, num_generated)
+            for sample in generation.samples:
+                metrics.observe_sample(sample)
 
 
 def _warn(request: GenerateRequest, error: WeftError) -> None:
@@ -587,17 +524,6 @@ def _most_tokens(request: GenerateRequest, prompts: list[PreparedPrompt]) -> int
     given = request.stopping.max_tokens
     output = [min(prompt.max_tokens, given or ASSUMED_OUTPUT_TOKENS) for prompt in prompts]
     return sum(len(prompt.ids) for prompt in prompts) + request.sampling.n * sum(output)
-
-
-def _num_tokens(account: _Account) -> int | None:
-    """Tokens that the request has used; None: it was refused for lack of room or workers."""
-    if account.stream is None:
-        is_refused = isinstance(account.failure, WeftError) and account.failure.retryable
-        return None if is_refused else 0
-    usage = account.stream.usage()
-    if not usage.completion_tokens and isinstance(account.failure, (Overloaded, PeerUnavailable)):
-        return None
-    return usage.prompt_tokens + usage.completion_tokens
 
 
 def _routing(

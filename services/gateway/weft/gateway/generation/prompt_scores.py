@@ -12,22 +12,19 @@ class PromptScores:
     all of them again.
     """
 
-    def __init__(self, ids: list[int], *, is_wanted: bool) -> None:
-        """Starts without any.
-
-        Args:
-            ids: Tokens of the prompt.
-            is_wanted: Whether the request asked for log-probabilities of its prompt.
-        """
+    def __init__(self, ids: list[int]) -> None:
+        """Starts without any, for the prompt with these tokens."""
         self._ids = ids
         self.entries: list[common_pb2.TokenLogprob] = []
         """Received log-probabilities; the first one belongs to the prompt's second token."""
-        self.is_complete = not is_wanted or len(ids) < 2
+        self.is_complete = len(ids) < 2
         """Whether all log-probabilities have arrived."""
 
     @property
     def missing(self) -> str:
-        """The missing part, for error messages."""
+        """The missing part, for error messages; empty: none."""
+        if self.is_complete:
+            return ""
         first, last = len(self.entries) + 1, len(self._ids) - 1
         return f"log-probabilities of prompt tokens {first} to {last} are missing"
 

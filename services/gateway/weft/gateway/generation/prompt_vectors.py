@@ -12,7 +12,7 @@ class PromptVectors:
     again, which are not taken then.
 
     Args:
-        num_rows: How many are to come; 0: none.
+        num_rows: How many are to come, at least 1.
     """
 
     def __init__(self, num_rows: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
+from weft.common.durations import duration
 from weft.engine.base.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -102,13 +102,7 @@ class Losses:
                 code=loss.error.reason,
                 message=loss.error.message,
                 generated_tokens=loss.num_tokens,
-                pause=_duration(loss.pause_s or 0.0),
+                pause=duration(loss.pause_s or 0.0),
             )
             for loss in self._losses
         ]
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
-    return duration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from google.protobuf.duration_pb2 import Duration
+from weft.common.durations import duration
 from weft.engine.base.request import Constraint
 from weft.engine.base.tasks import Output
 from weft.gateway.request import GenerateRequest, PreparedPrompt, Sampling, Wants
@@ -71,8 +71,8 @@ def submit_messages(
             ignore_eos=stopping.ignore_eos,
         ),
         prefill_candidates=candidates,
-        first_token_timeout=_duration(min(time_left_s, first_token_left_s)),
-        total_timeout=_duration(time_left_s),
+        first_token_timeout=duration(max(0.0, min(time_left_s, first_token_left_s))),
+        total_timeout=duration(max(0.0, time_left_s)),
         traceparent=traceparent,
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -170,9 +170,3 @@ def _constraint(constraint: Constraint | None) -> common_pb2.Constraint | None:
         told = common_pb2.Constraint.Reasoning(begin=given.begin, end=given.end, until=given.until)
         message.reasoning.CopyFrom(told)
     return message
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
-    return duration

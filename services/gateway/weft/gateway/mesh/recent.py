@@ -8,7 +8,7 @@ from collections import deque
 
 from weft.common.durations import duration
 from weft.common.telemetry.spans import wall_offset_s
-from weft.gateway.generation.facts import RequestFacts
+from weft.gateway.generation.record import RequestRecord
 from weft.v1 import mesh_pb2
 
 MAX_REQUESTS = 200
@@ -43,9 +43,9 @@ class RecentRequests:
         self.num_ended = 0
         """Requests that have ended since the start."""
 
-    def ended(self, facts: RequestFacts) -> None:
+    def ended(self, record: RequestRecord) -> None:
         """Takes a request that has just ended."""
-        self._ended.append(describe(facts))
+        self._ended.append(describe(record))
         self.num_ended += 1
 
     def since(self, number: int) -> list[mesh_pb2.MeshRequest]:
@@ -54,22 +54,22 @@ class RecentRequests:
         return [self._ended[at] for at in range(len(self._ended) - wanted, len(self._ended))]
 
 
-def describe(facts: RequestFacts) -> mesh_pb2.MeshRequest:
-    """Converts facts for the wire."""
+def describe(record: RequestRecord) -> mesh_pb2.MeshRequest:
+    """What operators may know of a request: ids, times and sizes."""
     message = mesh_pb2.MeshRequest(
-        request_id=facts.request_id,
-        trace_id=facts.trace_id,
-        model=facts.model[:_MAX_MODEL_CHARS],
-        worker_id=facts.worker_id,
-        duration=duration(facts.duration_s),
-        prompt_tokens=facts.num_prompt_tokens,
-        cached_tokens=facts.num_cached_tokens,
-        output_tokens=facts.num_output_tokens,
-        outcome=facts.outcome,
-        lost_attempts=sum(max(0, one.attempt - 1) for one in facts.generations),
+        request_id=record.request.request_id,
+        trace_id=record.trace.trace_id,
+        model=record.model[:_MAX_MODEL_CHARS],
+        worker_id=record.worker_id,
+        duration=duration(record.duration_s),
+        prompt_tokens=record.num_prompt_tokens,
+        cached_tokens=record.num_cached_tokens,
+        output_tokens=record.num_output_tokens,
+        outcome=record.state,
+        lost_attempts=sum(max(0, one.attempt - 1) for one in record.generations),
     )
     # Event loop time is the monotonic clock.
-    message.arrival_time.FromNanoseconds(int((facts.arrival + wall_offset_s()) * 1e9))
-    if (first_s := facts.first_token_s) is not None:
-        message.first_token.CopyFrom(duration(first_s))
+    message.arrival_time.FromNanoseconds(int((record.arrival + wall_offset_s()) * 1e9))
+    if (first_at := record.first_token_at) is not None:
+        message.first_token.CopyFrom(duration(first_at - record.arrival))
     return message

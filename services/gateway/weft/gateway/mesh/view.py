@@ -149,7 +149,7 @@ class MeshView:
 
     def find_request(self, given: str) -> str:
         """The id of the request that a handle names; what is no handle is returned as it is."""
-        running = (facts.request_id for facts in self._pipeline.open_requests(MAX_REQUESTS))
+        running = (one.request.request_id for one in self._pipeline.open_requests(MAX_REQUESTS))
         ended = (one.request_id for one in self._recent.since(0))
         known = (one for one in chain(running, ended) if self._handles.handle(one) == given)
         return next(known, given)
@@ -168,7 +168,7 @@ class MeshView:
         message.models.extend(_describe_model(served, now) for served in self._models)
         message.adapters.extend(self._known_adapters(now))
         message.running_requests.extend(
-            describe(facts) for facts in self._pipeline.open_requests(MAX_REQUESTS)
+            describe(record) for record in self._pipeline.open_requests(MAX_REQUESTS)
         )
         return message
 

@@ -290,7 +290,7 @@ class GatewayMetrics:
             self.time_per_output_token.observe(pace_s)
 
     def observe_targets(self, outcome: str) -> None:
-        """Counts a request with a latency target that has ended; see `GatedRequest.outcome`."""
+        """Counts an ended request with a target; see `RequestRecord.target_outcome`."""
         self.slo_requests.labels(outcome).inc()
         self.num_with_target += 1
         self.num_within_target += outcome == "met"

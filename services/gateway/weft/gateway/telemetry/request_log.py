@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 from tokenizers import Tokenizer
 from weft.common.telemetry.request_log import LoggedPrompt, LoggedSample, RequestLog, terms
 from weft.gateway.generation.generation import Generation
+from weft.gateway.generation.record import RequestRecord
 from weft.gateway.generation.submit import sampling_to_proto
-from weft.gateway.request import GenerateRequest, Stopping
+from weft.gateway.request import Stopping
 from weft.gateway.settings import GatewaySettings
-from weft.gateway.text.model_card import ModelCard
 from weft.gateway.text.tokens import decode
 from weft.v1 import common_pb2
 
@@ -43,29 +42,14 @@ class GatewayRequestLog:
             settings.request_log_files,
         )
 
-    def write(
-        self,
-        request: GenerateRequest,
-        generations: Sequence[Generation],
-        *,
-        model: ModelCard,
-        trace_id: str,
-        outcome: str,
-        duration_s: float,
-    ) -> None:
-        """Logs the prompts of a request that has ended.
-
-        Args:
-            request: The client's request.
-            generations: Its prompts.
-            model: The model that served the request, with the adapter's tokenizer.
-            trace_id: 32 hex digits; empty = it was not traced.
-            outcome: ok, or the failure's reason in lower case.
-            duration_s: Duration of the request.
-        """
+    def write(self, record: RequestRecord) -> None:
+        """Logs the prompts of a request that has ended. One without a stream has none."""
+        if record.stream is None:
+            return
+        request, model, duration_s = record.request, record.stream.card, record.duration_s
         arrived_at = time.time() - duration_s
         add_texts = partial(_add_texts, model.tokenizer) if self._has_texts else _add_nothing
-        for generation in generations:
+        for generation in record.generations:
             sampling, stop = terms(
                 sampling_to_proto(request.sampling, generation.seed),
                 _stop(request.stopping, generation.prompt.max_tokens),
@@ -76,7 +60,7 @@ class GatewayRequestLog:
                     time=arrived_at,
                     request_id=generation.wire_id,
                     client_request_id=request.client_request_id,
-                    trace_id=trace_id,
+                    trace_id=record.trace.trace_id,
                     model=model.name,
                     adapter="" if request.adapter is None else request.adapter.name,
                     sampling=sampling,
@@ -85,7 +69,7 @@ class GatewayRequestLog:
                     top_logprobs=request.top_logprobs,
                     num_prompt_tokens=generation.num_prompt_tokens,
                     prompt_ids=generation.prompt.ids if self._has_ids else None,
-                    outcome=outcome,
+                    outcome=record.outcome,
                     duration_s=round(duration_s, 6),
                     samples=self._samples(generation),
                 ),

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from weft.common.telemetry.spans import Attribute, Span, SpanContext, Tracer, described_error
 from weft.engine.base.clock import monotonic
 from weft.engine.base.errors import WeftError
-from weft.gateway.request import GenerateRequest
 
 if TYPE_CHECKING:
-    from weft.gateway.generation.stream import TokenStream
+    from weft.gateway.generation.record import RequestRecord
 
 _OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "embd": "embeddings"}
 """Operation names of OpenTelemetry's conventions, by the kind of the request id."""
@@ -128,34 +127,25 @@ class RequestTrace:
         if self._first_token_s is None:
             self._first_token_s = monotonic()
 
-    def end(
-        self, outcome: str, model: str, request: GenerateRequest, stream: TokenStream | None
-    ) -> None:
-        """Ends the root span.
-
-        Args:
-            outcome: ok, or the failure's reason in lower case.
-            model: ServedModel name.
-            request: The client's request.
-            stream: The request's stream; absent = the request was refused before it had one.
-        """
+    def end(self, record: RequestRecord) -> None:
+        """Ends the root span, of a request that has ended."""
         if not self._tracer.is_on:
             return
+        request, outcome = record.request, record.outcome
         operation = _OPERATIONS.get(self._request_id.partition("-")[0], "request")
         attributes: dict[str, Attribute] = {
             "weft.outcome": outcome,
             "weft.prompts": len(request.prompts),
             "weft.samples": request.sampling.n,
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": model,
+            "gen_ai.request.model": "" if record.served is None else record.served.model.name,
         }
         if request.client_request_id:
             attributes["weft.client_request_id"] = request.client_request_id
-        if stream is not None:
-            usage = stream.usage()
-            attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-            attributes["weft.cached_tokens"] = usage.cached_prompt_tokens
+        if record.stream is not None:
+            attributes["gen_ai.usage.input_tokens"] = record.num_prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = record.num_output_tokens
+            attributes["weft.cached_tokens"] = record.num_cached_tokens
         if self._first_token_s is not None:
             self._record("render", self._first_token_s, {}, "")
         self._tracer.record(

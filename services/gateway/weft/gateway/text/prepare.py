@@ -7,8 +7,9 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from weft.engine.base.errors import ContextTooLong, InvalidRequest
 from weft.gateway.admission.admission import Admission
@@ -31,16 +32,6 @@ from weft.gateway.text.tokens import decode, encode, encode_cut, encode_pair, en
 from weft.gateway.validate import invalid
 
 T = TypeVar("T")
-
-
-class _Tokenized(NamedTuple):
-    """A prompt's tokens."""
-
-    ids: list[int]
-    begins_reasoning: bool = False
-    has_reasoned: bool = False
-    """See `PreparedPrompt`."""
-    segment_start: int = 0
 
 
 class Preparer:
@@ -135,7 +126,7 @@ class Preparer:
 
     def _tokenize_all(
         self, model: ModelCard, prompts: Sequence[Prompt], wants: Wants | None = None
-    ) -> list[_Tokenized]:
+    ) -> list[PreparedPrompt]:
         most = None if wants is None else wants.truncate_tokens
         if most is not None:
             context = self._context_tokens()
@@ -162,8 +153,9 @@ class Preparer:
             raise self._too_long(prompt, f"at least {least}; shorten it")
 
     def _fit(
-        self, prompt: Prompt, given: _Tokenized, stopping: Stopping, wants: Wants | None
+        self, prompt: Prompt, given: PreparedPrompt, stopping: Stopping, wants: Wants | None
     ) -> PreparedPrompt:
+        """The prompt, with the number of tokens that its answer may have in the context."""
         ids = given.ids
         if not ids:
             raise invalid(_param(prompt), "the prompt has no tokens; give at least one")
@@ -173,7 +165,7 @@ class Preparer:
                 how = "truncate_prompt_tokens, in /v2/embed truncate"
                 problem = f"{len(ids)}; shorten it, or have it cut ({how})"
                 raise self._too_long(prompt, problem)
-            return PreparedPrompt(ids=ids, max_tokens=0, segment_start=given.segment_start)
+            return given
         # A token that is only drawn needs no room.
         room = context - len(ids) + stopping.is_score_alone
         max_tokens = room if stopping.max_tokens is None else stopping.max_tokens
@@ -188,12 +180,7 @@ class Preparer:
                 "min_tokens",
                 f"{stopping.min_tokens}, but only {max_tokens} tokens can be generated",
             )
-        return PreparedPrompt(
-            ids=ids,
-            max_tokens=max_tokens,
-            begins_reasoning=given.begins_reasoning,
-            has_reasoned=given.has_reasoned,
-        )
+        return replace(given, max_tokens=max_tokens)
 
     def _too_long(self, prompt: Prompt, problem: str) -> ContextTooLong:
         context = self._context_tokens()
@@ -204,40 +191,41 @@ class Preparer:
         )
 
 
-def _tokenize(model: ModelCard, prompt: Prompt) -> _Tokenized:
+def _tokenize(model: ModelCard, prompt: Prompt) -> PreparedPrompt:
     tokenizer = model.tokenizer
     if isinstance(prompt, TextPrompt):
         add_special = prompt.add_special_tokens
-        return _Tokenized(encode(tokenizer, prompt.text, add_special_tokens=add_special))
+        return PreparedPrompt(ids=encode(tokenizer, prompt.text, add_special_tokens=add_special))
     if isinstance(prompt, ChatPrompt):
         text = _render(model, prompt)
         # The template has written the special tokens itself.
         ids = encode(tokenizer, text, add_special_tokens=False)
         if model.reasoning is None:
-            return _Tokenized(ids)
-        return _Tokenized(ids, *_reasoning_at_end(prompt, text, model.reasoning))
+            return PreparedPrompt(ids=ids)
+        begins, has_reasoned = _reasoning_at_end(prompt, text, model.reasoning)
+        return PreparedPrompt(ids=ids, begins_reasoning=begins, has_reasoned=has_reasoned)
     if isinstance(prompt, PairPrompt):
         ids, second = encode_pair(tokenizer, prompt.first, prompt.second)
-        return _Tokenized(ids, segment_start=second)
+        return PreparedPrompt(ids=ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
-        return _Tokenized(encode_parts(tokenizer, prompt.head, prompt.text, prompt.tail))
-    return _Tokenized(list(prompt.ids))
+        return PreparedPrompt(ids=encode_parts(tokenizer, prompt.head, prompt.text, prompt.tail))
+    return PreparedPrompt(ids=list(prompt.ids))
 
 
-def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> _Tokenized:
+def _tokenize_cut(model: ModelCard, prompt: Prompt, most: int) -> PreparedPrompt:
     """A prompt's tokens, at most so many: what is too much is cut from the end of its texts."""
     if isinstance(prompt, TokenPrompt):
-        return _Tokenized(list(prompt.ids[:most]))
+        return PreparedPrompt(ids=list(prompt.ids[:most]))
     tokenizer = model.tokenizer
     if isinstance(prompt, PairPrompt):
         ids, second = encode_pair(tokenizer, prompt.first, prompt.second, most)
-        return _Tokenized(ids, segment_start=second)
+        return PreparedPrompt(ids=ids, segment_start=second)
     if isinstance(prompt, WrappedPrompt):
         texts = (prompt.head, prompt.text, prompt.tail)
-        return _Tokenized(encode_parts(tokenizer, *texts, most, prompt.needed_chars))
+        return PreparedPrompt(ids=encode_parts(tokenizer, *texts, most, prompt.needed_chars))
     assert isinstance(prompt, TextPrompt)
     special = prompt.add_special_tokens
-    return _Tokenized(encode_cut(tokenizer, prompt.text, most, add_special_tokens=special))
+    return PreparedPrompt(ids=encode_cut(tokenizer, prompt.text, most, add_special_tokens=special))
 
 
 def _render(model: ModelCard, prompt: ChatPrompt) -> str:

@@ -86,7 +86,7 @@ class LateDevice:
         self._queue: deque[Callable[[], None]] = deque()
         self._memories = engine.memories
         self._memory = engine.memory
-        self._sampler = engine._drawing._sampler
+        self._sampler = engine._drawer._sampler
         self._executor = executor = engine._executor
         self._pools: list[tuple[torch.Tensor, ...]] = [(pool,) for pool in executor._pools]
         if engine.parts.states is not None:

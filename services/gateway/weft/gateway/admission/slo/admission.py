@@ -24,7 +24,7 @@ class LatencyAdmission:
         self._timer: asyncio.TimerHandle | None = None
 
     async def enter(self, ask: AdmissionRequest, deadline: float) -> None:
-        """Waits until a request may be sent; `gate.began` and `gate.ended` follow.
+        """Waits until a request may be sent; `gate.began` and `ended` follow.
 
         Args:
             ask: The request; its times are the event loop's.
@@ -53,6 +53,13 @@ class LatencyAdmission:
                     stage="admit",
                 ) from None
             raise
+
+    def ended(
+        self, ask: AdmissionRequest, first_token_at: float | None, num_generated: int
+    ) -> None:
+        """Notes that a request which had entered is over; see `LatencyGate.ended`."""
+        self.gate.ended(ask, first_token_at, num_generated)
+        self.look()
 
     def look(self) -> None:
         """Wakes the gate after a change: held requests may be able to go."""

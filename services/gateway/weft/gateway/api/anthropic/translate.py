@@ -15,9 +15,8 @@ from weft.gateway.api.anthropic.bodies import (
     PromptBody,
     ToolBody,
 )
-from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
-from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.tools import ToolUse, check_tools, past_call, use_tools
 from weft.gateway.request import ChatPrompt, GenerateRequest, Sampling, Stopping
 from weft.gateway.validate import invalid, unsupported

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from weft.engine.base.request import Constraint
-from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
-from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.ollama.bodies import (
     ChatBody,
     GenerateBody,

@@ -66,6 +66,7 @@ class PromptLogprobs:
         if self._num_listed is None:
             return {}
         scores = self._generations[number].prompt_scores
+        assert scores is not None, "they were asked for"
         listed = [self._by_id(entry, self._num_listed) for entry in scores.entries]
         return {"prompt_logprobs": [None, *listed]}
 
@@ -91,7 +92,9 @@ class PromptLogprobs:
         """The `logprobs` object of an echoed prompt; its first token has neither probability nor
         alternatives.
         """
-        ids, entries = generation.prompt.ids, generation.prompt_scores.entries
+        scores = generation.prompt_scores
+        assert scores is not None, "they were asked for"
+        ids, entries = generation.prompt.ids, scores.entries
         first = common_pb2.TokenLogprob(token_id=ids[0])
         offsets = text_offsets(self._vocabulary, ids[: 1 + len(entries)], echo)
         echoed = completion_logprobs(self._vocabulary, [first, *entries], offsets, most)

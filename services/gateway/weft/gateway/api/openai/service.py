@@ -184,7 +184,8 @@ class OpenAIFace(openai_pb2_grpc.OpenAIServiceServicer):
             usage.completion_tokens = 0
             fields["usage"] = usage_json(usage)
         size = sum(len(choice.text) + len(choice.logprobs) * _LOGPROB_CHARS for choice in choices)
-        size += sum(len(one.prompt_scores.entries) for one in stream.generations) * _LOGPROB_CHARS
+        scores = [one.prompt_scores.entries for one in stream.generations if one.prompt_scores]
+        size += sum(map(len, scores)) * _LOGPROB_CHARS
         if body.return_token_ids:
             size += _ID_CHARS * sum(len(choice.ids) for choice in choices)
             size += _ID_CHARS * sum(one.num_prompt_tokens for one in stream.generations)

@@ -165,7 +165,8 @@ class PoolingFace(dialects_pb2_grpc.PoolingServiceServicer):
                     pass
                 await stream.settle()
                 await begin_answer(context, wanted.request_id, JSON, stream.headers)
-                size = sum(one.vectors.num_rows * one.vectors.width for one in stream.generations)
+                vectors = [one.vectors for one in stream.generations if one.vectors is not None]
+                size = sum(one.num_rows * one.width for one in vectors)
 
                 def build() -> bytes:
                     return to_json(write(body, stream))

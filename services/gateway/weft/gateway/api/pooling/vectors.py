@@ -18,6 +18,7 @@ Float32Array = npt.NDArray[np.float32]
 def vectors_of(generation: Generation) -> Float32Array:
     """[n, width]: the vectors of a prompt."""
     collected = generation.vectors
+    assert collected is not None, "they were asked for"
     return np.frombuffer(collected.values, "<f4").reshape(-1, collected.width)
 
 

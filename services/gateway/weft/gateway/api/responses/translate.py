@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from weft.engine.base.request import Constraint
-from weft.gateway.api.call_fields import call_fields
 from weft.gateway.api.dialect_bodies import refuse
-from weft.gateway.api.edge import CallFacts
+from weft.gateway.api.edge import CallFacts, call_fields
 from weft.gateway.api.openai.parse import explain
 from weft.gateway.api.openai.translate import logit_bias
 from weft.gateway.api.responses.bodies import (
