@@ -106,3 +106,14 @@ def test_of_cold_prompts_requests_of_one_row_alone_have_something_before() -> No
     sums = torch.empty(len(q), HEADS)
     exact = latent_attention_reference(q, pool, LAYER, SPEC, single, sums)
     torch.testing.assert_close(found[[0, 4]], exact[[0, 4]])
+
+
+def test_what_it_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, dtype = LatentSpec(128, 512, 0.1), torch.bfloat16
+    assert flash_mla.lacking(dtype, 576, spec, 16) is None
+    monkeypatch.setattr(flash_mla, "_is_hopper", lambda: True)
+    assert flash_mla.lacking(dtype, 576, spec, 64) is None
+    assert flash_mla.lacking(dtype, 576, spec, 16) == "set page_size to 64"
+    assert flash_mla.lacking(dtype, 576, spec._replace(heads=16), 16) is None
+    monkeypatch.setattr(flash_mla, "_operations", lambda: None)
+    assert flash_mla.lacking(dtype, 576, spec, 64) == "install sgl-flash-mla"

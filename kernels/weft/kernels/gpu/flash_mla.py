@@ -60,8 +60,21 @@ class LatentPlan(NamedTuple):
 
 def takes(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> bool:
     """Whether it is there for such latents."""
-    is_fit = dtype == torch.bfloat16 and (dim, spec.value_dim) == _DIMS and page_size == PAGE_SIZE
-    return is_fit and spec.first_position == 0 and spec.heads >= 64 and _operations() is not None
+    return _fits(dtype, dim, spec) and page_size == PAGE_SIZE and _operations() is not None
+
+
+def _fits(dtype: torch.dtype, dim: int, spec: LatentSpec) -> bool:
+    is_fit = dtype == torch.bfloat16 and (dim, spec.value_dim) == _DIMS
+    return is_fit and spec.first_position == 0 and spec.heads >= 64
+
+
+def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> str | None:
+    """What to change so that it computes attention to such latents; None: nothing, or it cannot."""
+    if not _is_hopper() or not _fits(dtype, dim, spec):
+        return None
+    if _operations() is None:
+        return "install sgl-flash-mla"
+    return None if page_size == PAGE_SIZE else f"set page_size to {PAGE_SIZE}"
 
 
 def plan_latents(step: GroupStep, rows: int, heads: int) -> LatentPlan:
@@ -133,7 +146,7 @@ def flash_mla(
 @functools.cache
 def _operations() -> Any:
     """Where its operations are registered; None: nowhere, or not for this GPU."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not _is_hopper():
         return None
     try:
         return importlib.import_module("flash_mla._loader").get_ops(use_legacy=True)
@@ -142,3 +155,7 @@ def _operations() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning("FlashMLA is installed (flash_mla) but not used: %s", error)
         return None
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
