@@ -1,6 +1,6 @@
 """What kinds of layers beside the usual ones cost on a GPU, against roofs of the same run.
 
-    python bench/gpu_families.py [--parts latents engines windows] [--models ...] [--out DIR]
+    python bench/gpu_families.py [--parts latents engines load windows] [--models ...] [--out DIR]
 
 - latents: attention to latents at DeepSeek-V3's sizes. Decode steps as a share of the time to read
   the latents once at the copy rate; prompts as a share of the rate of a large product, counting the
@@ -8,11 +8,13 @@
   cuDNN and FlashAttention-3 where they are there.
 - engines: decode steps of whole engines with made up weights as shares of their roofs in bytes
   (`gpu_roof`).
+- load: gpt-oss-20b with experts in MXFP4 under many equal requests at once, from the first prompt
+  to the last token, and which kernels its decode steps and prompts are made of.
 - windows: how many requests of 32k tokens run at once in equal memory, with pages behind windows
   freed and with all kept; layers keep what those of the model do, and are narrow otherwise.
 
-`--warm` compiles the engines' kernels with models of few layers and with narrow ones, and measures
-nothing.
+`--warm` compiles the kernels of engines and load with models of few layers and with narrow ones,
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,10 +35,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from gpu_engine import random_prompts, run_batch
+from gpu_hybrid import tell_kernels, told_kernels
 from gpu_roof import Rates, decode_work, measure_rates, prompt_work
 from gpu_setup import describe_gpu
 from model_shapes import MODELS, write_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from weft.engine.base.request import SamplingParams, StopCriteria
 from weft.engine.checkpoint.config import ModelConfig
 from weft.engine.checkpoint.latent_config import LatentConfig
@@ -50,7 +55,9 @@ from weft.kernels.latent_attention import (
     LatentSpec,
     latent_attention,
     latent_attention_reference,
+    own_attention,
     planned,
+    read_latents,
 )
 from weft.kernels.linear import LinearWeight, PlainForm
 from weft.kernels.norm import Norm
@@ -58,16 +65,20 @@ from weft.kernels.norm import Norm
 HEADS, RANK, ROPE, NOPE, VALUE, PAGE = 128, 512, 64, 128, 128, 64
 DIM = RANK + ROPE
 LAUNCHES = 8
-ENGINES = ("deepseek-v3-3-layers", "gemma-3-12b", "glm-4.5-air-12-layers")
+ENGINES = ("deepseek-v3-3-layers", "gemma-3-12b", "gemma-3-27b", "glm-4.5-air-12-layers")
 WINDOWS = {
     "gpt-oss-20b": (2, 2 << 30, 64),
     "gemma-3-12b": (6, 10 << 30, 24),
     "mistral-7b": (2, 2 << 30, 24),
 }
 """Layers, in the model's own proportion; bytes of the pools; most running requests."""
+LOAD, LENGTH = 256, 1024
+LOADED, MXFP4 = "gpt-oss-20b", {"quant_method": "mxfp4"}
 BATCHES = (1, 64)
 NEW_TOKENS, PROMPT = 48, 2048
 CONTEXT = 32_768
+PROMPTS = ((2048, 0), (4096, 0), (1024, 8192), (2048, 8192), (4096, 4096))
+"""Rows of a prompt and positions before them."""
 NARROW = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -202,18 +213,26 @@ def prompt_row(length: int, before: int, rates: Rates) -> Row:
     flop = 2 * attended * HEADS * (NOPE + ROPE + VALUE)
     row: Row = {"what": "latent prompt", "rows": length, "before": before}
 
-    def absorbed(_: int) -> torch.Tensor:
+    def absorbed(step: GroupStep) -> torch.Tensor:
         mixed = latent_attention(layer._absorb(q), pool, 0, layer.spec, step)
         return layer._values(mixed)
 
-    found = {"absorbed": absorbed}
-    if layer._takes_heads(q, step):
-        found["heads"] = lambda _: layer._by_heads(q, step, pool)
-        difference = (found["heads"](0).float() - absorbed(0).float()).abs().max()
-        row["differs"] = float(difference / absorbed(0).float().abs().max())
+    made = planned(step, q.dtype, layer.spec, length, pool)
+    found: dict[str, Callable[[], torch.Tensor]] = {"absorbed": lambda: absorbed(step)}
+    if made.latents is not None:
+        found["flash_mla"] = lambda: absorbed(made)
+    if layer._takes_heads(q, made):
+        latents = layer._own_heads(read_latents(pool, 0, step.places))
+        found["heads"] = lambda: layer._by_heads(q, made, pool)
+        found["attention"] = lambda: own_attention(q, *latents, step.cu_q_lens, 0.07)[0]
+        found["projections"] = lambda: layer._own_heads(read_latents(pool, 0, step.places))[0]
+    exact = found["absorbed"]().float()
     for name, call in found.items():
-        seconds = captured_s(call, 1)
+        seconds = captured_s(lambda _, call=call: call(), 1)
         row |= {f"{name}_us": 1e6 * seconds, f"{name}_share": flop / seconds / rates.flop_per_s}
+        if name in ("flash_mla", "heads"):
+            difference = (call().float() - exact).abs().max()
+            row[f"{name}_differs"] = float(difference / exact.abs().max())
     if before:
         return row
     shape = (1, HEADS, length)
@@ -261,6 +280,8 @@ def engine_settings(model: str) -> dict[str, Any]:
         "prefill_chunk_tokens": 2048,
         "prefix_cache": False,
         "inter_token_target_s": 1.0,
+        # FlashMLA's.
+        **({"page_size": PAGE} if "kv_lora_rank" in MODELS[model] else {}),
     }
 
 
@@ -323,6 +344,63 @@ def engine_rows(model: str, rates: Rates) -> Iterator[Row]:
         gc.unfreeze()
 
 
+def load_settings(model: str) -> dict[str, Any]:
+    """Settings of an engine for LOAD requests at once."""
+    return engine_settings(model) | {
+        "num_pages": LOAD * (2 * LENGTH // 16 + 2),
+        "max_running_requests": LOAD,
+        "max_step_tokens": 8192,
+        "prefill_chunk_tokens": 4096,
+    }
+
+
+def load_row(model: str) -> Row:
+    """LOAD requests at once, each with LENGTH tokens in and as many out."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(Path(folder), model, quantization_config=MXFP4)
+        began = time.perf_counter()
+        with LLM(path, **load_settings(model)) as llm:
+            start_s = time.perf_counter() - began
+            gc.collect()
+            gc.freeze()
+            run_batch(llm, LOAD, 64, 8)
+            run = run_batch(llm, LOAD, LENGTH, LENGTH)
+            tell_decodes(llm, LOAD, 3 * LENGTH // 2)
+            told_kernels(partial(run_batch, llm, 16, LENGTH, 1), f"{16 * LENGTH} of prompts", 1)
+        gc.unfreeze()
+    return {
+        "what": "load",
+        "model": model,
+        "requests": LOAD,
+        "tokens_in": LENGTH,
+        "tokens_out": LENGTH,
+        "seconds": run.all_seconds,
+        "tokens_per_s": LOAD * LENGTH / run.all_seconds,
+        "first_token_s": run.first_token_s,
+        "decode_steps": run.num_steps,
+        "decode_ms": 1e3 * run.seconds / run.num_steps,
+        "host_ms": 1e3 * statistics.median(run.host_s),
+        "start_s": start_s,
+    }
+
+
+def tell_decodes(llm: LLM, batch: int, context: int) -> None:
+    """Prints the kernels of decode steps of so many requests with such contexts."""
+    taken, (first, last) = profile(activities=[ProfilerActivity.CUDA]), (4, 20)
+
+    def on_decode(step: int) -> None:
+        if step == first:
+            torch.cuda.synchronize()
+            taken.start()
+        if step == last:
+            torch.cuda.synchronize()
+            taken.stop()
+
+    # Of prompts that come first some tokens are taken while others are computed.
+    run_batch(llm, batch, context, 160, on_decode)
+    tell_kernels(taken, f"{batch} x {context}", last - first)
+
+
 def most_at_once(model: str, mode: str) -> Row:
     """Requests of CONTEXT tokens that have their whole prompts in pages at the same time."""
     given = MODELS[model]
@@ -381,6 +459,15 @@ def most_at_once(model: str, mode: str) -> Row:
     }
 
 
+def warm_load(model: str) -> None:
+    """Compiles what an engine under load launches."""
+    few = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(Path(folder), model, quantization_config=MXFP4, **few)
+        with LLM(path, **load_settings(model)) as llm:
+            run_batch(llm, LOAD, 64, 8)
+
+
 def warm(model: str) -> None:
     """Compiles what an engine of the model launches."""
     given = MODELS[model]
@@ -411,11 +498,13 @@ def rows_of(parts: list[str], models: list[str], rates: Rates) -> Iterator[Row]:
         for batch in (1, 64, 256):
             for context in (2048, 8192):
                 yield decode_row(batch, context, rates)
-        for length, before in ((2048, 0), (4096, 0), (4096, 4096)):
+        for length, before in PROMPTS:
             yield prompt_row(length, before, rates)
     if "engines" in parts:
         for model in models:
             yield from engine_rows(model, rates)
+    if "load" in parts:
+        yield load_row(LOADED)
     if "windows" in parts:
         for model in WINDOWS:
             for mode in ("auto", "keep"):
@@ -425,7 +514,7 @@ def rows_of(parts: list[str], models: list[str], rates: Rates) -> Iterator[Row]:
 def main() -> None:
     """Measures, prints a line each, and writes one JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = ["latents", "engines", "windows"]
+    parts = ["latents", "engines", "load", "windows"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--models", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--warm", action="store_true")
@@ -434,8 +523,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.warm:
-        for model in arguments.models:
+        for model in arguments.models if "engines" in arguments.parts else ():
             warm(model)
+        if "load" in arguments.parts:
+            warm_load(LOADED)
         return
     setup, rates = describe_gpu(arguments.commit), measure_rates()
     setup |= {

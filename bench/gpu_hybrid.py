@@ -280,6 +280,11 @@ def told_kernels(call: Callable[[], object], what: str, steps: int) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
         call()
         torch.cuda.synchronize()
+    tell_kernels(taken, what, steps)
+
+
+def tell_kernels(taken: profile, what: str, steps: int) -> None:
+    """Prints the kernels that take the most time of what was profiled."""
     rows = [row for row in taken.key_averages() if row.self_device_time_total > 0]
     rows.sort(key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows)

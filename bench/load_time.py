@@ -7,8 +7,9 @@ It writes layers of Llama 3.1 8B's shape in bfloat16 to a temporary folder, read
 they are in the page cache, and takes in turns, each in a process of its own: Weft's loader as a
 first start (which computes the files' digests) and as a later one, safetensors, and fastsafetensors
 where it is installed. Weft's time includes the packing of products for the device. Once it takes
-what the machine can do: reads by one thread and by eight, copies from pinned memory to the device,
-and on a CPU the first write of as much new memory.
+what the machine can do: reads by one thread and by eight, writes of new files, copies from pinned
+memory to the device, and on a CPU the first write of as much new memory. `pull` fetches the files
+from a hub on loopback to a new cache beside them, as `weft model pull` does.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
+from weft.engine.checkpoint.hub import HubName, pull
 from weft.engine.model.loader import load_model
 from weft.kernels.cpu import native_cpu
 from weft.kernels.memory import huge_zeros
+from weft.testing.models.hub_mirror import serving_mirror
 
 try:
     import fastsafetensors
@@ -47,6 +50,7 @@ LAYERS_A_FILE = 5
 GIB = 1 << 30
 _READ_BYTES, _COPY_BYTES = 16 << 20, 256 << 20
 _THREADS = 8
+_REPOSITORY = "bench/model"
 
 
 def random_layer() -> dict[str, torch.Tensor]:
@@ -123,6 +127,21 @@ def read_by_several(folder: Path, device: str) -> None:
             list(threads.map(read_plainly, repeat(path), range(_THREADS), repeat(_THREADS)))
 
 
+def write_as_much(folder: Path, device: str) -> None:
+    """Writes new files of the same sizes, by one thread."""
+    piece = memoryview(os.urandom(_READ_BYTES))
+    for path in weight_paths(folder):
+        with (folder / f"{path.name}.copy").open("wb", buffering=0) as file:
+            for at in range(0, size := path.stat().st_size, _READ_BYTES):
+                file.write(piece[: size - at])
+        Path(file.name).unlink()
+
+
+def pull_from_mirror(folder: Path, device: str) -> None:
+    """Downloads the files; the environment names hub and cache."""
+    pull(HubName(_REPOSITORY))
+
+
 def copy_as_much(folder: Path, device: str) -> None:
     """Copies as many bytes to new memory: of a GPU, or of the host in huge pages."""
     size = sum(path.stat().st_size for path in weight_paths(folder))
@@ -162,16 +181,18 @@ def load_with_fastsafetensors(folder: Path, device: str) -> None:
     """fastsafetensors, without any packing."""
     paths = [str(path) for path in weight_paths(folder)]
     with fastsafetensors.fastsafe_open(
-        paths, device=f"{device}:0" if device == "cuda" else device
+        paths, device=f"{device}:0" if device == "cuda" else device, nogds=True
     ) as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            file.get_tensor(name).clone()
+        kept = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping
+        assert kept
 
 
 RATES: dict[str, Callable[[Path, str], None]] = {
     "read, 1 thread": read_by_one,
     "read, 8 threads": read_by_several,
+    "write, 1 thread": write_as_much,
     "copy to new memory": copy_as_much,
+    "pull": pull_from_mirror,
 }
 LOADERS: dict[str, Callable[[Path, str], None]] = {
     "weft, first start": load_first,
@@ -185,7 +206,13 @@ WAYS = RATES | LOADERS
 def seconds_of(way: str, folder: Path, device: str) -> float:
     """One of `WAYS` in a process of its own."""
     command = [sys.executable, __file__, "--one", way, "--folder", str(folder), "--device", device]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with serving_mirror() as mirror, tempfile.TemporaryDirectory(dir=folder.parent) as cache:
+        mirror.folders[_REPOSITORY] = folder
+        hub = {"HF_ENDPOINT": mirror.url, "HF_HUB_CACHE": cache, "HF_HUB_OFFLINE": "0"}
+        if way == "pull":
+            mirror.commit(_REPOSITORY)  # Computes the files' hashes.
+        environment = {**os.environ, **hub}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{way}: {done.stderr[-2000:]}")
     return float(done.stdout.split()[-1])
@@ -207,7 +234,7 @@ def time_one(way: str, folder: Path, device: str) -> float:
 
 def measure(options: argparse.Namespace, report: Callable[[str, Sequence[float]], None]) -> Any:
     """Seconds by way, in turns."""
-    loaders = [way for way in LOADERS if way != "fastsafetensors" or fastsafetensors is not None]
+    ways = [way for way in options.ways if way != "fastsafetensors" or fastsafetensors is not None]
     with tempfile.TemporaryDirectory(dir=options.at) as name:
         folder = Path(name)
         write_model(folder, int(options.gib * GIB))
@@ -216,7 +243,7 @@ def measure(options: argparse.Namespace, report: Callable[[str, Sequence[float]]
         seconds_of("weft", folder, options.device)  # So that libraries are in the page cache too.
         times: dict[str, list[float]] = {}
         for turn in range(options.repeats):
-            for way in [*loaders] if turn else [*RATES, *loaders]:
+            for way in ways if not turn else [way for way in ways if way in LOADERS]:
                 times.setdefault(way, []).append(seconds_of(way, folder, options.device))
                 report(way, [*times[way], size / times[way][-1] / GIB])
     rates = {way: size / statistics.median(taken) / GIB for way, taken in times.items()}
@@ -238,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--at", type=Path, help="where to write it; else the temporary folder")
     parser.add_argument("--save", type=Path, help="file for the figures")

@@ -90,8 +90,7 @@ class GroupStep(NamedTuple):
     prompts: PromptRows | None = None
     """In a settled step, the rows that FlashAttention-3 computes."""
     latents: LatentPlan | None = None
-    """Of requests of one row with latents in pages: how FlashMLA computes them; None: it does not.
-    """
+    """Of latents in pages: how FlashMLA computes the rows; None: it does not."""
     pool: torch.Tensor | None = None
     """[num_pages, Hkv, layers of the group, 2, page_size, D]: the group's pages; None: they are in
     the pool that the step runs on.

@@ -17,7 +17,7 @@ from weft.kernels.pool import has_dense_pages
 
 _MAX_SCORES = 1 << 24
 """Scores that are held at once."""
-_NOTHING = -1e38
+NOTHING = -1e38
 """The logarithm of the sum of no weight."""
 
 
@@ -69,15 +69,15 @@ def planned(
     step: GroupStep, dtype: torch.dtype, spec: LatentSpec, rows: int, pool: torch.Tensor
 ) -> GroupStep:
     """A step for consecutive layers of equal constants in which all of so many rows attend."""
-    if not pool.is_cuda or step.latents is not None or step.max_q_len > 1:
+    if not pool.is_cuda or step.latents is not None or step.ancestors is not None:
         return step
     from weft.kernels.gpu import flash_mla
 
-    # As many rows as requests, none with two.
-    is_fit = rows == step.page_table.shape[0] and step.ancestors is None
-    if not is_fit or not flash_mla.takes(dtype, pool.shape[-1], spec, pool.shape[-2]):
+    if not flash_mla.takes(dtype, pool.shape[-1], spec, pool.shape[-2]):
         return step
-    return step._replace(latents=flash_mla.plan_latents(step.kv_lens, spec.heads))
+    if step.max_q_len <= 1 and rows != step.page_table.shape[0]:
+        return step
+    return step._replace(latents=flash_mla.plan_latents(step, rows, spec.heads))
 
 
 def attention_before(
@@ -96,7 +96,7 @@ def attention_before(
         from weft.kernels.gpu import latent_attention as gpu
 
         return gpu.attention_before(q, pool, layer, spec, step)
-    sums = torch.full(q.shape[:2], _NOTHING, dtype=torch.float32)
+    sums = torch.full(q.shape[:2], NOTHING, dtype=torch.float32)
     return latent_attention_reference(q, pool, layer, spec, step, sums), sums
 
 
@@ -188,7 +188,7 @@ def latent_attention_reference(
             scores = torch.matmul(q[rows].to(wide), keys.t()) * spec.scale
             scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
             if sums_before is not None:
-                sums_before[rows] = scores.logsumexp(dim=-1).clamp(min=_NOTHING)
+                sums_before[rows] = scores.logsumexp(dim=-1).clamp(min=NOTHING)
             scores.masked_fill_(~seen.any(dim=1)[:, None, None], 0.0)
             shares = scores.softmax(dim=-1).masked_fill_(~seen.unsqueeze(1), 0.0)
             mixed = torch.matmul(shares, keys[:, : spec.value_dim])

@@ -59,7 +59,15 @@ def check(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("lengths", [[(1, 700)], [(1, 1 + 37 * n) for n in range(70)], [(90, 300)]])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 700)],
+        [(1, 1 + 37 * n) for n in range(70)],
+        [(90, 300)],
+        [(1, 300), (70, 70), (5, 1000), (1, 1), (2100, 2500)],
+    ],
+)
 def test_rows(lengths: list[tuple[int, int]], page: int) -> None:
     fresh_seed()
     step, pool = make_step(lengths, page)
@@ -71,14 +79,17 @@ def test_rows(lengths: list[tuple[int, int]], page: int) -> None:
     check(latent_attention(q, pool, 1, SPEC, made), exact)
     sums = torch.full(q.shape[:2], -1e38, device="cuda")
     before = latent_attention_reference(q.float(), pool[:-2].float(), 1, SPEC, step, sums)
-    found, found_sums = attention_before(q, pool, 1, SPEC, step)
-    check(found, before)
     has_some = sums > -1e30
-    assert torch.equal(found_sums > -1e30, has_some)
-    assert ((found_sums - sums).abs() < 0.05)[has_some].all()
+    for each in (step, made):
+        found, found_sums = attention_before(q, pool, 1, SPEC, each)
+        # Of rows with nothing before them the sums alone count.
+        check(found * has_some.unsqueeze(2), before)
+        assert torch.equal(found_sums > -1e30, has_some)
+        assert ((found_sums - sums).abs() < 0.05)[has_some].all()
 
 
 @pytest.mark.needs("fa3")
+@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(
     ("lengths", "is_cold"),
     [
@@ -86,9 +97,9 @@ def test_rows(lengths: list[tuple[int, int]], page: int) -> None:
         ([(1, 300), (2000, 2700), (90, 90)], False),
     ],
 )
-def test_prompts_by_heads(lengths: list[tuple[int, int]], is_cold: bool) -> None:
+def test_prompts_by_heads(lengths: list[tuple[int, int]], is_cold: bool, page: int) -> None:
     fresh_seed()
-    step, pool = make_step(lengths, 16)
+    step, pool = make_step(lengths, page)
     step = step._replace(is_cold=is_cold)
     rows = len(step.places)
     to_keys = torch.randn(HEADS, SIZES.nope_dim, SIZES.kv_rank, device="cuda").bfloat16() / 20

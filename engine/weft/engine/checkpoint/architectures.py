@@ -68,6 +68,7 @@ _FAMILIES = {
     "LagunaForCausalLM": ("laguna", "read_laguna"),
     "Llama4ForCausalLM": ("llama4", "read_llama4"),
     "Llama4ForConditionalGeneration": ("llama4", "read_llama4"),
+    "MellumForCausalLM": ("mellum", "read_mellum"),
     "MiMoV2FlashForCausalLM": ("mimo", "read_mimo"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "read_minimax_m2"),
     "Ministral3ForCausalLM": ("llamas", "read_mistral3"),

@@ -12,6 +12,7 @@ from weft.engine.model.encoder import Encoder
 from weft.engine.model.heads.drafted import DraftedModel
 from weft.engine.model.loader import LoadedModel
 from weft.kernels.cpu import native_cpu, native_cpu_missing
+from weft.kernels.latent_attention import LatentSpec
 
 MAX_FIXED_GROUP = 64
 """Most query heads of a KV head for deterministic attention on a GPU: a tile's rows."""
@@ -103,6 +104,19 @@ def missing_native(device: torch.device) -> list[str]:
         return ["the system refuses AMX: prompts and batches in bfloat16 take several times longer"]
     reason = native_cpu_missing()
     return [f"no native CPU operations ({reason}): oneDNN and PyTorch serve, several times slower"]
+
+
+def slower_latents(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[str]:
+    """Describes what would make attention to latents faster on a GPU."""
+    sizes = loaded.config.latent
+    if sizes is None or device.type != "cuda":
+        return []
+    from weft.kernels.gpu.flash_mla import lacking
+
+    spec = LatentSpec(loaded.config.num_heads // config.tp, sizes.kv_rank, scale=1.0)
+    dim, dtype = sizes.kv_rank + sizes.rope_dim, getattr(torch, loaded.dtype)
+    advice = lacking(dtype, dim, spec, config.page_size)
+    return [] if advice is None else [f"attention to latents can be 3 times as fast: {advice}"]
 
 
 def sampling_device(vocab_size: int, device: torch.device) -> tuple[torch.device | None, list[str]]:

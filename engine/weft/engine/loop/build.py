@@ -25,6 +25,7 @@ from weft.engine.executor.device import (
     missing_native,
     promise_determinism,
     sampling_device,
+    slower_latents,
 )
 from weft.engine.executor.device_sampling import WAYS
 from weft.engine.executor.drafts.build import (
@@ -305,7 +306,8 @@ def _load_parts(
     tiers = load_tiers(config, *sizes, executor.page_pool, executor.pin, wake)
     notices = [
         *(*plane.notices, *pools.notices, *([] if lora is None else [lora.limits.describe()])),
-        *(*faults, *missing_native(device), *describe_drafts(config, layout), *promise),
+        *(*faults, *missing_native(device), *slower_latents(config, loaded, device)),
+        *(*describe_drafts(config, layout), *promise),
         *([] if tiers is None else tiers.notices),
         *describe_recurrent(layout, pools.num_blocks),
         *describe_store(config, layout),

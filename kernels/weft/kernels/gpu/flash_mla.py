@@ -1,7 +1,8 @@
 """FlashMLA over paged latents of DeepSeek's sizes, where a package that has it is installed.
 
 github.com/deepseek-ai/FlashMLA, whose kernels for Hopper `sgl-flash-mla` on PyPI keeps. They take
-pages of 64 positions and requests of one row.
+pages of 64 positions and requests of one row, so that each of a prompt's rows is given as a request
+of its own, which has the prompt's pages. Rows of one prompt find its latents in the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,58 +21,132 @@ logger = logging.getLogger(__name__)
 PAGE_SIZE = 64
 _DIMS = (576, 512)
 """Elements of a position's vector, and of its value."""
+_ROWS_AT_ONCE = 2048
+"""Rows of a launch: each has a float32 result beside its own, and a place in the shared memory of
+the kernel that divides the work.
+"""
 
 
-class LatentPlan(NamedTuple):
-    """How FlashMLA divides a step's work; on the device."""
+class _Launch(NamedTuple):
+    """How the work of consecutive rows is divided; on the device."""
 
-    kv_lens: torch.Tensor
-    """[R] int32, at least 1."""
+    first: int
     tiles: torch.Tensor
     splits: torch.Tensor
 
 
+class RowsPlan(NamedTuple):
+    """Rows and the positions that each attends to: the first of its pages. On the device."""
+
+    page_table: torch.Tensor
+    """[rows, max_pages] int32."""
+    lens: torch.Tensor
+    """[rows] int32; 0: nothing."""
+    read_lens: torch.Tensor
+    """[rows] int32, at least 1: rows with nothing read the first position of their page table."""
+    launches: tuple[_Launch, ...]
+
+
+class LatentPlan(NamedTuple):
+    """How FlashMLA computes a step's attention."""
+
+    seen: RowsPlan
+    """All rows, to what they see."""
+    before: RowsPlan | None = None
+    """Rows to the positions before the step: all rows, or of a step whose requests of several rows
+    have no such positions each request's last row; None: each request has one row.
+    """
+
+
 def takes(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> bool:
-    """Whether it is there for such latents of requests of one row."""
-    is_fit = dtype == torch.bfloat16 and (dim, spec.value_dim) == _DIMS and page_size == PAGE_SIZE
-    return is_fit and spec.first_position == 0 and spec.heads >= 64 and _operations() is not None
+    """Whether it is there for such latents."""
+    return _fits(dtype, dim, spec) and page_size == PAGE_SIZE and _operations() is not None
 
 
-def plan_latents(kv_lens: torch.Tensor, heads: int) -> LatentPlan:
+def _fits(dtype: torch.dtype, dim: int, spec: LatentSpec) -> bool:
+    is_fit = dtype == torch.bfloat16 and (dim, spec.value_dim) == _DIMS
+    return is_fit and spec.first_position == 0 and spec.heads >= 64
+
+
+def lacking(dtype: torch.dtype, dim: int, spec: LatentSpec, page_size: int) -> str | None:
+    """What to change so that it computes attention to such latents; None: nothing, or it cannot."""
+    if not _is_hopper() or not _fits(dtype, dim, spec):
+        return None
+    if _operations() is None:
+        return "install sgl-flash-mla"
+    return None if page_size == PAGE_SIZE else f"set page_size to {PAGE_SIZE}"
+
+
+def plan_latents(step: GroupStep, rows: int, heads: int) -> LatentPlan:
     """Divides the work of a step's layers.
 
     Args:
-        kv_lens: [R] int32.
+        step: Without trees.
+        rows: T; as many as requests if each of them has one.
         heads: H.
     """
-    operations = _operations()
+    if step.max_q_len <= 1:
+        return LatentPlan(_plan(step.page_table, step.kv_lens, heads))
+    counts = step.cu_q_lens.diff()
+    before = step.kv_lens - counts
+    number = torch.arange(rows, device=counts.device)
+    ends = step.cu_q_lens[1:]
+    request = torch.searchsorted(ends, number, right=True, out_int32=True)
+    # Rows of padding belong to no request: they read one position of the last one's.
+    is_row = request < len(counts)
+    request = request.clamp(max=len(counts) - 1)
+    table = step.page_table.index_select(0, request)
+    begins = before.index_select(0, request)
+    own = number - step.cu_q_lens.index_select(0, request) + 1
+    seen = _plan(table, torch.where(is_row, begins + own, 0).int(), heads)
+    if step.is_cold:
+        lens = torch.where(counts == 1, before, 0)
+        return LatentPlan(seen, _plan(step.page_table, lens, heads))
+    return LatentPlan(seen, _plan(table, torch.where(is_row, begins, 0), heads))
+
+
+def _plan(page_table: torch.Tensor, lens: torch.Tensor, heads: int) -> RowsPlan:
+    operations, read_lens = _operations(), lens.clamp(min=1)
     assert operations is not None
-    # Requests of padding have no position: they read the null page.
-    lens = kv_lens.clamp(min=1)
-    tiles, splits = operations.get_mla_decoding_metadata(lens, heads, 1, heads, False, None)
-    return LatentPlan(lens, tiles, splits)
+    launches = []
+    for first in range(0, len(lens), _ROWS_AT_ONCE):
+        some = read_lens[first : first + _ROWS_AT_ONCE]
+        divided = operations.get_mla_decoding_metadata(some, heads, 1, heads, False, None)
+        launches.append(_Launch(first, *divided))
+    return RowsPlan(page_table, lens, read_lens, tuple(launches))
 
 
 def flash_mla(
-    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
-) -> torch.Tensor:
-    """`weft.kernels.latent_attention.latent_attention` of a step with a plan."""
-    operations, plan = _operations(), step.latents
+    q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, plan: RowsPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a plan's rows.
+
+    Returns:
+        [T, H, V], of rows with nothing any finite numbers, and [T, H] float32: the logarithm of
+        each softmax's sum, also of rows with nothing that of one position.
+    """
+    operations = _operations()
     assert operations is not None
-    assert plan is not None
     # [pages, PAGE_SIZE, 1, 576]
     cache = pool[:, 0, layer].transpose(1, 2)
-    out: torch.Tensor = operations.dense_decode_fwd(
-        q.unsqueeze(1), cache, spec.value_dim, plan.kv_lens, step.page_table, spec.scale, False,
-        plan.tiles, plan.splits,
-    )[0]  # fmt: skip
-    return out.squeeze(1)
+    found = []
+    for first, tiles, splits in plan.launches:
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        found.append(
+            operations.dense_decode_fwd(
+                q[rows].unsqueeze(1), cache, spec.value_dim, plan.read_lens[rows],
+                plan.page_table[rows], spec.scale, False, tiles, splits,
+            )[:2]
+        )  # fmt: skip
+    outs, sums = zip(*found, strict=True)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out.squeeze(1), (sums[0] if len(sums) == 1 else torch.cat(sums)).squeeze(2)
 
 
 @functools.cache
 def _operations() -> Any:
     """Where its operations are registered; None: nowhere, or not for this GPU."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not _is_hopper():
         return None
     try:
         return importlib.import_module("flash_mla._loader").get_ops(use_legacy=True)
@@ -80,3 +155,7 @@ def _operations() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning("FlashMLA is installed (flash_mla) but not used: %s", error)
         return None
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -547,8 +547,13 @@ def _add_rounded(
     """As `_add_groups`, of weights that are rounded once."""
     scale, offset, scale_high, offset_high = given
     lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
-    lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
-    upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
+    if IS_E2M1 and IS_NATIVE and low.dtype == tl.bfloat16:
+        # Exact: a power of two changes the exponent alone.
+        lower *= _wide(scale, IS_E2M1).to(tl.bfloat16)
+        upper *= _wide(scale_high, IS_E2M1).to(tl.bfloat16)
+    else:
+        lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
+        upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
     if HAS_OFFSETS:
         lower += _moved(offset, scale)
         upper += _moved(offset_high, scale_high)

@@ -16,7 +16,7 @@ from weft.kernels.attention import GroupStep
 from weft.kernels.gpu.dependent_launch import launch_options, release_next, wait_for_last
 from weft.kernels.gpu.flash_mla import flash_mla
 from weft.kernels.gpu.multiprocessors import num_multiprocessors
-from weft.kernels.latent_attention import LatentSpec
+from weft.kernels.latent_attention import NOTHING, LatentSpec
 
 
 class LatentLaunchShape(NamedTuple):
@@ -43,7 +43,7 @@ def latent_attention(
 ) -> torch.Tensor:
     """`weft.kernels.latent_attention.latent_attention` for CUDA tensors."""
     if step.latents is not None:
-        return flash_mla(q, pool, layer, spec, step)
+        return flash_mla(q, pool, layer, spec, step.latents.seen)[0]
     return _attend(q, pool, layer, spec, step, None)
 
 
@@ -51,6 +51,10 @@ def attention_before(
     q: torch.Tensor, pool: torch.Tensor, layer: int, spec: LatentSpec, step: GroupStep
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`weft.kernels.latent_attention.attention_before` for CUDA tensors."""
+    plan = step.latents and step.latents.before
+    if plan is not None:
+        out, sums = flash_mla(q, pool, layer, spec, plan)
+        return out, torch.where((plan.lens > 0).unsqueeze(1), sums, NOTHING)
     sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     return _attend(q, pool, layer, spec, step, sums), sums
 

@@ -67,6 +67,9 @@ def multiply_sorted(
             tiles.rows, out.shape[1], weight.first.half, is_gated=is_gated, is_fixed=is_fixed,
             can_split=False,
         )  # fmt: skip
+        if weight.first.is_e2m1 and not shape.slices and not is_fixed:
+            # Powers of two as scales round nothing.
+            shape = shape._replace(is_rounded=True)
         given = Experts(blocks, None if is_gated else shares, top_k, more, is_raw)
         bias = more.gate_up_bias if is_gated else more.down_bias
         multiply_groups(

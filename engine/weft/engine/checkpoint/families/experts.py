@@ -44,6 +44,16 @@ def olmoe_experts(config: Fields) -> MoEConfig:
     )
 
 
+def mellum_experts(config: Fields) -> MoEConfig:
+    """Mellum 2's, as Qwen3-MoE's."""
+    return MoEConfig(
+        **counts(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        intermediate_size=config.positive("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        mlp_only_layers=_dense_layers(config, 0),
+    )
+
+
 def minimax_experts(config: Fields) -> MoEConfig:
     """MiniMax M2's: sigmoids with a correction."""
     if config.text("scoring_func", "sigmoid") != "sigmoid":

@@ -8,11 +8,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 MAIN = "main"
+_LARGE_BYTES = 1 << 20
+"""Files of this size on are hashed once; tests change small ones alone."""
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Mirror:
         state = hashlib.sha1(usedforsecurity=False)
         for path in self.files(repository):
             state.update(path.encode())
-            state.update((self.folders[repository] / path).read_bytes())
+            state.update(_hash_of(self.folders[repository] / path).encode())
         return state.hexdigest()
 
     def files(self, repository: str) -> list[str]:
@@ -104,17 +107,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _tree(self, repository: str) -> list[dict[str, object]]:
         entries: list[dict[str, object]] = []
         for path in self.state.files(repository):
-            data = (self.state.folders[repository] / path).read_bytes()
-            blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
-            entry: dict[str, object] = {
-                "type": "file",
-                "path": path,
-                "size": len(data),
-                "oid": blob.hexdigest(),
-            }
+            file = self.state.folders[repository] / path
+            size, digest = file.stat().st_size, _hash_of(file)
+            entry: dict[str, object] = {"type": "file", "path": path, "size": size, "oid": digest}
             if path.endswith(".safetensors"):
-                digest = hashlib.sha256(data).hexdigest()
-                entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
+                entry["oid"] = digest[:40]
+                entry["lfs"] = {"oid": digest, "size": size, "pointerSize": 134}
             entries.append(entry)
         return entries
 
@@ -122,27 +120,25 @@ class _Handler(BaseHTTPRequestHandler):
         file = self.state.folders[repository] / path
         if not file.is_file():
             return self._fail("EntryNotFound", with_body)
-        data = file.read_bytes()
-        first = 0
+        size, first = file.stat().st_size, 0
         if wanted := self.headers.get("Range"):
             first = int(wanted.removeprefix("bytes=").partition("-")[0])
         self.send_response(206 if first else 200)
-        kind = hashlib.sha256 if path.endswith(".safetensors") else hashlib.sha1
-        self.send_header("ETag", f'"{kind(data).hexdigest()}"')
+        self.send_header("ETag", f'"{_hash_of(file)}"')
         self.send_header("X-Repo-Commit", commit)
         self.send_header("Accept-Ranges", "bytes")
         if first:
-            self.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
-        self.send_header("Content-Length", str(len(data) - first))
+            self.send_header("Content-Range", f"bytes {first}-{size - 1}/{size}")
+        self.send_header("Content-Length", str(size - first))
         self.end_headers()
         if not with_body:
             return
         self.state.sent.append(f"{repository}/{path}")
         if (bound := self.state.cut_after.pop(path, None)) is not None:
-            self.wfile.write(data[first : first + bound])
             self.close_connection = True
-            return
-        self.wfile.write(data[first:])
+        self.wfile.flush()
+        with file.open("rb") as content:
+            self.connection.sendfile(content, first, bound)
 
     def _json(self, content: object, with_body: bool) -> None:
         data = json.dumps(content).encode()
@@ -159,3 +155,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Error-Message", code)
         self.send_header("Content-Length", "0")
         self.end_headers()
+
+
+def _hash_of(path: Path) -> str:
+    """What a hub calls a file: SHA-256 of weights, and git's SHA-1 of the others."""
+    stat = path.stat()
+    if stat.st_size < _LARGE_BYTES:
+        return _hash(path)
+    return _known_hash(path, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _known_hash(path: Path, num_bytes: int, changed_ns: int) -> str:
+    return _hash(path)
+
+
+def _hash(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

@@ -101,6 +101,12 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "sliding_window": 20, "global_attn_every_n_layers": 2, "num_hidden_layers": 4,
          "route_scale": 1.7, "mup_enabled": True},
     ),
+    "mellum": (
+        "mellum",
+        {**MOE, "num_hidden_layers": 4, "sliding_window": 20,
+         "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    ),
     "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 7, "moe_topk": 3, "intermediate_size": 44}),
 }  # fmt: skip
 """Model types, and overrides for `make_reference`."""
