@@ -487,10 +487,10 @@ def _given(
     """
     scale = tl.load(scales + at, mask=exists, other=0)
     offset = scale
-    scale_high = scale
-    offset_high = scale
     if offsets is not None:
         offset = tl.load(offsets + at, mask=exists, other=0)
+    scale_high = scale
+    offset_high = offset
     if UNIT == HALF:
         scale_high = tl.load(scales + at + width, mask=exists, other=0)
         if offsets is not None:
