@@ -23,7 +23,7 @@ from weft.kernels.gpu.dependent_launch import (
     release_next,
     wait_for_last,
 )
-from weft.kernels.gpu.groups_unpack import power_of_two, unpacked
+from weft.kernels.gpu.groups_unpack import power_of_two, scaled_integers, unpacked
 from weft.kernels.gpu.moe_parts import PLAIN_EXPERTS, ExpertParts, gated
 from weft.kernels.gpu.moe_sort import Blocks
 from weft.kernels.packed_groups import PackedExperts, PackedGroups
@@ -546,12 +546,17 @@ def _add_rounded(
 ) -> tl.tensor:
     """As `_add_groups`, of weights that are rounded once."""
     scale, offset, scale_high, offset_high = given
-    lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
-    lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
-    upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
-    if HAS_OFFSETS:
-        lower += _moved(offset, scale)
-        upper += _moved(offset_high, scale_high)
+    if IS_NATIVE and low.dtype == tl.bfloat16 and not IS_E2M1 and not HAS_OFFSETS:
+        wide = tl.broadcast_to(_wide(scale, IS_E2M1), tile.shape)
+        wide_high = tl.broadcast_to(_wide(scale_high, IS_E2M1), tile.shape)
+        lower, upper = scaled_integers(tile, wide, wide_high)
+    else:
+        lower, upper = unpacked(tile, low.dtype, IS_E2M1, IS_NATIVE)
+        lower = lower.to(tl.float32) * _wide(scale, IS_E2M1)
+        upper = upper.to(tl.float32) * _wide(scale_high, IS_E2M1)
+        if HAS_OFFSETS:
+            lower += _moved(offset, scale)
+            upper += _moved(offset_high, scale_high)
     total = tl.dot(lower.to(low.dtype), low, total)
     return tl.dot(upper.to(low.dtype), high, total)
 
