@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,20 +65,24 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     16: (
-        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 32, 4, 4, 4, 4), GroupsShape(16, 64, 4, 4, 3),
-        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 64, 0, 4, 4, 4),
+        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 2, 2, 3), GroupsShape(16, 32, 2, 2, 4),
+        GroupsShape(16, 64, 2, 2, 3), GroupsShape(16, 32, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
+        GroupsShape(16, 32, 2, 2, 4, 4), GroupsShape(16, 64, 2, 2, 3, 8),
+        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 16, 4, 4, 4),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
-        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 4, True),
-        GroupsShape(64, 128, 0, 8, 3, 1), GroupsShape(64, 128, 0, 4, 3, 1),
-        GroupsShape(64, 128, 0, 8, 3, 8), GroupsShape(64, 128, 0, 4, 3, 6),
+        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 64, 0, 4, 2),
+        GroupsShape(64, 128, 0, 8, 4, 4), GroupsShape(64, 128, 0, 8, 3, 8, True),
+        GroupsShape(64, 128, 0, 4, 3, 8, True),
+        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 3, 1, True),
+        GroupsShape(64, 128, 0, 4, 2, 1, True), GroupsShape(64, 64, 0, 4, 3, 1, True),
     ),
     256: (
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
-        GroupsShape(128, 128, 0, 8, 2, 2), GroupsShape(128, 128, 0, 8, 2, 4),
-        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 4, True),
-        GroupsShape(128, 128, 0, 4, 2, 1, True), GroupsShape(128, 64, 0, 4, 2, 4),
+        GroupsShape(128, 128, 0, 4, 2, 1, True), GroupsShape(128, 128, 0, 4, 2, 2, True),
+        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 2, True),
+        GroupsShape(256, 128, 0, 8, 2, 4, True), GroupsShape(256, 64, 0, 4, 2, 1, True),
+        GroupsShape(256, 64, 0, 4, 2, 2, True), GroupsShape(128, 128, 0, 8, 2, 2, True),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -109,8 +114,10 @@ INT4 = {
     },
 }  # fmt: skip
 QUANTIZATIONS: dict[str, dict[str, Any]] = {"int4": INT4, "mxfp4": {"quant_method": "mxfp4"}}
-BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32}
+BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32, "fp8": 8.0}
 """Bits of a weight with its share of a scale."""
+LONG_RUN = 256
+"""Requests from which on a batch is not run before it is timed."""
 
 
 @dataclass(slots=True)
@@ -395,10 +402,10 @@ def bench_model(
     kv_dtype: str,
     long: int = 0,
 ) -> None:
-    """Decode and prefill of one model in one format; empty: bfloat16. `long`: requests at once with
-    1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
+    """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. `long`:
+    requests at once with 1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
     """
-    from gpu_engine import bench_decode, run_batch
+    from gpu_engine import PROMPT_TOKENS, run_batch
     from gpu_hybrid import told_kernels
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.loop.llm import LLM
@@ -419,8 +426,9 @@ def bench_model(
             "device": "cuda",
             "dtype": "bfloat16",
             "kv_dtype": kv_dtype,
+            "quantization": "fp8" if number_format == "fp8" else "auto",
             "dummy_weights": True,
-            "num_pages": max(50 * max(batches) + 1100, 130 * long),
+            "num_pages": max(40 * max(batches) + 1100, 130 * long),
             "max_context_tokens": 5120,
             "max_running_requests": max(*batches, long),
             "max_step_tokens": 8192,
@@ -436,17 +444,21 @@ def bench_model(
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             for batch in batches:
                 with noted(found, f"engine {model} {number_format} batch {batch}"):
-                    decode, _ = bench_decode(llm, config, batch, rates, 64)
+                    if batch < LONG_RUN:
+                        run_batch(llm, batch, PROMPT_TOKENS, 8)
+                    runs = [run_batch(llm, batch, PROMPT_TOKENS, 64) for _ in range(2)]
+                    best = min(runs, key=lambda run: run.seconds / run.num_steps)
+                    step_s = best.seconds / best.num_steps
                     saved = _saved_bytes(config, number_format, batch)
-                    work = decode_work(config, batch, 544.0)
+                    work = decode_work(config, batch, PROMPT_TOKENS + 32.0)
                     roof = max(
                         (work.num_bytes - saved) / rates.bytes_per_s, work.flop / rates.flop_per_s
                     )
                     row["decode"][batch] = {
-                        "tokens_per_s": decode.tokens_per_s,
-                        "device_ms": decode.device_ms,
-                        "host_ms": decode.host_ms,
-                        "share_of_roof": roof / (batch / decode.tokens_per_s),
+                        "tokens_per_s": batch / step_s,
+                        "step_ms": 1e3 * step_s,
+                        "host_ms": 1e3 * statistics.median(best.host_s),
+                        "share_of_roof": roof / step_s,
                     }
                     print(model, number_format, batch, row["decode"][batch], flush=True)
             with noted(found, f"engine {model} {number_format} prefill"):
@@ -476,7 +488,8 @@ def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
     from gpu_roof import _attention, _feed
 
     feeds = sum(_feed(config, layer, tokens)[0] for layer in range(config.num_layers))
-    attention = config.num_layers * _attention(config)[0] if number_format == "int4" else 0.0
+    has_attention = number_format in ("int4", "fp8")
+    attention = config.num_layers * _attention(config)[0] if has_attention else 0.0
     return (feeds + attention) * (16 - BITS[number_format]) / 8
 
 
