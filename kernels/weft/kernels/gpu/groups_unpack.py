@@ -43,8 +43,8 @@ _FOUR_SCALED = tl.constexpr(
     prmt.b32 pair, $4, 0x43, 0x4342;
     and.b32 pair, pair, 0xFF0FFF0F;
     sub.bf16x2 pair, pair, centre;
-    mul.bf16x2 rest, pair, $7;
-    fma.rn.bf16x2 $1, pair, $5, rest;
+    mul.bf16x2 rest, pair, $8;
+    fma.rn.bf16x2 $1, pair, $6, rest;
     prmt.b32 pair, upper, 0x43, 0x4140;
     and.b32 pair, pair, 0xFF0FFF0F;
     sub.bf16x2 pair, pair, centre;
@@ -53,8 +53,8 @@ _FOUR_SCALED = tl.constexpr(
     prmt.b32 pair, upper, 0x43, 0x4342;
     and.b32 pair, pair, 0xFF0FFF0F;
     sub.bf16x2 pair, pair, centre;
-    mul.bf16x2 rest, pair, $11;
-    fma.rn.bf16x2 $3, pair, $9, rest;
+    mul.bf16x2 rest, pair, $12;
+    fma.rn.bf16x2 $3, pair, $10, rest;
     }
     """
 )
@@ -129,7 +129,7 @@ def scaled_integers(
     """The numbers in the lower and in the upper bits of bytes, less 8, times a scale, rounded to
     bfloat16; for compute capability 9.0.
 
-    Scales are in float32 and have the tile's shape; neighbouring bytes of four have the same.
+    Scales are in float32 and have the tile's shape.
     """
     near, near_high = scale.to(tl.bfloat16), scale_high.to(tl.bfloat16)
     rest = (scale - near.to(tl.float32)).to(tl.bfloat16)
