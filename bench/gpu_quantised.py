@@ -82,7 +82,8 @@ SWEEP: dict[int, tuple[Shape, ...]] = {
         GroupsShape(128, 128, 0, 4, 2, 1, True), GroupsShape(128, 128, 0, 4, 2, 2, True),
         GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 2, True),
         GroupsShape(256, 128, 0, 8, 2, 4, True), GroupsShape(256, 64, 0, 4, 2, 1, True),
-        GroupsShape(256, 64, 0, 4, 2, 2, True), GroupsShape(128, 128, 0, 8, 2, 2, True),
+        GroupsShape(128, 256, 0, 8, 2, 1, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
+        GroupsShape(128, 256, 0, 8, 3, 4, True), GroupsShape(128, 128, 0, 8, 3, 4, True),
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
