@@ -495,7 +495,7 @@ def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
 
 
 def time_kv(found: Results, rates: Rates) -> None:
-    """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in FP8."""
+    """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in 8 bits."""
     heads, kv_heads, dim, page_size, layers = 32, 8, 128, 16, 2
     for requests, length in ((64, 8192), (256, 1024), (1, 65536), (1, 8192)):
         per = length // page_size
@@ -506,14 +506,12 @@ def time_kv(found: Results, rates: Rates) -> None:
         step = GroupStep(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
         spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
         row: dict[str, Any] = {"attention": [requests, length]}
-        for name in ("bfloat16", "fp8"):
+        for name, kept in (("bfloat16", None), ("fp8", torch.uint8), ("int8", torch.int8)):
             with noted(found, f"attention {requests} x {length} {name}"):
                 shape = (requests * per, kv_heads, layers, 2, page_size)
-                if name == "fp8":
+                if kept is not None:
                     width = dim + SCALE_BYTES
-                    pool = torch.randint(
-                        0, 48, (*shape, width), dtype=torch.uint8, device="cuda"
-                    )  # fmt: skip
+                    pool = torch.randint(0, 48, (*shape, width), dtype=kept, device="cuda")
                 else:
                     pool = torch.randn((*shape, dim), device="cuda", dtype=BF16)
                 calls = [
