@@ -174,13 +174,13 @@ def pack_groups(matrix: IntGroups) -> PackedGroups:
 
 def _as_threads_take(blocks: torch.Tensor) -> torch.Tensor:
     """Bytes [N, blocks, half] in the order of columns, as they lie."""
-    apart = blocks.unflatten(2, (-1, 2, _THREADS, 2))
+    apart = blocks.reshape(*blocks.shape[:2], -1, 2, _THREADS, 2)
     return apart.permute(0, 1, 4, 2, 3, 5).flatten(2)
 
 
 def _in_columns(blocks: torch.Tensor) -> torch.Tensor:
     """The inverse of `_as_threads_take`."""
-    apart = blocks.unflatten(2, (_THREADS, -1, 2, 2))
+    apart = blocks.reshape(*blocks.shape[:2], _THREADS, -1, 2, 2)
     return apart.permute(0, 1, 3, 4, 2, 5).flatten(2)
 
 
