@@ -105,7 +105,7 @@ EXPERTS = (
 """Model, experts, hidden and inner size, experts of a token, format."""
 MANY_EXPERTS = (
     (64, 4, 4, 3), (32, 4, 4, 4), (64, 0, 4, 4), (64, 0, 4, 3), (128, 0, 8, 3), (128, 0, 4, 3),
-    (64, 0, 4, 6), (32, 0, 4, 4),
+    (64, 0, 4, 6), (32, 0, 4, 4), (32, 2, 2, 3), (32, 2, 2, 4), (16, 2, 2, 4), (64, 2, 2, 3),
 )  # fmt: skip
 """Shapes of sorted pairs but for their rows."""
 EXPERTS_ROWS = (1, 4, 64, 256)
