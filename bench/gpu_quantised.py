@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,24 +61,40 @@ FEW = (
     FewRowsShape(4, 16, 2), FewRowsShape(4, 8, 1), FewRowsShape(8, 16, 4, True),
     FewRowsShape(4, 16, 4, True), FewRowsShape(8, 8, 2, True), FewRowsShape(4, 8, 1, True),
 )  # fmt: skip
+COPIED = {
+    64: tuple(
+        GroupsShape(*shape, splits, is_rounded, True)
+        for shape in ((64, 64, 0, 4, 3), (64, 64, 0, 4, 5), (64, 128, 0, 8, 4))
+        for splits in (1, 4, 8)
+        for is_rounded in (False, True)
+    ),
+    256: tuple(
+        GroupsShape(*shape, splits, is_rounded, True)
+        for *shape, is_rounded in (
+            (128, 128, 0, 8, 4, False), (128, 128, 0, 8, 4, True), (128, 128, 0, 4, 3, True),
+            (256, 128, 0, 8, 3, True), (128, 256, 0, 8, 4, True),
+        )
+        for splits in (1, 2, 4)
+    ),
+}  # fmt: skip
+"""With tiles from the copy engine."""
 SWEEP: dict[int, tuple[Shape, ...]] = {
     1: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     2: (*FEW, GroupsShape(8, 16, 4, 4, 6)),
     16: (
-        GroupsShape(16, 32, 4, 4, 5), GroupsShape(16, 32, 4, 4, 4, 4), GroupsShape(16, 64, 4, 4, 3),
-        GroupsShape(16, 32, 4, 4, 4, 2), GroupsShape(16, 64, 0, 4, 4, 4),
+        GroupsShape(16, 64, 4, 4, 3), GroupsShape(16, 32, 2, 2, 3), GroupsShape(16, 32, 2, 2, 4),
+        GroupsShape(16, 64, 2, 2, 3), GroupsShape(16, 32, 4, 4, 3), GroupsShape(16, 32, 4, 4, 4, 2),
+        GroupsShape(16, 32, 2, 2, 4, 4), GroupsShape(16, 64, 2, 2, 3, 8),
+        GroupsShape(16, 64, 4, 4, 3, 4), GroupsShape(16, 16, 4, 4, 4),
     ),
     64: (
-        GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
-        GroupsShape(64, 64, 0, 4, 3, 8), GroupsShape(64, 64, 0, 4, 4, 4, True),
-        GroupsShape(64, 128, 0, 8, 3, 1), GroupsShape(64, 128, 0, 4, 3, 1),
-        GroupsShape(64, 128, 0, 8, 3, 8), GroupsShape(64, 128, 0, 4, 3, 6),
+        *COPIED[64], GroupsShape(64, 64, 0, 4, 3), GroupsShape(64, 128, 0, 8, 4, 4),
+        GroupsShape(64, 64, 0, 4, 4, 4, True), GroupsShape(64, 128, 0, 8, 3, 8, True),
     ),
     256: (
         GroupsShape(128, 64, 0, 4, 4), GroupsShape(128, 128, 0, 8, 3, 2),
-        GroupsShape(128, 128, 0, 8, 2, 2), GroupsShape(128, 128, 0, 8, 2, 4),
-        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(256, 128, 0, 8, 2, 4, True),
-        GroupsShape(128, 128, 0, 4, 2, 1, True), GroupsShape(128, 64, 0, 4, 2, 4),
+        GroupsShape(256, 128, 0, 8, 2, 1, True), GroupsShape(128, 256, 0, 8, 3, 1, True),
+        *COPIED[256],
     ),
 }  # fmt: skip
 """Launch shapes that are timed beside the chosen one."""
@@ -88,7 +105,7 @@ EXPERTS = (
 """Model, experts, hidden and inner size, experts of a token, format."""
 MANY_EXPERTS = (
     (64, 4, 4, 3), (32, 4, 4, 4), (64, 0, 4, 4), (64, 0, 4, 3), (128, 0, 8, 3), (128, 0, 4, 3),
-    (64, 0, 4, 6), (32, 0, 4, 4),
+    (64, 0, 4, 6), (32, 0, 4, 4), (32, 2, 2, 3), (32, 2, 2, 4), (16, 2, 2, 4), (64, 2, 2, 3),
 )  # fmt: skip
 """Shapes of sorted pairs but for their rows."""
 EXPERTS_ROWS = (1, 4, 64, 256)
@@ -109,8 +126,10 @@ INT4 = {
     },
 }  # fmt: skip
 QUANTIZATIONS: dict[str, dict[str, Any]] = {"int4": INT4, "mxfp4": {"quant_method": "mxfp4"}}
-BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32}
+BITS = {"int4": 4 + 16 / 128, "mxfp4": 4 + 8 / 32, "fp8": 8.0}
 """Bits of a weight with its share of a scale."""
+LONG_RUN = 256
+"""Requests from which on a batch is not run before it is timed."""
 
 
 @dataclass(slots=True)
@@ -395,10 +414,10 @@ def bench_model(
     kv_dtype: str,
     long: int = 0,
 ) -> None:
-    """Decode and prefill of one model in one format; empty: bfloat16. `long`: requests at once with
-    1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
+    """Decode and prefill of one model in one format; empty: bfloat16; fp8: made of it. `long`:
+    requests at once with 1,024 tokens in and 1,024 out, whose kernels are told too; 0: none.
     """
-    from gpu_engine import bench_decode, run_batch
+    from gpu_engine import PROMPT_TOKENS, run_batch
     from gpu_hybrid import told_kernels
     from weft.engine.checkpoint.config import ModelConfig
     from weft.engine.loop.llm import LLM
@@ -419,8 +438,9 @@ def bench_model(
             "device": "cuda",
             "dtype": "bfloat16",
             "kv_dtype": kv_dtype,
+            "quantization": "fp8" if number_format == "fp8" else "auto",
             "dummy_weights": True,
-            "num_pages": max(50 * max(batches) + 1100, 130 * long),
+            "num_pages": max(40 * max(batches) + 1100, 130 * long),
             "max_context_tokens": 5120,
             "max_running_requests": max(*batches, long),
             "max_step_tokens": 8192,
@@ -436,17 +456,21 @@ def bench_model(
             row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
             for batch in batches:
                 with noted(found, f"engine {model} {number_format} batch {batch}"):
-                    decode, _ = bench_decode(llm, config, batch, rates, 64)
+                    if batch < LONG_RUN:
+                        run_batch(llm, batch, PROMPT_TOKENS, 8)
+                    runs = [run_batch(llm, batch, PROMPT_TOKENS, 64) for _ in range(2)]
+                    best = min(runs, key=lambda run: run.seconds / run.num_steps)
+                    step_s = best.seconds / best.num_steps
                     saved = _saved_bytes(config, number_format, batch)
-                    work = decode_work(config, batch, 544.0)
+                    work = decode_work(config, batch, PROMPT_TOKENS + 32.0)
                     roof = max(
                         (work.num_bytes - saved) / rates.bytes_per_s, work.flop / rates.flop_per_s
                     )
                     row["decode"][batch] = {
-                        "tokens_per_s": decode.tokens_per_s,
-                        "device_ms": decode.device_ms,
-                        "host_ms": decode.host_ms,
-                        "share_of_roof": roof / (batch / decode.tokens_per_s),
+                        "tokens_per_s": batch / step_s,
+                        "step_ms": 1e3 * step_s,
+                        "host_ms": 1e3 * statistics.median(best.host_s),
+                        "share_of_roof": roof / step_s,
                     }
                     print(model, number_format, batch, row["decode"][batch], flush=True)
             with noted(found, f"engine {model} {number_format} prefill"):
@@ -476,12 +500,13 @@ def _saved_bytes(config: Any, number_format: str, tokens: int) -> float:
     from gpu_roof import _attention, _feed
 
     feeds = sum(_feed(config, layer, tokens)[0] for layer in range(config.num_layers))
-    attention = config.num_layers * _attention(config)[0] if number_format == "int4" else 0.0
+    has_attention = number_format in ("int4", "fp8")
+    attention = config.num_layers * _attention(config)[0] if has_attention else 0.0
     return (feeds + attention) * (16 - BITS[number_format]) / 8
 
 
 def time_kv(found: Results, rates: Rates) -> None:
-    """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in FP8."""
+    """Decode attention of Llama-3.1-8B over K and V in bfloat16 and in 8 bits."""
     heads, kv_heads, dim, page_size, layers = 32, 8, 128, 16, 2
     for requests, length in ((64, 8192), (256, 1024), (1, 65536), (1, 8192)):
         per = length // page_size
@@ -492,14 +517,12 @@ def time_kv(found: Results, rates: Rates) -> None:
         step = GroupStep(table, torch.arange(requests, device="cuda"), cu, lens, 1, length)
         spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
         row: dict[str, Any] = {"attention": [requests, length]}
-        for name in ("bfloat16", "fp8"):
+        for name, kept in (("bfloat16", None), ("fp8", torch.uint8), ("int8", torch.int8)):
             with noted(found, f"attention {requests} x {length} {name}"):
                 shape = (requests * per, kv_heads, layers, 2, page_size)
-                if name == "fp8":
+                if kept is not None:
                     width = dim + SCALE_BYTES
-                    pool = torch.randint(
-                        0, 48, (*shape, width), dtype=torch.uint8, device="cuda"
-                    )  # fmt: skip
+                    pool = torch.randint(0, 48, (*shape, width), dtype=kept, device="cuda")
                 else:
                     pool = torch.randn((*shape, dim), device="cuda", dtype=BF16)
                 calls = [
@@ -566,7 +589,7 @@ def main() -> None:
             write_json(arguments.out, setup, rates, found, arguments.name)
     if "experts" in arguments.parts:
         with noted(found, "experts"):
-            time_experts(found, rates, arguments.rows or EXPERTS_ROWS)
+            time_experts(found, rates, [n for n in EXPERTS_ROWS if n in (arguments.rows or (n,))])
     if "kv" in arguments.parts:
         with noted(found, "kv"):
             time_kv(found, rates)

@@ -31,6 +31,7 @@ FORMATS = {
     "bfloat16": ("auto", "auto"),
     "FP8": ("fp8", "fp8_e4m3"),
     "KV in FP8": ("auto", "fp8_e4m3"),
+    "KV in int8": ("auto", "int8"),
 }
 """Settings `quantization` and `kv_dtype`."""
 
@@ -47,7 +48,7 @@ class Load(NamedTuple):
 
 LOADS = {
     "engine": Load(256, 512, 64, 32, ("bfloat16", "FP8")),
-    "long": Load(64, 8192, 192, 8, ("bfloat16", "KV in FP8")),
+    "long": Load(64, 8192, 64, 8, ("bfloat16", "KV in FP8", "KV in int8")),
 }
 
 
