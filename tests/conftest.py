@@ -212,7 +212,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 MESH_TURNS = ("meshes", "other meshes")
 OTHER_MESHES = [
-    *("adapter_storm", "adapters", "constraints", "observability", "resources", "security"),
+    *("adapter_storm", "adapters", "observability", "resources", "security"),
     *("store", "store_valkey", "tiers", "two_models"),
 ]
 """Modules of tests/mesh with meshes of their own, half of the work: the rest shares some."""

@@ -52,9 +52,9 @@ a loop for few rows, and not in those for many."""
 
 
 BUILDS = {
-    "no-amx": ("-O1", "-march=native", cpu.NO_AMX),
+    "no-amx": ("-O0", "-march=native", cpu.NO_AMX),
     "x86-64-v3": ("-O1", "-march=x86-64-v3"),
-    "x86-64, no OpenMP": ("-O1", "-march=x86-64"),
+    "x86-64, no OpenMP": ("-O0", "-march=x86-64"),
     "tuned": TUNED,
 }
 

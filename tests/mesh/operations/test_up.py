@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.5)  # Some of them start a process to ask.
 
 
 @pytest.mark.needs("go")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,21 +14,13 @@ import pytest
 from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 from weft.testing.engine.random_schemas import person
+from weft.testing.meshes.mesh_kinds import on
 from weft.testing.meshes.tiny_mesh import MODEL, TinyMesh
 from weft.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
-pytestmark = [pytest.mark.needs("go"), pytest.mark.timeout(400)]
+# Prompts are shipped there, so that constrained requests begin with filled pages.
+pytestmark = [pytest.mark.needs("go", "nixl"), pytest.mark.timeout(400), on("pairs")]
 CLOSING = 12.0
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory, rest_binary: Path) -> Iterator[TinyMesh]:
-    """Prompts are shipped, so that constrained requests begin with filled pages."""
-    flags = ("--local-prefill-max-tokens", "0", "--prefill", "1", "--decode", "1")
-    mesh = TinyMesh(tmp_path_factory.mktemp("constraints"), *flags)
-    mesh.wait_ready()
-    yield mesh
-    assert mesh.stop() == 0, mesh.text
 
 
 def client(mesh: TinyMesh) -> openai.AsyncOpenAI:

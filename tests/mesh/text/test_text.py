@@ -90,7 +90,14 @@ async def test_pages_are_shipped_while_later_ones_are_computed(mesh: LocalMesh) 
 
 def ways() -> pytest.MarkDecorator:
     """Runs a test for each way, on the mesh where prompts take it."""
-    each = [pytest.param(way, marks=on(KIND_OF_WAY[way])) for way in WAYS]
+    each = [
+        pytest.param(
+            way,
+            # By default its pages travel in bfloat16: see below.
+            marks=[on(KIND_OF_WAY[way]), *([pytest.mark.full] if way == "data" else [])],
+        )
+        for way in WAYS
+    ]
     return pytest.mark.parametrize("way", each)
 
 
@@ -174,6 +181,8 @@ async def test_bfloat16_differs_at_near_ties_only(
     async with Caller(mesh) as caller:
         asks = [Ask(prompt, NUM_TOKENS, new_salt()) for prompt in prompts]
         answers = await asyncio.gather(*(caller.grpc(ask) for ask in asks))
+    kinds = {fill.transport for answer in answers for fill in answer.timeline.fills}
+    assert kinds == {common_pb2.TRANSPORT_KIND_DATA}
     differences = [
         difference
         for prompt, answer in zip(prompts, answers, strict=True)

@@ -2,17 +2,20 @@
 
 It replaces the functions of `triton.language` by its own for each call of a device function, also
 where the launch that the call belongs to has done so: half of the time of kernels that are made of
-many functions. And it looks up each value's dtype in a table that it makes anew.
+many functions. It looks up each value's dtype in a table that it makes anew. And it builds the type
+of each intermediate value, and checks its shape, though a kernel has few types.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Hashable
 from types import ModuleType
 from typing import Any
 
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -36,6 +39,8 @@ def replace_functions_once() -> None:
         return found(given) if type(given) is tl.dtype else find(given)
 
     interpreter._get_np_dtype = find_once
+    _build_types_once()
+    _compare_types_once()
 
 
 @functools.cache
@@ -43,3 +48,67 @@ def _modules(fn: Any) -> tuple[ModuleType, ...]:
     """Modules of the language that a kernel's or device function's module uses."""
     used = (one for one in fn.__globals__.values() if inspect.ismodule(one))
     return tuple(one for one in used if one in (tl, tl.core))
+
+
+def _build_types_once() -> None:
+    """Gives a type of blocks, and a value, what the first one of the same type was built with."""
+    build_block, build_value = tl.core.block_type.__init__, tl.core.tensor.__init__
+    blocks: dict[Hashable, dict[str, Any]] = {}
+
+    def block(self: Any, element: Any, shape: Any) -> None:
+        key = _block_key(element, shape)
+        if key not in blocks:
+            build_block(self, element, shape)
+            # What values of this type have in common, once there is one.
+            vars(self)["common"] = {}
+            if key is not None:
+                blocks[key] = dict(vars(self))
+        else:
+            vars(self).update(blocks[key])
+
+    def value(self: Any, handle: Any, type: Any) -> None:
+        common = vars(type).setdefault("common", {})
+        if not common:
+            build_value(self, handle, type)
+            common.update(vars(self))
+            del common["handle"]
+        else:
+            vars(self).update(common)
+            self.handle = handle
+
+    tl.core.block_type.__init__ = block
+    tl.core.tensor.__init__ = value
+
+
+def _block_key(element: Any, shape: Any) -> Hashable:
+    """None for what is rare; types of pointers and blocks have no hash."""
+    sizes = tuple([getattr(size, "value", size) for size in shape])
+    if type(element) is tl.dtype:
+        return element.name, sizes
+    if type(element) is tl.pointer_type and type(element.element_ty) is tl.dtype:
+        return element.name, element.address_space, sizes
+    return None
+
+
+def _compare_types_once() -> None:
+    """Looks up what types two operands are computed in, and knows a type for itself."""
+    compute = TritonSemantic.computation_type_impl
+    is_equal, unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+    found: dict[Hashable, tl.dtype] = {}
+    plain = {tl.core.tensor, tl.dtype, int, float, bool, type(None)}
+
+    def computation_type(self: Any, a: Any, a_is_scalar: bool, b: Any, *more: bool) -> tl.dtype:
+        key = a.name, a_is_scalar, b.name, *more
+        if key not in found:
+            found[key] = compute(self, a, a_is_scalar, b, *more)
+        return found[key]
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or is_equal(self, other)
+
+    def unwrapped(given: Any) -> Any:
+        return given if type(given) in plain else unwrap(given)
+
+    TritonSemantic.computation_type_impl = computation_type
+    tl.dtype.__eq__ = equal
+    tl.core._unwrap_if_constexpr = unwrapped

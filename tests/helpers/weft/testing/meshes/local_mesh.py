@@ -239,9 +239,11 @@ def wait_until(
     Raises:
         AssertionError: It did not come; says what `explain` does.
     """
-    start_s = time.monotonic()
+    start_s, pause_s = time.monotonic(), 0.02
     while not condition():
         if time.monotonic() - start_s > PATIENCE * timeout_s:
             raise AssertionError(explain() if explain else f"not within {timeout_s} s")
-        time.sleep(0.02)
+        # What is waited for long needs the cores that asking takes.
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.2)
     return time.monotonic() - start_s

@@ -8,11 +8,11 @@ import pytest
 
 NUM_TOKENS = 20
 """Length of most answers."""
-PREEMPTED_TOKENS = 40
+PREEMPTED_TOKENS = 36
 """Length of answers that are to be pre-empted."""
-DRAFTED_TOKENS = 48
+DRAFTED_TOKENS = 36
 """Length of answers in which drafts are looked at."""
-_FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(512 << 20))
+_FLOAT32 = ("--dtype", "float32", "--kv-memory-bytes", str(256 << 20))
 _SHIP_ALWAYS = ("--local-prefill-max-tokens", "0")
 PATIENT = "--fill-progress-timeout-s 30"
 """For decode workers whose prompts a test wants to be shipped: on a busy machine a step can take
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     # Prompts run where they are decoded, one at a time, and the more urgent one has the place.
     "local": (
         *_FLOAT32,
-        *("--local-prefill-max-tokens", "1000000"),
+        *("--local-prefill-max-tokens", "1000000", "--prefill", "0"),
         "--decode-args",
         "--num-pages 83 --max-running-requests 1 --scheduling-policy priority "
         "--preemption-threshold 1",
@@ -43,7 +43,9 @@ KINDS: dict[str, tuple[str, ...]] = {
         # A lost decode worker fails its requests; test_resumption.py has it otherwise.
         *("--gateway-args", "--decode-policy round_robin --max-attempts 1"),
     ),
-    "bfloat16": ("--dtype", "bfloat16", *_SHIP_ALWAYS, "--decode-args", PATIENT),
+    "bfloat16": (
+        *("--dtype", "bfloat16", *_SHIP_ALWAYS, "--transport", "data", "--decode-args", PATIENT),
+    ),
 }
 """Flags of `weft up` by kind of mesh."""
 TINY_KINDS = ("pairs",)

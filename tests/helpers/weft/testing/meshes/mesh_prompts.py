@@ -86,7 +86,7 @@ PROMPTS: tuple[MeshPrompt, ...] = (
     _raw("spaces", "one\n\n\n  two\t\tthree    four\r\n      five\n\n six"),
     _raw("raw-300", prose(1, 20)),
     _raw("raw-1000", prose(2, 76)),
-    _raw("raw-500", prose(3, 38)),
+    _raw("raw-200", prose(3, 15)),
     _chat("hello", "Hi"),
     _chat("capital", "What is the capital of Italy? Answer in one word."),
     _chat("system", "Who are you?", system="You are a pirate. You speak like one."),
@@ -101,7 +101,7 @@ PROMPTS: tuple[MeshPrompt, ...] = (
     _chat("chat-code", f"Finish this function:\n```python\n{_CODE}\n```"),
     _chat("chat-sql", "Write a SQL query that counts the orders of each customer."),
     _chat("summary", f"Summarise in one sentence:\n\n{prose(4, 10)}"),
-    _chat("long-summary", f"Who is mentioned first in this text?\n\n{prose(5, 40)}"),
+    _chat("long-summary", f"Who is mentioned first in this text?\n\n{prose(5, 18)}"),
 )
 
 BY_NAME = {prompt.name: prompt for prompt in PROMPTS}
